@@ -313,7 +313,7 @@ def test_placements_that_cannot_be_are_refused_with_their_keys(settings, monkeyp
     assert "pool 'b' serves no role" in refused(settings, {**pools, "placement.rollout": "a"})
     spare = {"runtime.torchrun.max_replacements": 1}
     assert (
-        "runtime.torchrun.max_replacements: only a sampler in a pool of its own can be replaced; here its processes serve"
+        "runtime.torchrun.max_replacements: only a sampler in a separate pool can be replaced; here its processes serve"
         in refused(settings, {**TORCHRUN, **spare})
     )
     monkeypatch.setattr(TorchrunRuntime, "_can_replace", lambda runtime: False)

@@ -101,7 +101,7 @@ def test_layouts_that_make_no_whole_are_the_plugins_fault(layouts):
     ("roles", "starts", "message"),
     [
         (("actor", "rollout"), False, "processes that another has started cannot be replaced"),
-        (("actor", "ref", "rollout"), True, "only a sampler in a pool of its own can be replaced; here its processes serve ref, rollout"),
+        (("actor", "ref", "rollout"), True, "only a sampler in a separate pool can be replaced; here its processes serve ref, rollout"),
     ],
 )  # fmt: skip
 def test_samplers_that_cannot_be_replaced_are_refused_by_key(roles, starts, message):

@@ -72,7 +72,7 @@ def test_a_killed_worker_is_named_and_its_rows_are_done_again(source_of, caplog)
     assert names == [f"train:{i % 12}" for i in range(1, 24)]
     assert source.counters["data/worker_restarts"] == 1
     assert (
-        "Data worker 1 is started again: it was killed by SIGKILL (by somebody, or for want of memory) while it did "
+        "Data worker 1 is started again: it was killed by SIGKILL (by a user, or for lack of memory) while it did "
         in caplog.text
     )
 
@@ -96,9 +96,8 @@ def test_rows_that_end_two_workers_end_the_run_by_name(source_of):
         ended.set()
         hunter.join()
     assert str(caught.value).startswith("Lost worker data[0] on ")
-    assert (
-        "killed by SIGKILL (by somebody, or for want of memory) while it did rows from train.jsonl:"
-        in str(caught.value)
+    assert "killed by SIGKILL (by a user, or for lack of memory) while it did rows from train.jsonl:" in str(
+        caught.value
     )
     assert "num_workers = 0" in str(caught.value)
 

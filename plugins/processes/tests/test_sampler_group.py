@@ -66,7 +66,7 @@ def test_requests_go_where_the_fewest_tokens_are_left_and_those_of_a_prompt_stay
     group.add(asked[:-1])
     group.add([request("late", 9, 10), request("later", 10, 10)])
     assert group.num_unfinished == 10
-    with pytest.raises(ValueError, match=r"Request 'late' is queued already\. Requests must have distinct"):
+    with pytest.raises(ValueError, match=r"Request 'late' is queued already\. Request ids must be distinct"):
         group.add([request("other", 11, 1), request("late", 12, 1)])
     assert [r.finish_reason for r in group.abort(["late", "unknown"])] == ["abort"]
     done = []
@@ -141,7 +141,9 @@ def test_devices_that_are_not_there_are_refused(monkeypatch):
     assert devices(cpu, 3, 2) == [cpu] * 3
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     assert devices(cuda, 3, 1) == [torch.device("cuda", i) for i in (1, 2, 3)]
-    with pytest.raises(ConfigError, match=r"engines = 4: each needs a device .* from cuda:1 on there are 3"):
+    with pytest.raises(
+        ConfigError, match=r"engines = 4: each needs its own device, and from cuda:1 on there are 3"
+    ):
         devices(cuda, 4, 1)
     with pytest.raises(ConfigError, match=r"engines = 2: each of the pool's 2 processes has one device"):
         devices(cuda, 2, 2)

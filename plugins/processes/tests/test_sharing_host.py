@@ -70,7 +70,7 @@ def test_on_ranks_it_is_lent_the_module_where_that_fits_or_is_asked_for(monkeypa
     assert built(OnRanks, 2).shared  # nothing of it is spread, so nothing is gathered
     monkeypatch.setattr("engine_plugin_processes.shared_module.gathered_bytes", lambda engine: 24)
     assert not built(OnRanks, 2).shared
-    assert "the sampler has a copy of its own" in caplog.text
+    assert "the sampler has a separate copy" in caplog.text
     assert built(OnRanks, 2, weights="shared").shared
     assert not built(OnRanks, 2, weights="own").shared
 

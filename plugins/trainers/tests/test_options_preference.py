@@ -28,13 +28,13 @@ def test_every_loss_of_the_table_can_be_chosen():
         ({"f_alpha": 0.2}, r"f_alpha is read with f_divergence = 'alpha' only\."),
         (
             {"loss": "simpo", "length_normalize": False},
-            r"loss = 'simpo' is over means of tokens by definition\.",
+            r"loss = 'simpo' uses means over tokens by definition\.",
         ),
         (
             {"loss": "ipo", "ld_alpha": 0.5},
-            r"ld_alpha weighs the tail of a sum .* loss = 'ipo' is over means here",
+            r"ld_alpha weights the tail of a sum .* loss = 'ipo' uses means here",
         ),
-        ({"length_normalize": True, "ld_alpha": 0.5}, r"ld_alpha weighs the tail of a sum"),
+        ({"length_normalize": True, "ld_alpha": 0.5}, r"ld_alpha weights the tail of a sum"),
         ({"loss": "exo_pair"}, r"loss = 'exo_pair' needs label_smoothing over 0"),
     ],
 )
@@ -69,10 +69,10 @@ def test_what_follows_from_the_loss(keys, reference, normalises, nll):
 def test_a_pair_loss_that_asks_for_what_it_is_not_given_is_refused():
     check_offered("mine", PairLoss(load=max, reads=frozenset({"label_smoothing"})))
     with pytest.raises(
-        PluginError, match=r"Pair loss 'mine': it has an option table, and pair losses have none"
+        PluginError, match=r"Pair loss 'mine': it has an option table, but pair losses cannot have one"
     ):
         check_offered("mine", PairLoss(load=max, config=DPOOptions))
     with pytest.raises(
-        PluginError, match=r"reads 'simpo_gama', which is not given .* Did you mean 'simpo_gamma'\?"
+        PluginError, match=r"reads 'simpo_gama', which pair losses do not receive\. Did you mean 'simpo_gamma'\?"
     ):
         check_offered("mine", PairLoss(load=max, reads=frozenset({"simpo_gama"})))

@@ -146,7 +146,7 @@ class ChildProcess:
             return "closed its connection and runs on"
         code = self.popen.returncode
         if code == -signal.SIGKILL:
-            return "was killed by SIGKILL (by somebody, or for want of memory)"
+            return "was killed by SIGKILL (by a user, or for lack of memory)"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
     def report(self, cause: str = "") -> str:

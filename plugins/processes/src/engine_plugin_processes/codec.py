@@ -67,7 +67,7 @@ class Encoded:
     """A value that is ready to be sent any number of times."""
 
     header: bytes
-    buffers: list[memoryview]  #: the payload, in order
+    buffers: list[memoryview]  # the payload, in order
 
     @property
     def payload_bytes(self) -> int:
@@ -81,7 +81,7 @@ class Pieces:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    buffers: Sequence[memoryview]  #: of rows, in order
+    buffers: Sequence[memoryview]  # of rows, in order
 
     def dim(self) -> int:
         """Return the number of dimensions, as ``Tensor.dim`` does."""
@@ -131,11 +131,13 @@ VECTORS = (Tensor, Pieces)
 
 
 def _counts(column: Any) -> bool:
-    """Return whether a column of ``_Writer._rows`` determines the number of rows: not omitted, not one value for all."""
+    """Return whether a column of ``_Writer._rows`` has a value per row: it is not omitted or one value for all."""
     return column is not None and not (isinstance(column, dict) and column["$"] == "each")
 
 
 class _Writer:
+    """An encoder of values into a JSON tree and the buffers of a payload."""
+
     def __init__(self, whole_prompts: bool, texts: Texts | None = None) -> None:
         self.whole_prompts, self.texts = whole_prompts, texts if whole_prompts else None
         self.buffers: list[memoryview] = []
@@ -143,6 +145,11 @@ class _Writer:
         self._at = 0
 
     def tree(self, value: Any, where: str) -> Any:
+        """Return ``value`` as a JSON tree; ``where`` names its place in error messages.
+
+        Raises:
+            TypeError: a type that does not cross between processes.
+        """
         if type(value) in PLAIN:
             return value
         if isinstance(value, str):
@@ -274,8 +281,8 @@ class _Writer:
         first = next(iter(columns.values()))
         if any(column.dim() != 1 or column.numel() != first.numel() for column in columns.values()):
             return {name: self._tensor(column) for name, column in columns.items()}
-        told = [(name, _dtype_name(column), self._put_tensor(column)) for name, column in columns.items()]
-        return {"$": "columns", "count": first.numel(), "of": told}
+        parts = [(name, _dtype_name(column), self._put_tensor(column)) for name, column in columns.items()]
+        return {"$": "columns", "count": first.numel(), "of": parts}
 
     def _put(self, data: memoryview, alignment: int = ALIGNMENT) -> int:
         """Append bytes to the payload at the alignment; return their offset."""
@@ -290,11 +297,14 @@ class _Writer:
 
 
 class _Reader:
+    """A decoder of JSON trees and a payload."""
+
     def __init__(self, payload: bytearray) -> None:
         self.payload = payload
         self.prompts: list[Prompt] = []
 
     def value(self, tree: Any) -> Any:
+        """Return the value that ``_Writer.tree`` encoded."""
         if type(tree) in PLAIN:
             return tree
         if type(tree) is list:
@@ -445,7 +455,7 @@ def _dtype_name(value: Tensor | Pieces) -> str:
 
 
 def bytes_of(value: Tensor) -> memoryview:
-    """Return the bytes of a tensor of any shape: a CPU tensor's own if it is contiguous, otherwise a copy."""
+    """Return the bytes of a tensor [D_1, D_2, ...]: a CPU tensor's own if it is contiguous, otherwise a copy."""
     if not value.numel():
         return NOTHING
     if value.dtype is not torch.bfloat16 and value.is_cpu and not value.requires_grad:  # most of them
@@ -459,7 +469,7 @@ def bytes_of(value: Tensor) -> memoryview:
 def _indices(values: Any, end: int) -> list[int]:
     """Return a list of numbers of which each is valid by ``_index``; raise ``DecodeError`` otherwise."""
     if type(values) is not list or set(map(type, values)) - {int}:
-        raise DecodeError("No encoded value: what is to be a list of numbers is none.")
+        raise DecodeError("No encoded value: expected a list of numbers.")
     if values and not 0 <= min(values) <= max(values) < end:
         raise DecodeError(f"No encoded value: not all of {len(values)} numbers are from 0 to {end - 1}.")
     return values

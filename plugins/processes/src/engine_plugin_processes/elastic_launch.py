@@ -173,8 +173,8 @@ def serve() -> int:
         signal.signal(number, signal.SIG_IGN)
     session = 1
     try:
-        while (told := _next_session(launch, session)) is not None:
-            _work(launch, told)
+        while (session_info := _next_session(launch, session)) is not None:
+            _work(launch, session_info)
             session += 1
             _reach(launch)  # a lost controller must fail here, not in the next wait
     except ConnectionLost as lost:
@@ -247,7 +247,7 @@ def loopback_interface() -> str | None:
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
-def _work(launch: Launch, told: Mapping[str, Any]) -> None:
+def _work(launch: Launch, session_info: Mapping[str, Any]) -> None:
     """Run the worker process of one session with a connection to the controller, which judges how the worker ends.
 
     Raises:
@@ -255,9 +255,9 @@ def _work(launch: Launch, told: Mapping[str, Any]) -> None:
     """
     from engine_plugin_processes.channel import Closed, connect
 
-    token = told["token"] or os.environ.get(TOKEN, "")
+    token = session_info["token"] or os.environ.get(TOKEN, "")
     try:
-        channel = connect((told["host"], told["port"]), token, launch.rank, 60.0)
+        channel = connect((session_info["host"], session_info["port"]), token, launch.rank, 60.0)
     except (Closed, OSError) as error:
         raise ConnectionLost(f"no connection to the controller: {error}") from error
     with channel.socket as connection:

@@ -90,13 +90,13 @@ def foreign_plugin(python: str, name: str, plugins: PluginSet) -> tuple[RolloutB
         "allow_code": plugins.allow_code,
         "other": not any(hasattr(plugin.module, hook) for plugin in plugins.named for hook in MODEL_HOOKS),
     }
-    told = ask(python, json.dumps({**question, "table": None}))
-    model = _option_model(python, json.dumps(question), json.dumps(told["fields"]))
-    capabilities = frozenset(told["capabilities"]) - OUT_OF_REACH
+    found = ask(python, json.dumps({**question, "table": None}))
+    model = _option_model(python, json.dumps(question), json.dumps(found["fields"]))
+    capabilities = frozenset(found["capabilities"]) - OUT_OF_REACH
     spec = RolloutBackend(load=ENGINE, config=model, capabilities=capabilities)
-    label = f"{told['label']} of {python}"
+    label = f"{found['label']} of {python}"
     plugin = Plugin(
-        ModuleType(f"engine_foreign_{name.replace(':', '_')}"), label, told["source"], told["version"]
+        ModuleType(f"engine_foreign_{name.replace(':', '_')}"), label, found["source"], found["version"]
     )
     return spec, plugin
 
@@ -117,13 +117,13 @@ def _option_model(python: str, question: str, fields: str) -> type[BaseModel]:
         @model_validator(mode="wrap")
         @classmethod
         def _judged_there(cls, data: Any, handler: Any) -> Any:
-            told = ask(python, json.dumps({**about_it, "table": data}, default=str))
-            if told["errors"]:
+            found = ask(python, json.dumps({**about_it, "table": data}, default=str))
+            if found["errors"]:
                 raise ValidationError.from_exception_data(
-                    cls.__name__, [_detail(error) for error in told["errors"]]
+                    cls.__name__, [_detail(error) for error in found["errors"]]
                 )
-            made = cls.model_construct(**told["options"])
-            made._other_policy = told["other_policy"]
+            made = cls.model_construct(**found["options"])
+            made._other_policy = found["other_policy"]
             return made
 
     made: dict[str, Any] = {
@@ -169,18 +169,18 @@ def ask(python: str, question: str) -> dict[str, Any]:
         ) from None
     except subprocess.TimeoutExpired:
         raise PluginError(
-            f"{where} has not told of its plugins within {ASK_SECONDS:g} s. What does the plugin do while it is imported?"
+            f"{where} has not described its plugins within {ASK_SECONDS:g} s. What does the plugin do while it is imported?"
         ) from None
     if answered.returncode != 0:
         if distribution := missing_distribution(answered.stderr):
             raise PluginError(without(python, distribution))
         last = "\n".join(answered.stderr.strip().splitlines()[-5:]) or "no message"
-        raise PluginError(f"{where} cannot tell of its plugins (exit code {answered.returncode}): {last}")
-    told: dict[str, Any] = json.loads(answered.stdout.splitlines()[-1])
-    compare(python, told, versions())
-    if "refused" in told:
-        raise PluginError(f"{where}: {told['refused']}")
-    return told
+        raise PluginError(f"{where} cannot describe its plugins (exit code {answered.returncode}): {last}")
+    found: dict[str, Any] = json.loads(answered.stdout.splitlines()[-1])
+    compare(python, found, versions())
+    if "refused" in found:
+        raise PluginError(f"{where}: {found['refused']}")
+    return found
 
 
 def versions() -> dict[str, str]:
@@ -231,15 +231,15 @@ def _installation(python: str) -> str:
 
 def answer(question: Mapping[str, Any]) -> dict[str, Any]:
     """Return this environment's answer to a question of ``ask``."""
-    told: dict[str, Any] = versions()
+    found: dict[str, Any] = versions()
     root, allow_code = Path(question["root"]), question["allow_code"]
     try:
         plugins = load_backend(question["name"], question["modules"], root, allow_code, question["other"])
     except EngineError as error:
-        return told | {"refused": str(error)}
+        return found | {"refused": str(error)}
     spec, plugin = plugins.chosen["rollout_engines", question["name"]]
     assert isinstance(spec, RolloutBackend)
-    told |= {
+    found |= {
         "label": plugin.label,
         "source": plugin.source,
         "version": plugin.version,
@@ -254,14 +254,14 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         given = {"folder": root, "allow_code": allow_code}
         try:
             made = spec.config.model_validate_json(json.dumps(question["table"]), strict=True, context=given)
-            told["options"] = made.model_dump(mode="json")
-            told["other_policy"] = getattr(made, "other_policy", "")
+            found["options"] = made.model_dump(mode="json")
+            found["other_policy"] = getattr(made, "other_policy", "")
         except ValidationError as error:
-            told["errors"] = [
+            found["errors"] = [
                 {"type": one["type"], "loc": one["loc"], "msg": one["msg"], "input": one["input"]}
                 for one in error.errors(include_url=False, include_context=False)
             ]
-    return told
+    return found
 
 
 def _plain_default(field: Any) -> Any:

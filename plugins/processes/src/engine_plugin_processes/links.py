@@ -96,7 +96,9 @@ class Links:
                 self.drop(source, target)
                 if not self._goes_on(target, set(link.ranks[1:]) if link is not None else before):
                     raise
-                log.warning("The update to policy version %d is given anew to those that are left.", version)
+                log.warning(
+                    "The update to policy version %d is sent again to the remaining receivers.", version
+                )
             except BaseException:
                 self.drop(source, target)
                 raise

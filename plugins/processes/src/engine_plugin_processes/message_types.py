@@ -1,4 +1,4 @@
-"""What may cross between controller and workers: the closed set that ``codec`` writes and reads."""
+"""The closed set of types that may cross between controller and workers, which ``codec`` writes and reads."""
 
 from __future__ import annotations
 
@@ -49,19 +49,19 @@ TEXTS: Mapping[str, tuple[type, Callable[[Any], str], Callable[[str], Any]]] = {
 PLAIN = frozenset({int, float, bool, str, type(None)})
 """Types that are themselves in the header; most values are lists of them, such as token ids."""
 ROWS = frozenset({Prompt, Request, Rollout, Sampling})
-"""Dataclasses of which lists cross by field."""
+"""Dataclasses whose lists are sent field by field."""
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    """That of a field; ``MISSING``: it has none."""
+    """Return the default of a field, or ``MISSING``."""
     made = field.default_factory
     return field.default if made is dataclasses.MISSING else made()
 
 
 def _endless(field: dataclasses.Field[Any]) -> Callable[[], Iterator[Any]]:
-    """What makes an iterator over a field's default, without end."""
+    """Return a factory of endless iterators over a field's default."""
     if field.default is not dataclasses.MISSING:
-        return lambda: itertools.repeat(field.default)  # of a type that nobody can change
+        return lambda: itertools.repeat(field.default)  # of an immutable type
     make, end = field.default_factory, object()
     if make is dataclasses.MISSING:
         return functools.partial(_none_for, field.name)

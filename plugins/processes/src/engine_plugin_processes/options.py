@@ -10,7 +10,7 @@ from engine_core.specs import Options
 
 
 class ProcessOptions(Options):
-    """What runtimes have in common whose workers are processes."""
+    """The common options of runtimes whose workers are processes."""
 
     renamed = {
         "stall_minutes": "command_timeout_minutes",
@@ -19,22 +19,22 @@ class ProcessOptions(Options):
     }
 
     processes: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
-    """Worker processes; ``auto``: as many as `placement.pools` has, else one for each accelerator, else 1."""
+    """Number of worker processes; ``auto``: as many as `placement.pools` has, else one per accelerator, else 1."""
     device: Literal["auto", "cpu"] = "auto"
-    """``auto``: an accelerator for each process where there are some; ``cpu``: none of them."""
+    """``auto``: an accelerator for each process if the machine has any; ``cpu``: no accelerators."""
     threads: int | None = Field(None, gt=0)
     """CPU threads of each process; default: ``OMP_NUM_THREADS``, else the cores shared evenly."""
     startup_timeout_minutes: float = Field(15.0, gt=0)
-    """Time for all workers to come and to build their models."""
+    """Time for all workers to connect and to build their models."""
     command_timeout_minutes: float = Field(60.0, gt=0)
-    """A rank that takes longer for one command counts as hanging: where every rank is is told, and the run ends (exit code 6)."""
+    """A rank that takes longer for one command counts as stalled: the stacks of all ranks are logged, and the run ends (exit code 6)."""
     max_restarts: int = Field(0, ge=0)
-    """That many times a run that lost a worker goes on by itself, from its newest checkpoint and with new workers."""
+    """How often a run that lost a worker continues by itself, from its newest checkpoint and with new workers."""
     max_replacements: int = Field(0, ge=0)
-    """That many processes of the sampler's own pool may be lost while the run goes on: the others take over what was not finished, and a new process takes part from the next update of weights on. 0: a loss ends the session. Above 0 each of the pool's processes is a world of its own for ``torch.distributed``."""
+    """How many processes of the sampler's separate pool may be lost while the run continues: the others take over unfinished requests, and a new process joins at the next update of weights. 0: a loss ends the session. Above 0 each process of the pool is a separate world for ``torch.distributed``."""
     offload_idle_roles: bool = False
     """As in ``[runtime.local]``, in each process."""
 
 
 class TorchrunOptions(ProcessOptions):
-    """``[runtime.torchrun]``: every worker a process of its own, on this machine or, started by ``torchrun``, on many."""
+    """Options of the runtime `torchrun`, ``[runtime.torchrun]``: every worker is a separate process, on this machine or, started by ``torchrun``, on several."""

@@ -103,7 +103,7 @@ def check_replaceable(config: EngineConfig, pools: Sequence[Pool], can_start: bo
     roles = next((pool.roles for pool in pools if "rollout" in pool.roles), ())
     if tuple(roles) != ("rollout",):
         raise ConfigError(
-            f"{key}: only a sampler in a pool of its own can be replaced; here its processes serve "
+            f"{key}: only a sampler in a separate pool can be replaced; here its processes serve "
             f"{', '.join(roles) or 'no sampler'}. Give it a pool ([placement]), or set {key} = 0."
         )
     if not can_start:

@@ -161,12 +161,14 @@ class ReplaceableGroup(RemoteWorkerGroup):
         send = functools.partial(self._portion, on_part=on_part)
         return Surviving(portions, present, send, in_order(requests), self.replacements).reply
 
-    def _portion(self, at: int, requests: list[Request], told: set[str], on_part: Told | None) -> Future[Any]:
-        """Have one slice sample the requests; add to ``told`` the ids of rollouts that arrive in parts."""
+    def _portion(
+        self, at: int, requests: list[Request], received: set[str], on_part: Told | None
+    ) -> Future[Any]:
+        """Have one slice sample the requests; add to ``received`` the ids of rollouts that arrive in parts."""
 
         def tell(part: list[Rollout]) -> None:
             """Note the ids of a part and pass the part on."""
-            told.update(rollout.request_id for rollout in part)
+            received.update(rollout.request_id for rollout in part)
             assert on_part is not None
             on_part(part)
 
@@ -236,9 +238,9 @@ class Surviving(Portions):
 
         def sent(at: int, requests: list[Request]) -> Future[Any]:
             """Send a portion and note it as in flight on its slice."""
-            told: set[str] = set()
-            self._under_way[at] = requests, told
-            return send(at, requests, told)
+            received: set[str] = set()
+            self._under_way[at] = requests, received
+            return send(at, requests, received)
 
         super().__init__([portion for portion in portions if portion], 0, sent, merge)
         self._idle = list(slices)
@@ -259,10 +261,10 @@ class Surviving(Portions):
 
     def _answered(self, at: int, future: Future[Any]) -> None:
         with self._lock:
-            requests, told = self._under_way.pop(at)
+            requests, received = self._under_way.pop(at)
             if self._survives(future.exception()):
                 del self._running[at]
-                rest = [request for request in requests if request.id not in told and not self._stopped]
+                rest = [request for request in requests if request.id not in received and not self._stopped]
                 self._replacements.reissue(len(rest))
                 shares = split_requests(rest, max(len(self._idle), 1))[0]
                 self._left.extendleft(share for share in shares if share)

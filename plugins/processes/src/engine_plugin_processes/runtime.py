@@ -162,11 +162,11 @@ class MultiProcessRuntime(Runtime):
 
     def memory_metrics(self) -> dict[str, float]:
         """Return the memory metrics of each role: the maximum over the ranks of its pool."""
-        told = [
+        sent = [
             (pool, self._tell(pool, "memory", (pool.roles[0], "memory"), None, _most)) for pool in self.pools
         ]
         found: dict[str, float] = {}
-        for pool, future in told:
+        for pool, future in sent:
             for name, value in future.result().items():
                 found |= {name.replace("/", f"/{role}/", 1): value for role in pool.roles}
         return found
@@ -443,8 +443,8 @@ class MultiProcessRuntime(Runtime):
         """Hand device memory over for a phase in every process, all pools at the same time."""
         if self.options.offload_idle_roles:
             start = time.perf_counter()
-            told = [self._tell(pool, "phase", (pool.roles[0], "sleep"), name=phase) for pool in self.pools]
-            for future in told:
+            sent = [self._tell(pool, "phase", (pool.roles[0], "sleep"), name=phase) for pool in self.pools]
+            for future in sent:
                 future.result()
             self.traded_seconds += time.perf_counter() - start
 

@@ -166,7 +166,7 @@ def fits(engine: TrainEngine, device: torch.device) -> bool:
         room / GIB,
         "the sampler uses the actor's, gathered for the phase"
         if found
-        else "the sampler has a copy of its own",
+        else "the sampler has a separate copy",
     )
     return found
 

@@ -7,16 +7,16 @@
     main thread:        ready groups -> stages -> advantages -> update -> weight sync
 
 The main thread consumes: rows of the data, ready groups; waits for: the groups of a step, the workers in ``update``,
-the paused sampler in ``sync``; unblocked by: the scoring thread (or the sampling thread, if no reward is scored early), the
-workers' results, the error of either thread, a signal; produces: requests for the sampling thread, new weights,
+the paused sampler in ``sync``; unblocked by: the scoring thread (or the sampling thread, if no reward is scored early),
+the workers' results, the error of either thread, a signal; produces: requests for the sampling thread, new weights,
 checkpoints. ``engine_plugin_trainers.sampler_thread`` and ``engine_plugin_trainers.scoring_thread`` describe the other
 threads.
 
 A step is the step of ``trainer`` except for the source of its rollouts (``engine_plugin_trainers.ahead_source``) and
-the treatment of responses in flight when the weights change. ``engine_plugin_trainers.ahead`` bounds how far the sampler
-runs ahead and proves that no token is older than `max_staleness` versions. ``[algorithm.correction]`` corrects for
-staleness. By default the policy ratio is to the weights before the step (``old_log_probs``), and each token is weighted by the
-truncated ratio of these weights to the policy that sampled it: the decoupled objective of
+the treatment of responses in flight when the weights change. ``engine_plugin_trainers.ahead`` bounds how far the
+sampler runs ahead and proves that no token is older than `max_staleness` versions. ``[algorithm.correction]`` corrects
+for staleness. By default the policy ratio is to the weights before the step (``old_log_probs``), and each token is
+weighted by the truncated ratio of these weights to the policy that sampled it: the decoupled objective of
 https://arxiv.org/abs/2110.00641.
 
 Left out on purpose: episodes (``[environment]``) and greedy baselines, which are refused.

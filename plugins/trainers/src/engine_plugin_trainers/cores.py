@@ -1,4 +1,4 @@
-"""The cores of a machine, shared among processes that compute at the same time."""
+"""CPU cores shared among processes that compute at the same time."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ VARIABLE = "OMP_NUM_THREADS"
 
 @contextmanager
 def shared_cores(processes: int) -> Iterator[None]:
-    """Give this process an even share of its threads; processes that it starts meanwhile get the same number.
+    """Limit this process to an even share of its threads; child processes started meanwhile get the same number.
 
-    With a thread for each core in each process, the threads of an operation wait for cores: two processes on two cores
-    took 14 s for a step that takes 1.5 s. Nothing changes where the environment sets the threads, or on an accelerator.
+    If each process has one thread per core, threads wait for cores: two processes on two cores took 14 s for a step
+    that takes 1.5 s. The limit is not applied if the environment sets the number of threads, or with an accelerator.
 
     Args:
-        processes: that compute at the same time, this one included.
+        processes: number of processes that compute at the same time, this one included.
     """
     if VARIABLE in os.environ or torch.accelerator.is_available():
         yield

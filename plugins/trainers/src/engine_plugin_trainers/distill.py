@@ -119,7 +119,7 @@ class DistillTrainer(SampledRun):
         return with_weights(self.sampling.batch(rollouts), "token-mean"), self._without_rewards(metrics)
 
     def compared(self, batch: Batch) -> Batch:
-        """Return the batch at the divergence's temperature; without the sampler's log-probs if its temperature differs."""
+        """Return the batch at the divergence's temperature; without ``rollout_log_probs`` if the sampler's differs."""
         if batch.temperature != self.temperature:
             kept = {name: column for name, column in batch.tokens.items() if name != "rollout_log_probs"}
             return dataclasses.replace(batch, tokens=kept, temperature=self.temperature)

@@ -1,4 +1,4 @@
-"""KTO: learning from responses that were each judged good or bad, without pairs."""
+"""KTO: learning from single responses that were judged desirable or undesirable."""
 
 from __future__ import annotations
 
@@ -23,21 +23,26 @@ if TYPE_CHECKING:
 
 
 class KTOTrainer(PreferenceRun[Judged]):
-    """Make desirable responses likelier and undesirable ones less likely, against z.
+    """A trainer that makes desirable responses likelier and undesirable ones less likely, relative to z.
 
-    z is the KL to the reference, estimated before each update from responses put after other prompts of
-    the mini-batch, cut to `kto.max_tokens` and to the model's positions: two more passes without gradient.
+    z is the KL to the reference. It is estimated before each update from responses that are put after other prompts of
+    the mini-batch and cut to `kto.max_tokens` and to the model's positions. This takes two passes without gradient.
     """
 
     needs_reference = True
 
     @property
     def options(self) -> KTOOptions:
-        """``[kto]``"""
+        """Options of ``[kto]`` at this step."""
         options: KTOOptions = self.config_now.options
         return options
 
     def prepare(self) -> None:
+        """Refuse a mini-batch of one row.
+
+        Raises:
+            ConfigError: the loss compares with responses to the prompts of other rows.
+        """
         if self.options.loss == "kto" and self.config.data.prompts_per_step < 2:
             raise ConfigError(
                 "data.prompts_per_step: got 1, expected at least 2: trainer 'kto' puts each response after the "
@@ -46,15 +51,18 @@ class KTOTrainer(PreferenceRun[Judged]):
 
     @functools.cached_property
     def _positions(self) -> int | None:
+        """Length of the model's position table; None without such a table."""
         return table_length(self)
 
     def source_of(self, split: str, rows: Any = None, data: DataConfig | None = None) -> JudgedSource:
+        """Open the rows of a split as labeled responses."""
         config, limit, held = self.config, self.options.max_tokens, self._positions
         return JudgedSource(
             data or config.data, self.tokenizer, limit, "kto", config.run.seed, split, rows, held
         )
 
     def batch(self, items: Sequence[Judged]) -> Batch:
+        """Pack responses into a batch with their labels and shares."""
         desirable = torch.tensor([item.desirable for item in items], dtype=torch.bool)
         kinds = torch.where(desirable, desirable.sum(), (~desirable).sum())
         loss_mask = torch.tensor([m for item in items for m in item.loss_mask], dtype=torch.bool)
@@ -71,15 +79,17 @@ class KTOTrainer(PreferenceRun[Judged]):
         )
 
     def annotate(self, batch: Batch, training: bool) -> tuple[Batch, dict[str, float]]:
+        """Add ``ref_log_probs`` [T] and ``kl`` [B]."""
         kl = self.mismatch_kl(batch) if self.options.loss == "kto" else 0.0
         batch = self.with_reference(batch).with_columns(sequences={"kl": torch.full((len(batch),), kl)})
         return batch, {"rewards/kl": kl, "rewards/desirable_share": float(batch["desirable"].double().mean())}
 
     def mismatch_kl(self, batch: Batch) -> float:
-        """z, of this batch's responses after other prompts."""
+        """Return z, from this batch's responses after other prompts."""
         most = self.options.max_tokens
         others = mismatched(batch, min(self._positions or most, most))
         return mismatch_kl(self.log_probs(others), self.reference_log_probs(others), others)
 
     def loss_call(self) -> LossCall:
+        """Return the objective ``kto`` with the options that it reads."""
         return LossCall("kto", self.options.model_dump(exclude={"max_tokens", "loss"}))

@@ -1,7 +1,7 @@
-"""Offline RL: the policy update of ``rl`` on rollouts that were sampled before, by this model or another one.
+"""Offline RL: the policy update of ``rl`` on stored rollouts, of this model or another one.
 
-Advantages, losses, correction, KL and critic are those of ``[algorithm]``; every token counts as one of an
-older policy. A sampler is built only where ``[eval]`` asks for scores.
+Advantages, losses, correction, KL and critic are those of ``[algorithm]``. Every token counts as sampled by an older
+policy. A sampler is built only if ``[eval]`` asks for scores.
 """
 
 from __future__ import annotations
@@ -34,22 +34,24 @@ if TYPE_CHECKING:
 
 
 class StoredRollouts(RolloutSource):
-    """Groups of the run's files in place of sampled ones; stages that refill take further groups.
+    """A source of stored groups in place of sampled ones; stages that refill take further groups.
 
     Args:
-        run: the trainer that it serves.
+        run: the trainer that uses the source.
     """
 
     def __init__(self, run: OfflineTrainer) -> None:
         super().__init__(run, scores=run.evaluates)
 
     def sync(self, updated: bool = True) -> dict[str, float]:
+        """Send the actor's weights to the sampler if one exists; count the policy version."""
         if "rollout" in self.run.groups:
             return super().sync(updated)
         self.version += updated
         return {"policy_version": float(self.version)}
 
     def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
+        """Read the groups of a step."""
         rounds = Rounds(self, step, greedy=False)
         while groups := self.run.source.take(rounds.missing):
             rounds.sample(groups)
@@ -59,7 +61,7 @@ class StoredRollouts(RolloutSource):
     def sample_and_score(
         self, groups: Sequence[Any], step: int, first_group: int = 0
     ) -> tuple[list[Rollout], None]:
-        """The rollouts of these groups, numbered anew; their rewards are there already."""
+        """Return the rollouts of these groups with new group ids; they already have their rewards."""
         found = [
             dataclasses.replace(rollout, group_id=number)
             for number, group in enumerate(groups, first_group)
@@ -74,7 +76,7 @@ class StoredRollouts(RolloutSource):
         training: bool = True,
         early: EarlyScores | Known | None = None,
     ) -> dict[str, float]:
-        """The metrics of the rewards that they have; in evaluation, new ones."""
+        """Return metrics of the stored rewards; in evaluation, compute rewards."""
         if not training:
             return super().score(rollouts, step, training=False)
         given = dict.fromkeys(name for rollout in rollouts for name in rollout.rewards)
@@ -85,23 +87,26 @@ class StoredRollouts(RolloutSource):
         return means | reward_statistics(rollouts)
 
     def reward_terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
+        """Yield name, weight and clipping function from ``[[reward]]``, which need not be built."""
         for reward in self.run.config.reward:
             if reward.weight:
                 yield reward.name, reward.weight, reward.clipped
 
     def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Return metrics of the rollouts without ``tokens/generated``."""
         described = super().describe(rollouts)
         del described["tokens/generated"]
         return described
 
     def fresh(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return ``fresh`` [T] bool, False on all tokens."""
         return {"fresh": torch.zeros(batch.num_tokens, dtype=torch.bool)}
 
 
 class OfflineTrainer(Trainer):
-    """``trainer = "offline"``: what ``rl`` learns from rollouts, from files.
+    """The trainer ``offline``: the update of ``rl`` on rollouts from files.
 
-    ``[data] train`` names files of rollouts, folders of them and runs; `prompts_per_step` are groups.
+    ``[data] train`` names files of rollouts, folders of such files, and runs; `prompts_per_step` counts groups.
     """
 
     off_policy = True
@@ -109,10 +114,15 @@ class OfflineTrainer(Trainer):
 
     @property
     def evaluates(self) -> bool:
-        """Whether ``[eval]`` asks for scores, and so for a sampler."""
+        """Whether ``[eval]`` asks for scores, which need a sampler."""
         return self.config.eval.during_training
 
     def make_source(self) -> StoredGroups:
+        """Open the stored rollouts and check that they fit the run.
+
+        Raises:
+            ConfigError: the run was given data as objects.
+        """
         if "data" in self.live:
             raise ConfigError("data: trainer 'offline' reads files of rollouts. Name them in data.train.")
         fit = Fit(
@@ -125,9 +135,11 @@ class OfflineTrainer(Trainer):
         return StoredGroups(self.config.data, self.config.run.seed, fit)
 
     def make_sampling(self) -> StoredRollouts:
+        """Build the source of stored rollouts."""
         return StoredRollouts(self)
 
     def reward_columns(self) -> set[str]:
+        """Return the columns of the held-out sets."""
         columns: set[str] = set()
         for held_out in held_out_sets(self.config):
             with closing(PromptSource(held_out.data(self.config), self.tokenizer, 0, "validation")) as source:
@@ -135,9 +147,11 @@ class OfflineTrainer(Trainer):
         return columns
 
     def reward_rows(self) -> Iterable[tuple[str, Mapping[str, Any]]]:
-        return ()  # those of held-out sets are looked at where these are read
+        """Return no rows: stored rollouts have their rewards."""
+        return ()  # rows of held-out sets are checked when the sets are read
 
     def roles(self, training: bool) -> dict[str, Role]:
+        """Return the roles of ``rl``; the sampler only for evaluation."""
         return {
             name: role
             for name, role in super().roles(training).items()
@@ -145,21 +159,33 @@ class OfflineTrainer(Trainer):
         }
 
     def start(self) -> None:
+        """Start the sampler if the run evaluates."""
         if self.evaluates:
             super().start()
 
     def generate(self, prompts: list[Prompt]) -> list[Rollout]:
+        """Refuse to sample.
+
+        Raises:
+            ConfigError: always.
+        """
         raise ConfigError("trainer = 'offline' samples nothing. Use a file with trainer = \"rl\".")
 
     def evaluate(self, out: Path | None = None) -> dict[str, float]:
+        """Score the held-out sets.
+
+        Raises:
+            ConfigError: the run has no sampler.
+        """
         if not self.evaluates:
             raise ConfigError(
-                "trainer = 'offline' has a sampler only where [eval] asks for scores. Add --set eval.at_end=true, "
+                "trainer = 'offline' has a sampler only if [eval] asks for scores. Add --set eval.at_end=true, "
                 "with [[reward]] and data.validation in the file."
             )
         return super().evaluate(out)
 
     def derived(self) -> list[str]:
+        """Return the derived numbers, in groups of stored rollouts."""
         config = self.config
         return [
             f"{self.total_steps} steps of {config.data.prompts_per_step} groups ({len(self.source)} in data.train),",
@@ -168,7 +194,7 @@ class OfflineTrainer(Trainer):
         ]
 
     def _vocabulary(self) -> int:
-        """Token ids that the model embeds; of a model that a plugin builds, those that the tokenizer gives."""
+        """Return the size of the model's vocabulary; the tokenizer's if a plugin builds the model."""
         config: Any = getattr(self.live.get("model"), "config", None)
         if "model" not in self.live and not self.plugins.overrides("engine_build_model"):
             config = load_hf_config(self.config.model)

@@ -1,4 +1,4 @@
-"""What this distribution offers: supervised, preference, reward-model, distillation, offline and asynchronous trainers."""
+"""Plugin of the supervised, preference, reward-model, distillation, offline and asynchronous trainers."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ RL = SHARED_SECTIONS | SAMPLING_SECTIONS | {"ref", "critic", "teacher", "algorit
 
 @hookimpl
 def engine_trainers() -> Mapping[str, TrainerSpec]:
+    """Offer the trainers."""
     here = "engine_plugin_trainers."
     return {
         "async": TrainerSpec(
@@ -87,6 +88,7 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_advantages() -> Mapping[str, Advantage]:
+    """Offer the optimal token baselines."""
     here = "engine_plugin_trainers.algorithms.advantages_token_baseline:"
     needs = frozenset({"rewards", "group_ids", "old_log_probs", "sum_pi_squared"})
     names = ("optimal_token_baseline", "optimal_token_baseline_multi_turn")
@@ -95,6 +97,7 @@ def engine_advantages() -> Mapping[str, Advantage]:
 
 @hookimpl
 def engine_losses() -> Mapping[str, Loss]:
+    """Offer Clip-Cov and KL-Cov."""
     here = "engine_plugin_trainers.algorithms.losses_covariance:"
     needs = frozenset({"advantages", "current_log_probs"})
     options = {"clip_cov": ClipCovOptions, "kl_cov": KLCovOptions}
@@ -106,6 +109,7 @@ def engine_losses() -> Mapping[str, Loss]:
 
 @hookimpl
 def engine_stages() -> Mapping[str, Stage]:
+    """Offer the replay cache."""
     return {
         "replay_cache": Stage(
             load="engine_plugin_trainers.algorithms.replay_cache:ReplayCache",
@@ -117,11 +121,13 @@ def engine_stages() -> Mapping[str, Stage]:
 
 @hookimpl
 def engine_pair_losses() -> Mapping[str, PairLoss]:
+    """Offer DPO and its variants."""
     return PAIR_LOSSES
 
 
 @hookimpl
 def engine_objectives() -> Mapping[str, Objective]:
+    """Offer the objectives of distillation and preferences."""
     pairs = "engine_plugin_trainers.algorithms.preference_objectives:"
     return {
         "distill": Objective(load="engine_plugin_trainers.algorithms.distillation:distill"),
@@ -133,4 +139,5 @@ def engine_objectives() -> Mapping[str, Objective]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
+    """Offer early stopping."""
     return {"early_stop": Part(load="engine_plugin_trainers.early_stop:Stragglers")}

@@ -1,7 +1,7 @@
-"""Learning from preferences: what its trainers share, and DPO with its relatives.
+"""Learning from preferences: the base of its trainers, and DPO with its variants.
 
-A step takes `data.prompts_per_step` pairs (or judged responses), computes what the reference and the
-current policy say of them where the loss needs it, and makes one optimizer step.
+A step takes `data.prompts_per_step` pairs (or judged responses), computes log-probs of the reference and of the current
+policy if the loss needs them, and makes one optimizer step.
 """
 
 from __future__ import annotations
@@ -37,43 +37,46 @@ Item = TypeVar("Item", Pair, Judged)
 
 
 class PreferenceRun(TrainingRun, Generic[Item]):
-    """A step of one update over a mini-batch of preferences, and its evaluation.
+    """A base of trainers whose step is one update over a mini-batch of preferences.
 
-    A subclass makes the source, the batch of some items, the columns that the loss reads, and the loss.
+    A subclass provides the source, packs items into a batch, and defines the loss and the columns that it reads.
     """
 
-    role = "actor"  # whose model learns
+    role = "actor"  # role of the model that learns
 
     @property
     def needs_reference(self) -> bool:
-        """The loss compares with a reference model."""
+        """Whether the loss compares with a reference model."""
         return False
 
     @abc.abstractmethod
     def source_of(self, split: str, rows: Any = None, data: DataConfig | None = None) -> Any:
-        """Where items come from; ``data`` stands for ``[data]``."""
+        """Open the rows of a split as items; ``data`` replaces ``[data]``."""
 
     @abc.abstractmethod
     def batch(self, items: Sequence[Item]) -> Batch:
-        """Items one after another, with their weights."""
+        """Pack items into a batch with their weights."""
 
     def annotate(self, batch: Batch, training: bool) -> tuple[Batch, dict[str, float]]:
-        """Add the columns that a model or the whole mini-batch must make, and metrics of them."""
+        """Add columns that need a model or the whole mini-batch; return the batch and metrics."""
         return self.with_reference(batch), {}
 
     @abc.abstractmethod
     def loss_call(self) -> LossCall:
-        """The objective, by name and plain values."""
+        """Return the name of the objective and its parameters."""
 
     def roles(self, training: bool) -> dict[str, Role]:
+        """Return the model that learns and, if the loss needs it, the reference."""
         ref = {"ref": Role("train", trainable=False)}
         learns = {self.role: Role("train", trainable=training)}
         return learns | (ref if self.needs_reference else {})
 
     def make_source(self) -> Any:
+        """Open the training split."""
         return self.source_of("train", rows_of(self))
 
     def step(self, step: int) -> dict[str, float]:
+        """Take a mini-batch, annotate it, and make one update."""
         batch = self.batch(self.source.take(self.config_now.data.prompts_per_step))
         with self.phase("log_probs"):
             batch, noted = self.annotate(batch, training=True)
@@ -82,7 +85,7 @@ class PreferenceRun(TrainingRun, Generic[Item]):
         return metrics | noted | {"tokens/total": float(batch.num_tokens)}
 
     def evaluate(self, out: Path | None = None) -> dict[str, float]:
-        """The loss and its metrics on each held-out set, as one mini-batch; ``eval/...`` metrics."""
+        """Return ``eval/...`` metrics: the loss and its metrics on each held-out set as one mini-batch."""
         self.setup()
         metrics: dict[str, float] = {}
         for held_out in evaluated(self):
@@ -91,7 +94,7 @@ class PreferenceRun(TrainingRun, Generic[Item]):
         return metrics
 
     def _items(self, held_out: HeldOut) -> list[Item]:
-        """Those of a set, read once."""
+        """Return the items of a held-out set; they are read once."""
         kept: dict[str, list[Item]] = self.__dict__.setdefault("_held_out_items", {})
         if held_out.name not in kept:
             rows = rows_of(self, held_out)
@@ -101,6 +104,7 @@ class PreferenceRun(TrainingRun, Generic[Item]):
         return kept[held_out.name]
 
     def _evaluated(self, items: Sequence[Item]) -> dict[str, float]:
+        """Return the loss and its metrics on these items, without gradient."""
         batch, noted = self.annotate(self.batch(items), training=False)
         call: LossCall = self.loss_call()
         names = (*call.outputs, *call.watched)
@@ -109,24 +113,24 @@ class PreferenceRun(TrainingRun, Generic[Item]):
         return {name: float(value) for name, value in metrics.items()} | noted | {"loss": float(loss)}
 
     def with_reference(self, batch: Batch) -> Batch:
-        """Add ``ref_log_probs`` [T] where the loss compares with a reference."""
+        """Add ``ref_log_probs`` [T] if the loss compares with a reference."""
         if not self.needs_reference:
             return batch
         return batch.with_columns(tokens={"ref_log_probs": self.reference_log_probs(batch)})
 
     def reference_log_probs(self, batch: Batch) -> torch.Tensor:
-        """[T]: of the reference model."""
+        """Return log-probs [T] of the reference model."""
         return self.groups["ref"].call("infer", batch, outputs=("log_probs",)).result()["log_probs"]
 
     def log_probs(self, batch: Batch) -> torch.Tensor:
-        """[T]: of the policy as it is."""
+        """Return log-probs [T] of the current policy."""
         return self.groups[self.role].call("infer", batch, outputs=("log_probs",)).result()["log_probs"]
 
 
 def pair_batch(pairs: Sequence[Pair]) -> Batch:
-    """Pairs as sequences, the chosen one before the rejected one, which stay together; with their shares.
+    """Pack pairs into a batch of B = 2P sequences: each chosen one before its rejected one, kept together.
 
-    Columns: ``loss_mask`` [T], True on responses; ``chosen`` [B] bool; ``margin`` [B]; and the weights of
+    Columns: ``loss_mask`` [T] bool, True on responses; ``chosen`` [B] bool; ``margin`` [B]; and the weights of
     ``with_shares``.
     """
     sides = [
@@ -148,42 +152,51 @@ def pair_batch(pairs: Sequence[Pair]) -> Batch:
 
 
 class DPOTrainer(PreferenceRun[Pair]):
-    """Learn which of two responses is better: DPO and its relatives, ORPO, SimPO and CPO."""
+    """A trainer that learns which of two responses is better: DPO and its variants, ORPO, SimPO and CPO."""
 
     def prepare(self) -> None:
+        """Resolve the loss and check its options.
+
+        Raises:
+            ConfigError: a key of ``[dpo]`` does not fit the loss.
+        """
         check_offered(self.config.options.loss, self.spec)
-        self.plugins.function("pair_losses", self.config.options.loss)  # refused before a worker resolves it
+        self.plugins.function("pair_losses", self.config.options.loss)  # before a worker resolves it
         try:
             self.options.judge(self.spec)
         except ValueError as error:
             raise ConfigError(f"dpo: {error}") from None
-        self.mean_reward, self.pairs_seen = 0.0, 0  # of all pairs so far: `bco_pair`
+        self.mean_reward, self.pairs_seen = 0.0, 0  # over all pairs so far, for `bco_pair`
 
     @functools.cached_property
     def spec(self) -> PairLoss:
-        """What the loss is made of."""
+        """Declaration of the pair loss."""
         return cast("PairLoss", self.plugins.spec("pair_losses", self.config.options.loss))
 
     @property
     def options(self) -> DPOOptions:
-        """``[dpo]``"""
+        """Options of ``[dpo]`` at this step."""
         options: DPOOptions = self.config_now.options
         return options.of(self.spec)
 
     @property
     def needs_reference(self) -> bool:
+        """Whether the loss compares with a reference model."""
         return self.options.needs_reference
 
     def source_of(self, split: str, rows: Any = None, data: DataConfig | None = None) -> PairSource:
+        """Open the rows of a split as pairs."""
         config, limit, held = self.config, self.options.max_tokens, table_length(self)
         return PairSource(
             data or config.data, self.tokenizer, limit, "dpo", config.run.seed, split, rows, held
         )
 
     def batch(self, items: Sequence[Pair]) -> Batch:
+        """Pack pairs into a batch."""
         return pair_batch(items)
 
     def annotate(self, batch: Batch, training: bool) -> tuple[Batch, dict[str, float]]:
+        """Add reference log-probs, LD-DPO's tail weights, and the statistic of the mini-batch that the loss reads."""
         batch = self.with_reference(batch)
         if self.options.ld_alpha is not None:
             batch = batch.with_columns(
@@ -194,7 +207,7 @@ class DPOTrainer(PreferenceRun[Pair]):
             return batch, {}
         ratio = columns.log_ratios(self.log_probs(batch), batch, self.options.normalises)  # [B]
         better, worse = columns.sides(batch)
-        if statistic == "matching":  # pairs are formed anew; accuracy is told of the pairs of the data
+        if statistic == "matching":  # pairs are formed again; accuracy is that of the data's pairs
             right = float((ratio[better] > ratio[worse]).double().mean())
             return columns.rank_matched(batch, ratio), {"rewards/accuracy": right}
         if statistic == "mean":
@@ -210,7 +223,7 @@ class DPOTrainer(PreferenceRun[Pair]):
     def _with_mean_reward(
         self, batch: Batch, rewards: torch.Tensor, training: bool
     ) -> tuple[Batch, dict[str, float]]:
-        """BCO's delta: the mean of all rewards so far, those of this step included."""
+        """Add BCO's delta as ``shift`` [B]: the mean of all rewards so far, this step included."""
         if training:
             count = len(batch) // 2
             self.pairs_seen += count
@@ -219,6 +232,7 @@ class DPOTrainer(PreferenceRun[Pair]):
         return batch.with_columns(sequences={"shift": shift}), {"rewards/running_mean": self.mean_reward}
 
     def loss_call(self) -> LossCall:
+        """Return the objective ``preference`` with the options that it reads."""
         options = self.options
         names = (
             "loss",
@@ -235,7 +249,9 @@ class DPOTrainer(PreferenceRun[Pair]):
         return LossCall("preference", parameters, watched=("sum_pi_squared",) if options.wpo else ())
 
     def state(self) -> dict[str, Any]:
+        """Return the running mean of rewards."""
         return {"mean_reward": self.mean_reward, "pairs_seen": self.pairs_seen}
 
     def load_state(self, state: dict[str, Any], folder: Path) -> None:
+        """Restore the running mean of rewards."""
         self.mean_reward, self.pairs_seen = state["mean_reward"], state["pairs_seen"]

@@ -1,4 +1,4 @@
-"""Reward models: a score for each response, learned from which of two is better."""
+"""Reward models: a score for each response, learned from pairs of a better and a worse response."""
 
 from __future__ import annotations
 
@@ -19,26 +19,29 @@ if TYPE_CHECKING:
 
 
 class RewardModelTrainer(PreferenceRun[Pair]):
-    """Bradley-Terry on a model with a value head: the score of a sequence is read at its last token."""
+    """A trainer of Bradley-Terry models with a value head; the score of a sequence is read at its last token."""
 
     role = "reward_model"
 
     @property
     def options(self) -> RewardModelOptions:
-        """``[reward_model]``"""
+        """Options of ``[reward_model]`` at this step."""
         options: RewardModelOptions = self.config_now.options
         return options
 
     def start(self) -> None:
-        self.groups["actor"] = self.groups[self.role]  # `[actor]` configures it, and it is what is exported
+        """Register the reward model as the actor too."""
+        self.groups["actor"] = self.groups[self.role]  # `[actor]` configures it, and the actor is exported
 
     def source_of(self, split: str, rows: Any = None, data: DataConfig | None = None) -> PairSource:
+        """Open the rows of a split as pairs."""
         config, limit, held = self.config, self.options.max_tokens, table_length(self)
         return PairSource(
             data or config.data, self.tokenizer, limit, self.role, config.run.seed, split, rows, held
         )
 
     def batch(self, items: Sequence[Pair]) -> Batch:
+        """Pack pairs into a batch whose ``loss_mask`` [T] marks the last token of each sequence."""
         batch = pair_batch(items)
         last = torch.zeros(batch.num_tokens, dtype=torch.bool)
         last[batch.offsets[1:] - 1] = True
@@ -46,4 +49,5 @@ class RewardModelTrainer(PreferenceRun[Pair]):
         return batch.with_columns(tokens={"loss_mask": last, "weights": share, "token_share": share})
 
     def loss_call(self) -> LossCall:
+        """Return the objective ``reward_model`` over ``scores``."""
         return LossCall("reward_model", {"center_coef": self.options.center_coef}, outputs=("scores",))

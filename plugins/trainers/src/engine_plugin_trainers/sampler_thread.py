@@ -1,7 +1,7 @@
-"""A sampler that is asked while the run does something else: a thread takes what has finished.
+"""A sampling thread: it takes finished rollouts while the main thread does something else.
 
-The sampler's group is driven by a ``SamplerSession``. The thread takes results and gives them to those who asked. Within ``held``
-the engines receive nothing, so that new weights never come in the middle of a call.
+A ``SamplerSession`` drives the sampler's group. The thread takes results and passes them to the takers of the requests.
+Within ``held`` the thread sends nothing to the engines, so new weights never arrive in the middle of a call.
 """
 
 from __future__ import annotations
@@ -21,50 +21,51 @@ from engine_core.train.clock import Clock
 if TYPE_CHECKING:
     from engine_core.types import Batch, Request, Rollout
 
-POLL_SECONDS = 0.1  # between two looks of a waiting caller whether the thread still lives
+POLL_SECONDS = 0.1  # interval at which a waiting caller checks that the thread is alive
 
 Taker = Callable[[list["Rollout"]], None]
-"""Receives finished rollouts, in the sampling thread; it must not wait for anything."""
+"""Callback for finished rollouts, called in the sampling thread; it must not block."""
 
 
 @dataclass(slots=True)
 class Asked:
-    """A request, and whom its rollout is for."""
+    """A request and the taker of its rollout."""
 
     request: Request
     taker: Taker
 
 
 class SamplerThread:
-    """A sampler that samples ahead.
+    """A thread that samples ahead.
 
-    consumes: requests; waits for: results of the session; unblocked by: the session, ``close``; produces: rollouts, given to the
-    taker of each request.
+    consumes: requests; waits for: results of the session; unblocked by: the session, ``close``; produces: rollouts,
+    passed to the taker of each request.
 
     Args:
-        group: of the sampler.
-        clock: time and threads.
+        group: the sampler's worker group.
+        clock: source of time and threads.
     """
 
     def __init__(self, group: WorkerGroup, clock: Clock | None = None) -> None:
         self.group, self.clock = group, clock or Clock()
-        self.cut = 0  # requests that were cut off by new weights and asked again, since the beginning
-        self.kept_tokens = 0  # that these had by then
+        self.cut = 0  # requests that new weights stopped and that were submitted again, since the start
+        self.kept_tokens = 0  # tokens that these had when they were stopped
         self.session = SamplerSession(group, self.clock)
-        self._asked: dict[str, Asked] = {}  # by id, until its rollout has come
+        self._asked: dict[str, Asked] = {}  # by id, until its rollout arrives
         self._closing = False
         self._error: BaseException | None = None
-        self._busy, self._since = 0.0, 0.0  # seconds with something to sample, and since when
+        # seconds with requests in flight; start of the current busy period, or 0
+        self._busy, self._since = 0.0, 0.0
         self._changed = self.clock.condition()
         self._thread = self.clock.thread(self._run, "sampling")
         self._thread.start()
 
     def ask(self, requests: Sequence[Request], taker: Taker) -> None:
-        """Have these sampled; each rollout is given to ``taker`` once."""
+        """Submit requests; each rollout is passed to ``taker`` once."""
         self.ask_all([(requests, taker)])
 
     def ask_all(self, parts: Sequence[tuple[Sequence[Request], Taker]]) -> None:
-        """As ``ask`` for each part; all go to the sampler in one call, whichever thread is quicker."""
+        """Submit several parts as ``ask`` does; all requests reach the sampler in one call."""
         with self._changed:
             for requests, taker in parts:
                 if requests and not self._asked:
@@ -73,47 +74,51 @@ class SamplerThread:
         self.session.submit([request for requests, _ in parts for request in requests])
 
     def drop(self, requests: Sequence[Request]) -> None:
-        """Forget these: their rollouts are not wanted any more."""
+        """Cancel requests whose rollouts are no longer needed."""
         with self._changed:
             gone = [request.id for request in requests if self._asked.pop(request.id, None)]
             self._rest()
         self.session.submit((), dropped=gone)
 
     def check(self) -> None:
-        """Raise what has ended the thread."""
+        """Raise the error that ended the thread, if it has ended.
+
+        Raises:
+            BaseException: that error.
+        """
         if self._error is not None:
             raise self._error
 
     @property
     def unfinished(self) -> int:
-        """Requests without their rollout."""
+        """Number of requests whose rollout has not arrived."""
         return len(self._asked)
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds with something to sample, since the beginning."""
+        """Seconds with requests in flight, since the start."""
         with self._changed:
             return self._busy + (self.clock.now() - self._since if self._asked else 0.0)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Within it the thread sends nothing to the engines: the group is the caller's."""
+        """Keep the thread from sending anything to the engines, so that the caller may use the group."""
         with self.session.held():
             self.check()
             yield
 
     def drained(self) -> None:
-        """Wait until nothing is left to sample."""
+        """Wait until no request is in flight."""
         with self._changed:
             while self._asked:
                 self.check()
                 self._changed.wait(POLL_SECONDS)
 
     def cut_off(self) -> None:
-        """Within ``held``: stop what is being sampled (capability ``partial``); it continues from where it was."""
+        """Stop all responses (capability ``partial``) and resubmit them from where they stopped; within ``held``."""
         stopped = self.session.cancel(self.session.in_flight)
         cut = [part for part in stopped if part.finish_reason == "abort" and not part.failure]
-        # the others had just ended, of themselves or by their time limit
+        # the others had just ended by themselves or at their time limit
         self._give([part for part in stopped if all(part is not each for each in cut)])
         again = []
         for part in cut:
@@ -125,7 +130,7 @@ class SamplerThread:
         self.session.submit(again)
 
     def close(self) -> None:
-        """End the thread; what is being sampled is left."""
+        """End the thread and abandon the requests in flight."""
         self._closing = True
         self.session.close()
         self._thread.join()
@@ -136,7 +141,7 @@ class SamplerThread:
         try:
             while not self._closing:
                 self._give(self.session.results())
-        except BaseException as error:  # raised again by whoever asks the thread
+        except BaseException as error:  # `check` raises it in the caller
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -157,17 +162,17 @@ class SamplerThread:
                 self._changed.notify_all()
 
     def _rest(self) -> None:
-        """Count the time until now, where nothing is left to sample."""
+        """End the busy period if no request is in flight."""
         if not self._asked and self._since:
             self._busy += self.clock.now() - self._since
             self._since = 0.0
 
 
 class ThreadedSampler(WorkerGroup):
-    """A sampler's group, for whoever does not know that a thread asks it, too.
+    """A worker group that shares the sampler with its sampling thread.
 
     Args:
-        thread: that has requests carried out.
+        thread: the sampling thread, which submits the requests.
     """
 
     def __init__(self, thread: SamplerThread) -> None:
@@ -175,9 +180,11 @@ class ThreadedSampler(WorkerGroup):
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of the sampler's group."""
         return self.thread.group.world_size
 
     def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
+        """Send ``generate`` through the thread, and other methods to the group while the thread is held."""
         future: Future[Any] = Future()
         if method == "generate":
             requests = plain["requests"]
@@ -189,6 +196,7 @@ class ThreadedSampler(WorkerGroup):
         return future
 
     def stream(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
+        """Yield rollouts as they finish; cancel the rest if the caller stops early."""
         parts: queue.SimpleQueue[list[Rollout]] = queue.SimpleQueue()
         left = len(requests)
         self.thread.ask(requests, parts.put)

@@ -1,11 +1,11 @@
-"""Rewards of groups as soon as they are complete, while others are sampled and the policy is updated.
+"""A scoring thread: it scores complete groups while others are sampled and the policy is updated.
 
-consumes: complete groups; waits for: groups, while there are none, and its turn with the workers of the rewards;
-unblocked by: ``put``, ``turn``, ``close``; produces: ``Group.outcomes``.
+consumes: complete groups; waits for: groups, and its turn with the reward workers; unblocked by: ``put``, ``turn``,
+``close``; produces: ``Group.outcomes``.
 
-Outcomes are counted and summed when a step takes the group (``RewardRunner.known``), so that metrics and failure
-policies are those of the step. Left to the step are rewards that see all its samples in one call, those of a model,
-and those that run in the controller's process.
+Outcomes are counted and summed when a step takes the group (``RewardRunner.known``), so metrics and failure policies
+belong to the step. The step itself computes rewards that see all its samples in one call, rewards of a model, and
+rewards that run in the controller's process.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 
 class ScoringThread:
-    """See the module.
+    """A thread that scores groups as soon as they are complete.
 
     Args:
-        rewards: of the run, shared with whoever holds ``turn``.
-        scored: is told of groups that are done, in the thread.
-        clock: time and threads.
+        rewards: the run's rewards, shared with the holder of ``turn``.
+        scored: called in the thread with each list of scored groups.
+        clock: source of time and threads.
     """
 
     def __init__(
         self, rewards: RewardRunner, scored: Callable[[Sequence[Group]], None], clock: Clock | None = None
     ) -> None:
         self.rewards, self.scored, self.clock = rewards, scored, clock or Clock()
-        self.seconds: dict[int, float] = {}  # that each group took, by its number
+        self.seconds: dict[int, float] = {}  # scoring time of each group, by group number
         self._turn = self.clock.condition()
         self._changed = self.clock.condition()
         self._work: deque[Group] = deque()
@@ -45,24 +45,28 @@ class ScoringThread:
         self._thread.start()
 
     def put(self, group: Group) -> None:
-        """A group is complete."""
+        """Queue a complete group for scoring."""
         with self._changed:
             self._work.append(group)
             self._changed.notify_all()
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """The workers of the rewards are the caller's."""
+        """Give the caller exclusive use of the reward workers."""
         with self._turn:
             yield
 
     def check(self) -> None:
-        """Raise what has ended the thread."""
+        """Raise the error that ended the thread, if it has ended.
+
+        Raises:
+            BaseException: that error.
+        """
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """End the thread, when what it is at is done."""
+        """End the thread after the groups that it is scoring."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -78,11 +82,11 @@ class ScoringThread:
                 share = (self.clock.now() - start) / len(groups)
                 self.seconds |= {group.number: share for group in groups}
                 self.scored(groups)
-        except BaseException as error:  # raised again by whoever waits for groups
+        except BaseException as error:  # `check` raises it in the caller
             self._error = error
 
     def _waiting(self) -> list[Group]:
-        """All groups that wait, at least one; none: it was the end."""
+        """Wait for groups and return all that are queued; [] when the thread is closing."""
         with self._changed:
             self._changed.wait_for(lambda: self._work or self._closing)
             found = [] if self._closing else list(self._work)
@@ -90,6 +94,7 @@ class ScoringThread:
         return found
 
     def _score(self, groups: Sequence[Group]) -> None:
+        """Compute the outcomes of these groups in one call."""
         rollouts = [rollout for group in groups for rollout in group.in_order()]
         with self._turn:
             found = self.rewards.outcomes(rollouts)

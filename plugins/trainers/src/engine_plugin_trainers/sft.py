@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the same train engine: rows in, ``-mean log p(response)`` down."""
+"""Supervised fine-tuning: minimizes ``-mean log p(response)`` over the rows of the data."""
 
 from __future__ import annotations
 
@@ -23,21 +23,26 @@ if TYPE_CHECKING:
 
 
 class SFTTrainer(TrainingRun):
-    """Learn responses token by token; one optimizer step a step, over `data.prompts_per_step` sequences.
+    """A trainer that learns the responses of the data.
 
-    The loss is the mean over all response tokens of the step, whatever the micro-batches.
+    A step is one optimizer step over `data.prompts_per_step` sequences. The loss is the mean over all response tokens
+    of the step and does not depend on the micro-batches.
     """
 
     def prepare(self) -> None:
+        """Set up the cache of held-out examples."""
         self._examples: dict[str, list[Example]] = {}  # by held-out set
 
     def roles(self, training: bool) -> dict[str, Role]:
+        """Return the actor alone."""
         return {"actor": Role("train", trainable=training)}
 
     def make_source(self) -> SFTSource:
+        """Open the training split."""
         return self._source("train", rows_of(self))
 
     def step(self, step: int) -> dict[str, float]:
+        """Make one update over the next examples."""
         batch = example_batch(self.source.take(self.config_now.data.prompts_per_step))
         with self.phase("train"):
             metrics = self.learn(batch, LossCall("nll"))
@@ -47,7 +52,7 @@ class SFTTrainer(TrainingRun):
         }
 
     def evaluate(self, out: Path | None = None) -> dict[str, float]:
-        """Mean negative log-likelihood of the response tokens of each held-out set."""
+        """Return the mean negative log-likelihood of the response tokens of each held-out set."""
         self.setup()
         metrics = {}
         for held_out in evaluated(self):
@@ -63,6 +68,7 @@ class SFTTrainer(TrainingRun):
         return metrics
 
     def _source(self, split: str, rows: Any = None, data: DataConfig | None = None) -> SFTSource:
+        """Open the rows of a split as examples."""
         config, held = self.config, table_length(self)
         return SFTSource(
             data or config.data, self.tokenizer, config.options, config.run.seed, split, rows, held
@@ -70,7 +76,7 @@ class SFTTrainer(TrainingRun):
 
 
 def example_batch(examples: Sequence[Example]) -> Batch:
-    """Examples one after another, with token-mean weights."""
+    """Pack examples into a batch with token-mean weights."""
     packed = Batch(
         token_ids=torch.tensor([token for e in examples for token in e.token_ids], dtype=torch.int64),
         lengths=torch.tensor([len(e.token_ids) for e in examples], dtype=torch.int64),

@@ -263,6 +263,7 @@ def test_a_loss_of_a_plugin_is_given_scores_and_what_it_reads():
     assert found == pytest.approx(expected)
     wrong = PairLoss(load=lambda chosen, rejected, beta: (chosen - rejected).sum())
     with pytest.raises(
-        PluginError, match=r"dpo\.loss = 'mine' must give \[P\] = \[3\], one loss a pair; it gave \[\]"
+        PluginError,
+        match=r"dpo\.loss = 'mine' must return \[P\] = \[3\], one loss per pair; it returned \[\]",
     ):
         run(preference, pairs(), loss="mine", beta=0.7, offered=wrong)

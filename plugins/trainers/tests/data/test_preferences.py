@@ -73,7 +73,7 @@ BAD = [
     ({"prompt": "a", "chosen": "b"}, r"no column 'rejected' \(\[data\.columns\] rejected\)"),
     ({"prompt": "a", "chosne": "b", "rejected": "c"}, r"no column 'chosen' .*Did you mean 'chosne'\?"),
     ({"prompt": "a", "chosen": "b", "rejected": "b"}, r"'chosen' and 'rejected' are the same"),
-    ({"chosen": "b", "rejected": "c"}, r"no column 'prompt' .* it is not known where the prompt ends"),
+    ({"chosen": "b", "rejected": "c"}, r"no column 'prompt' .* the end of the prompt is not known"),
     ({"prompt": "a", "chosen": "", "rejected": "c"}, r"the response is empty"),
     ({"prompt": "a", "chosen": 5, "rejected": "c"}, r"column 'chosen' must be text or a list of messages"),
     (
@@ -86,7 +86,7 @@ BAD = [
     ),
     (
         {"chosen": [says("a"), USER], "rejected": [says("a"), says("b")]},
-        r"chosen\[1\] is where the two conversations part, and it is not the assistant's",
+        r"chosen\[1\] is where the two conversations differ, and it is not the assistant's",
     ),
     (
         {"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"},

@@ -89,17 +89,17 @@ def build_host(order: Mapping[str, Any]) -> SamplerHost:
     return SamplerHost(SimpleNamespace(rollout=config), plugins, known, place, {"rollout": engine})
 
 
-def tokenizer_here(told: Sequence[str], model: ModelConfig) -> Any:
+def tokenizer_here(order: Sequence[str], model: ModelConfig) -> Any:
     """Load the run's tokenizer from the folder that the owner wrote.
 
     Args:
-        told: the folder, and the tokenizer's hash.
+        order: the folder, and the tokenizer's hash.
         model: the ``[model]`` table.
 
     Raises:
         ConfigError: this environment loads another tokenizer from the folder.
     """
-    folder, expected = told
+    folder, expected = order
     found = load_tokenizer(model.model_copy(update={"tokenizer": folder}))
     if tokenizer_hash(found) != expected:
         import transformers

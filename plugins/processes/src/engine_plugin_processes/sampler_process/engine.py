@@ -1,8 +1,7 @@
 """A rollout engine that represents one or several engines in worker processes.
 
-The processes form a ``WorkerPool``, like those of a runtime. Requests go to them as a ``Flow``, weights over a
-transport. A process that dies or hangs is replaced by ``Replacements``: the new process receives the current weights,
-and the lost requests are sent again. Each request is answered exactly once.
+The processes form a ``WorkerPool``. Requests are sent as a ``Flow``, weights over a transport. ``Replacements`` replaces
+a lost process and sends it the current weights. Lost requests are sent again, and each is answered exactly once.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
 
 STEP_SECONDS = 0.05  # time that a step waits for a rollout: the caller may have more requests
-ABORT_SECONDS = (
-    1.0  # for an engine within a step to answer an abort of all requests; then the step is interrupted
-)
+ABORT_SECONDS = 1.0  # for an engine to answer an abort of all requests; then its step is interrupted
 LOSS_SECONDS = 10.0  # to detect the loss of a process, once an update has failed
 IMPORTS = 120.0, "the time to import the core"
 TICK_SECONDS = 0.05
@@ -73,8 +70,7 @@ class SamplerEngine(RolloutEngine):
         config: the ``[rollout]`` table with its ``process``.
         model_config: the ``[model]`` table.
         context: context of the owning worker; ``context.live["tokenizer"]`` is the run's tokenizer.
-        source: streams the current weights again, for a process that is started again; without it a copy of
-            each update is kept in host memory.
+        source: streams the current weights to a replaced process; without it updates are kept in host memory.
 
     Raises:
         ConfigError: there are fewer devices than engines.
@@ -119,12 +115,14 @@ class SamplerEngine(RolloutEngine):
 
     @property
     def capacity(self) -> int:
+        """Sum of the capacities of all processes."""
         return int(self._about.get("capacity", 0)) * len(self.devices)
 
     # -- requests -----------------------------------------------------------
 
     @property
     def num_unfinished(self) -> int:
+        """Number of requests whose rollout has not been returned."""
         return len(self._asked)
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -132,9 +130,7 @@ class SamplerEngine(RolloutEngine):
         known = set(self._asked)
         for request in requests:
             if request.id in known:
-                raise ValueError(
-                    f"Request '{request.id}' is queued already. Requests must have distinct ids."
-                )
+                raise ValueError(f"Request '{request.id}' is queued already. Request ids must be distinct.")
             known.add(request.id)
         try:
             self._present()
@@ -227,10 +223,12 @@ class SamplerEngine(RolloutEngine):
             self._changed.notify_all()
 
     def pause(self, mode: str = "drain") -> None:
+        """Pause every process."""
         self._call("pause", mode=mode)
         self._paused = mode
 
     def resume(self) -> None:
+        """Resume every process."""
         self._call("resume")
         self._paused = ""
 
@@ -262,16 +260,19 @@ class SamplerEngine(RolloutEngine):
         return found
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
+        """Release device memory in every process."""
         self._call("sleep", keep=list(keep))
         self._asleep = tuple(keep)
 
     def wake(self, only: Sequence[str] | None = None) -> None:
+        """Restore device memory in every process."""
         self._call("wake", only=None if only is None else list(only))
         if self._asleep is not None:
             kept = {*self._asleep, *(only or ())}
             self._asleep = None if only is None else tuple(sorted(kept))
 
     def close(self) -> None:
+        """End the processes and drop all requests."""
         while self._closers:
             self._closers.pop()()
         self._asked.clear()
@@ -472,12 +473,11 @@ def devices(own: torch.device, count: int, world_size: int) -> list[torch.device
     if count > 1 and world_size > 1:
         raise ConfigError(
             f"rollout.process.engines = {count}: each of the pool's {world_size} processes has one device, and an engine on "
-            "it. Remove the key; a pool of its own for the sampler ([placement]) has as many engines as processes."
+            "it. Remove the key; a separate pool for the sampler ([placement]) has as many engines as processes."
         )
     if count > 1 and first + count > there:
         raise ConfigError(
-            f"rollout.process.engines = {count}: each needs a device of its own, and from {own} on there are {there - first}. "
-            "Lower it."
+            f"rollout.process.engines = {count}: each needs its own device, and from {own} on there are {there - first}. Lower it."
         )
     return [own, *(torch.device(own.type, index) for index in range(first + 1, first + count))]
 

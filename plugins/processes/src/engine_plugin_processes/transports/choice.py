@@ -69,8 +69,8 @@ def by_topology(topology: Topology) -> tuple[str, str]:
     if any(device.kind != "cpu" for device in topology.devices):
         return _between_accelerators(topology)
     if receivers > 1:
-        return "broadcast", f"the sampler has {receivers} processes of its own, which all take the same"
-    return "tcp", "the sampler has one process of its own"
+        return "broadcast", f"the sampler has {receivers} separate processes, which all receive the same data"
+    return "tcp", "the sampler has one separate process"
 
 
 def _between_accelerators(topology: Topology) -> tuple[str, str]:
@@ -91,7 +91,7 @@ def _between_accelerators(topology: Topology) -> tuple[str, str]:
     if nccl and not shared:
         return (
             "broadcast",
-            f"each of the {len(gpus)} ends has a GPU of its own, and NCCL carries between them",
+            f"each of the {len(gpus)} ends has its own GPU, and NCCL connects them",
         )
     why = "ends share a GPU, which NCCL refuses" if shared else "torch is built without NCCL"
     if topology.one_machine:

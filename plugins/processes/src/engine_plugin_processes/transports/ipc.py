@@ -154,15 +154,15 @@ class IPC(TCP):
         except Closed as error:
             raise self._broken(error, update, "the next bucket did not come") from error
 
-    def _memory(self, number: int, told: Any) -> Any:
+    def _memory(self, number: int, location: Any) -> Any:
         """Return the opened memory of a buffer; open it again if its path or handle has changed."""
         known, memory = self._opened.get(number, (None, None))
-        if known != told:
+        if known != location:
             if memory is not None:
                 memory.close()
             if self.on_device:
-                memory = OpenedMemory(self.source, told["handle"])
+                memory = OpenedMemory(self.source, location["handle"])
             else:
-                memory = HostMemory(os.open(told["path"], os.O_RDWR))
-            self._opened[number] = told, memory
+                memory = HostMemory(os.open(location["path"], os.O_RDWR))
+            self._opened[number] = location, memory
         return memory

@@ -22,7 +22,7 @@ class TCPOptions(TransportOptions):
 
 
 class BroadcastOptions(TransportOptions):
-    """``[rollout.broadcast]``: a process group over the trainer's first rank and the sampler's processes; gloo, or NCCL where each has a GPU of its own."""
+    """``[rollout.broadcast]``: a process group over the trainer's first rank and the sampler's processes; gloo, or NCCL if each has a separate GPU."""
 
 
 class IPCOptions(TransportOptions):

@@ -1,7 +1,7 @@
-"""The optimal token baseline: for each position of a group the baseline that makes the gradient vary least.
+"""The optimal token baseline: the baseline of each position of a group that minimizes the gradient's variance.
 
-Left out: the weighting of the gradient norms by importance weights (verl's option), since on-policy
-they are 1. What holds for all estimators is said in ``advantages``.
+Left out: the weighting of the gradient norms by importance weights (verl's option), which are 1 on-policy. The module
+``advantages`` describes the conventions of all estimators.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ if TYPE_CHECKING:
 
 
 def optimal_token_baseline(batch: Batch) -> Tensor:
-    """Rewards to go against a baseline for each position of the group, weighed by gradient norms.
+    """Return rewards to go minus a baseline for each position of the group, weighted by gradient norms.
 
     Formula: ``A_t = G_t - sum_i G_i,t W_i,t / sum_i W_i,t``, ``W_t = sum_{j <= t} (1 - 2 p_j + sum_v p_j(v)^2)``; baseline 0 beyond the second longest response
     Paper: https://arxiv.org/abs/2602.07078
     Differs: a group of one gets 0; where all W are 0 the baseline is the plain mean
 
     Args:
-        batch: ``rewards``, ``group_ids``, ``valid``, ``loss_mask``, ``kl_penalty`` where there is one;
-            ``old_log_probs`` [T] and ``sum_pi_squared`` [T], the sum of the squared probabilities of
-            all words at each sampled token. Positions count from the first sampled token on,
-            observations included.
+        batch: ``rewards`` [B], ``group_ids`` [B], ``valid`` [B], ``loss_mask`` [T], optionally ``kl_penalty`` [T];
+            ``old_log_probs`` [T] and ``sum_pi_squared`` [T], the sum of the squared probabilities of the whole
+            vocabulary at each sampled token. Positions count from the first sampled token, observations included.
+
+    Returns:
+        [T] float32 advantages, 0 at tokens that were not sampled.
     """
     counts = sampled(batch)
     place = torch.arange(batch.num_tokens)
@@ -40,7 +42,7 @@ def optimal_token_baseline(batch: Batch) -> Tensor:
 
 
 def optimal_token_baseline_multi_turn(batch: Batch) -> Tensor:
-    """The optimal token baseline over the sampled tokens alone, for rollouts with observations.
+    """Return the optimal token baseline's advantages over the sampled tokens alone, for rollouts with observations.
 
     Formula: as `optimal_token_baseline`, positions counted without observation tokens
     Paper: https://arxiv.org/abs/2602.07078
@@ -48,6 +50,9 @@ def optimal_token_baseline_multi_turn(batch: Batch) -> Tensor:
 
     Args:
         batch: as for ``optimal_token_baseline``.
+
+    Returns:
+        [T] float32 advantages, 0 at tokens that were not sampled.
     """
     counts = sampled(batch)
     before = counts.long().cumsum(0) - counts.long()
@@ -56,7 +61,7 @@ def optimal_token_baseline_multi_turn(batch: Batch) -> Tensor:
 
 
 def _against_baseline(batch: Batch, counts: Tensor, position: Tensor) -> Tensor:
-    """[T] rewards to go less the weighted mean of the group at the same ``position`` [T]."""
+    """Return rewards to go minus the weighted mean of the group at the same ``position`` [T]: advantages [T]."""
     chosen = counts.nonzero().squeeze(1)
     if len(chosen) == 0:
         return torch.zeros(batch.num_tokens)
@@ -70,6 +75,7 @@ def _against_baseline(batch: Batch, counts: Tensor, position: Tensor) -> Tensor:
     size = (int(group.max()) + 1) * span
 
     def over_group(values: Tensor) -> Tensor:
+        """Return the sum of values [N] over tokens of the same group and position, at each token: [N]."""
         return torch.zeros(size, dtype=torch.float64).index_add(0, key, values)[key]
 
     plain = over_group(to_go) / over_group(torch.ones_like(to_go))
@@ -83,14 +89,17 @@ def _against_baseline(batch: Batch, counts: Tensor, position: Tensor) -> Tensor:
 
 
 def _running_sum(values: Tensor, batch: Batch) -> Tensor:
-    """[T]: the sum over each sequence up to and with the token."""
+    """Return the sum [T] over each sequence up to and including the token."""
     total = values.cumsum(0)
     before = torch.cat([total.new_zeros(1), total])[batch.offsets[:-1]]
     return total - batch.to_tokens(before)
 
 
 def _second_longest(ends: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each rollout's group: the second largest of ``ends`` [B], and how many have one (-1: none)."""
+    """Return for each rollout [B] the second largest of its group's ``ends`` [B] and the number of ends.
+
+    An end of -1 means a rollout without sampled tokens.
+    """
     size = int(group.max()) + 1
     members = torch.zeros(size, dtype=torch.int64).index_add(0, group, (ends >= 0).long())
     longest = torch.full((size,), -1).scatter_reduce(0, group, ends, "amax")

@@ -1,9 +1,9 @@
-"""Clip-Cov and KL-Cov: losses that treat the few tokens that drive entropy down in another way.
+"""Clip-Cov and KL-Cov: losses with a special treatment of the few tokens that reduce entropy most.
 
-https://arxiv.org/abs/2505.22617. Entropy falls with the covariance of log-prob and advantage, and a
-few tokens carry most of it. Which tokens these are is a statistic over the mini-batch, so it is a
-column: ``mark_*`` makes it from the log-probs before the update, and the loss reads it. (The authors'
-code ranks within a micro-batch, so there the result depends on how a batch is cut.)
+https://arxiv.org/abs/2505.22617. Entropy falls with the covariance of log-prob and advantage, and few tokens carry most
+of the covariance. The choice of these tokens is a statistic over the mini-batch. So it is a column: ``mark_*`` computes
+it from the log-probs before the update, and the loss reads it. The authors' code ranks within a micro-batch, so its
+result depends on how a batch is split.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def clip_cov(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> TokenLoss:
-    """PPO's clip, and no gradient from a few tokens whose covariance drives entropy down.
+    """Return PPO's clipped loss with no gradient from a few tokens whose covariance is high.
 
     Formula: as `ppo_clip`, 0 at `clip_cov_ratio` of the tokens, drawn from those with ``clip_cov_lb < (A - mean A)(log p - mean log p) < clip_cov_ub`` that the clip leaves
     Paper: https://arxiv.org/abs/2505.22617
@@ -43,9 +43,9 @@ def clip_cov(
             moved.
         clip_ratio_low: lower width of PPO's clip.
         clip_ratio_high: upper width.
-        clip_cov_ratio: read by ``mark_clip_cov``, as are the bounds.
-        clip_cov_lb: see there.
-        clip_cov_ub: see there.
+        clip_cov_ratio: read by ``mark_clip_cov`` only.
+        clip_cov_lb: read by ``mark_clip_cov`` only.
+        clip_cov_ub: read by ``mark_clip_cov`` only.
 
     Returns:
         [T] loss, and the metrics of ``ppo_clip`` and ``covariance_share`` (tokens chosen).
@@ -58,7 +58,7 @@ def clip_cov(
 def kl_cov(
     outputs: Outputs, batch: Batch, *, ppo_kl_coef: float = 1.0, kl_cov_ratio: float = 2e-4
 ) -> TokenLoss:
-    """A penalty on the few tokens whose covariance is largest; no clip.
+    """Return the unclipped loss with a penalty on the few tokens whose covariance is largest.
 
     Formula: ``-r A``, and ``+ ppo_kl_coef |log r|`` at the `kl_cov_ratio` of the tokens with the largest ``(A - mean A)(log p - mean log p)``
     Paper: https://arxiv.org/abs/2505.22617
@@ -69,7 +69,7 @@ def kl_cov(
         batch: ``advantages`` [T], ``covariance_chosen`` [T]; ``old_log_probs`` [T] where the policy has
             moved.
         ppo_kl_coef: weight of the penalty.
-        kl_cov_ratio: read by ``mark_kl_cov``.
+        kl_cov_ratio: read by ``mark_kl_cov`` only.
 
     Returns:
         [T] loss, and the metrics ``ratio_mean``, ``approx_kl`` and ``covariance_share``.
@@ -90,12 +90,12 @@ def mark_clip_cov(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> dict[str, Tensor]:
-    """Choose, at random, ``ratio * N`` (at least 1) of the tokens with ``lb < covariance < ub``.
+    """Choose at random ``ratio * N`` (at least 1) of the tokens with ``lb < covariance < ub``.
 
     Args:
-        batch: the whole mini-batch: ``advantages``, ``current_log_probs``, ``loss_mask``, and
-            ``old_log_probs`` where the policy has moved; tokens that PPO's clip already stops are left out.
-        seed: of the choice.
+        batch: the whole mini-batch: ``advantages`` [T], ``current_log_probs`` [T], ``loss_mask`` [T], and
+            ``old_log_probs`` [T] if the policy has moved. Tokens that PPO's clip already stops are not chosen.
+        seed: seed of the choice.
         clip_ratio_low: lower width of PPO's clip.
         clip_ratio_high: upper width.
         clip_cov_ratio: share of the N loss tokens.
@@ -121,9 +121,9 @@ def mark_kl_cov(
     """Choose the ``ratio * N`` (at least 1) tokens with the largest covariance.
 
     Args:
-        batch: the whole mini-batch: ``advantages``, ``current_log_probs``, ``loss_mask``.
-        seed: not used: nothing is random here.
-        ppo_kl_coef: not used: of the loss.
+        batch: the whole mini-batch: ``advantages`` [T], ``current_log_probs`` [T], ``loss_mask`` [T].
+        seed: not used, because nothing is random here.
+        ppo_kl_coef: not used; the loss reads it.
         kl_cov_ratio: share of the N loss tokens.
 
     Returns:
@@ -135,11 +135,12 @@ def mark_kl_cov(
 
 
 def covariances(batch: Batch) -> Tensor:
-    """[T]: ``(A - mean A)(log pi - mean log pi)``, means over the loss tokens of the batch; 0 elsewhere."""
+    """Return ``(A - mean A)(log pi - mean log pi)`` [T], with means over the batch's loss tokens; 0 elsewhere."""
     mask = batch["loss_mask"]
     count = mask.sum().clamp(min=1)
 
     def centred(values: Tensor) -> Tensor:
+        """Return values [T] minus their mean over the loss tokens."""
         held = torch.where(mask, values, torch.zeros_like(values))
         return held - held.sum() / count
 
@@ -148,6 +149,7 @@ def covariances(batch: Batch) -> Tensor:
 
 
 def _marked(batch: Batch, places: Tensor) -> Tensor:
+    """Return [T] bool, True at ``places``."""
     chosen = torch.zeros(batch.num_tokens, dtype=torch.bool)
     chosen[places] = True
     return chosen

@@ -1,7 +1,7 @@
-"""Losses over pairs of responses: scores of the better and the worse one in, a loss per pair out.
+"""Losses over pairs of responses: from the scores [P] of the chosen and the rejected responses to losses [P].
 
-A score is ``s = f'(d)`` of the log-ratio ``d = log p(response) - log p_ref(response)``, a sum over the
-response's tokens or their mean; for the reverse KL ``s = d``. With c the chosen and r the rejected one,
+A score is ``s = f'(d)`` of the log-ratio ``d = log p(response) - log p_ref(response)``, which is a sum over the
+response's tokens or their mean. For the reverse KL ``s = d``. With c the chosen and r the rejected response,
 ``D = s_c - s_r``, and e the label smoothing:
 
 ============= ==================================================================== =======================
@@ -27,14 +27,14 @@ simpo         cdpo of mean log-probs with ``βD - γ`` in place of ``βD``      
 cpo           cdpo of log-probs                                                    arXiv:2401.08417
 ============= ==================================================================== =======================
 
-Differs (bco_pair): TRL's has no running mean any more
-Differs (orpo): the sum with the likelihood is `dpo.sft_coef` (TRL: a trainer of its own)
-Differs (simpo): a loss of the trainer `dpo` (TRL: an option of its CPO trainer)
-Differs (cpo): the sum with the likelihood is `dpo.sft_coef` (TRL: a trainer of its own)
+Differs (bco_pair): TRL no longer has a running mean
+Differs (orpo): the sum with the likelihood is `dpo.sft_coef` (TRL: a separate trainer)
+Differs (simpo): a loss of the trainer `dpo` (TRL: an option of the CPO trainer)
+Differs (cpo): the sum with the likelihood is `dpo.sft_coef` (TRL: a separate trainer)
 
-Names and defaults are TRL's. What compares a pair with others (``shift``) comes as a column that was
-made before the update, so that no loss depends on how the mini-batch is split: see
-``preference_columns``, also for WPO's weights and LD-DPO's discount of tails, which go with any of them.
+Names and defaults are TRL's. A statistic that compares a pair with others (``shift``) is a column that is computed
+before the update, so no loss depends on how the mini-batch is split (``preference_columns``). WPO's weights and LD-DPO's
+tail weights are columns too and combine with any loss.
 """
 
 from __future__ import annotations
@@ -47,20 +47,23 @@ from torch.nn.functional import logsigmoid, softplus
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST = 80.0  # of an exponent: e^80 is finite in float32
-LEAST_LOSS = 1e-6  # nats a token: odds of a response that is certain are infinite
+MOST = 80.0  # largest exponent: e^80 is finite in float32
+LEAST_LOSS = 1e-6  # nats per token, because the odds of a certain response are infinite
 
 
 def f_score(log_ratio: Tensor, divergence: str, alpha: float = 0.5) -> Tensor:
-    """``f'(t)`` at ``t = exp(log_ratio)``, without its constant, which a difference of scores cancels.
+    """Return ``f'(t)`` at ``t = exp(log_ratio)`` without its constant, which cancels in a difference of scores.
 
-    f-DPO, https://arxiv.org/abs/2309.16240, table 1. Exponents stop at 80, where the gradient is then 0.
+    f-DPO, https://arxiv.org/abs/2309.16240, table 1. Exponents are clamped at 80; beyond that the gradient is 0.
 
     Args:
-        log_ratio: any shape.
+        log_ratio: [B], or any shape, which the result has too.
         divergence: ``reverse_kl`` ``log t``, ``forward_kl`` ``-1 / t``, ``js`` ``log(t / (1 + t))``,
             ``alpha`` ``t^(alpha - 1) / (alpha - 1)``, which is ``log t`` at 1.
-        alpha: of ``alpha``.
+        alpha: parameter of the divergence ``alpha``.
+
+    Raises:
+        ValueError: the divergence is unknown.
     """
     if divergence == "reverse_kl" or (divergence == "alpha" and abs(alpha - 1) < 1e-6):
         return log_ratio
@@ -74,31 +77,38 @@ def f_score(log_ratio: Tensor, divergence: str, alpha: float = 0.5) -> Tensor:
 
 
 def sigmoid(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+    """Return DPO's losses [P] from scores [P]."""
     return -logsigmoid(beta * (chosen - rejected))
 
 
 def cdpo(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
+    """Return conservative DPO's losses [P] from scores [P]."""
     return _smoothed(beta * (chosen - rejected), label_smoothing)
 
 
 def _smoothed(logits: Tensor, e: float) -> Tensor:
+    """Return ``-(1-e) log σ(x) - e log σ(-x)`` of logits [P]."""
     return -(1 - e) * logsigmoid(logits) - e * logsigmoid(-logits)
 
 
 def robust(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
+    """Return robust DPO's losses [P] from scores [P]."""
     logits, e = beta * (chosen - rejected), label_smoothing
     return (-(1 - e) * logsigmoid(logits) + e * logsigmoid(-logits)) / (1 - 2 * e)
 
 
 def hinge(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+    """Return SLiC's hinge losses [P] from scores [P]."""
     return torch.relu(1 - beta * (chosen - rejected))
 
 
 def ipo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+    """Return IPO's losses [P] from scores [P]."""
     return (chosen - rejected - 1 / (2 * beta)) ** 2
 
 
 def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float) -> Tensor:
+    """Return EXO's losses [P] from scores [P]; label smoothing must be over 0."""
     logits = beta * (chosen - rejected)
     aims = torch.tensor([1 - label_smoothing, label_smoothing], dtype=torch.float64).log().tolist()
     signed = zip((logits, -logits), aims, strict=True)
@@ -106,42 +116,50 @@ def exo_pair(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: 
 
 
 def nca_pair(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+    """Return NCA's losses [P] from scores [P]."""
     better, worse = beta * chosen, beta * rejected
     return -logsigmoid(better) - 0.5 * logsigmoid(-better) - 0.5 * logsigmoid(-worse)
 
 
 def bco_pair(chosen: Tensor, rejected: Tensor, *, beta: float, shift: Tensor) -> Tensor:
+    """Return BCO's losses [P] from scores [P]; ``shift`` [P] is the mean reward so far."""
     return -logsigmoid(beta * chosen - shift) - logsigmoid(shift - beta * rejected)
 
 
 def sppo_hard(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+    """Return SPPO's losses [P] from scores [P], with hard win probabilities."""
     return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
 
 
 def aot(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float, shift: Tensor) -> Tensor:
+    """Return AOT's losses [P] from scores [P]; ``shift`` [P] is that of ``order_shift``."""
     return _smoothed(beta * (chosen - rejected + shift), label_smoothing)
 
 
 def apo_zero(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+    """Return APO-zero's losses [P] from scores [P]."""
     return (-beta * chosen).sigmoid() + (beta * rejected).sigmoid()
 
 
 def apo_down(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+    """Return APO-down's losses [P] from scores [P]."""
     return (beta * chosen).sigmoid() + (-beta * (chosen - rejected)).sigmoid()
 
 
 def discopop(chosen: Tensor, rejected: Tensor, *, beta: float, discopop_tau: float) -> Tensor:
+    """Return DiscoPOP's losses [P] from scores [P]."""
     logits = beta * (chosen - rejected)
     blend = (logits / discopop_tau).sigmoid()
     return (1 - blend) * softplus(-logits) + blend * (-logits).clamp(max=MOST).exp()
 
 
 def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+    """Return ORPO's losses [P] from mean log-probs [P]."""
     return -beta * logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 
 def _log_odds(log_prob: Tensor) -> Tensor:
-    """``log(p / (1 - p))``; p stops short of 1."""
+    """Return ``log(p / (1 - p))`` [P]; p is clamped below 1."""
     held = log_prob.clamp(max=-LEAST_LOSS)
     return held - (-torch.expm1(held)).log()
 
@@ -149,4 +167,5 @@ def _log_odds(log_prob: Tensor) -> Tensor:
 def simpo(
     chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float, simpo_gamma: float
 ) -> Tensor:
+    """Return SimPO's losses [P] from mean log-probs [P]."""
     return _smoothed(beta * (chosen - rejected) - simpo_gamma, label_smoothing)

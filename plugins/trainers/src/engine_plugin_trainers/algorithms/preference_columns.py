@@ -1,8 +1,7 @@
-"""What is known of a mini-batch of preferences before its update: who is compared with whom.
+"""Columns of a mini-batch of preferences that are computed before its update.
 
-A pair is two sequences of one ``keep_together`` id, the chosen one before the rejected one. Everything
-that compares a pair with others is made here, over the whole mini-batch and without gradient, and the
-losses read it as a column.
+A pair is two sequences with one ``keep_together`` id, the chosen one before the rejected one. Statistics that compare a
+pair with others are computed here, over the whole mini-batch and without gradient. The losses read them as columns.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ if TYPE_CHECKING:
 
 
 def response_log_probs(log_probs: Tensor, batch: Batch, normalise: bool = False) -> Tensor:
-    """[T] -> [B]: the log-prob of each response, or its mean over the response's tokens."""
+    """Return the log-prob [B] of each response from ``log_probs`` [T]; ``normalise``: the mean over its tokens."""
     mask = batch["loss_mask"]
     total = batch.sum_by_sequence(torch.where(mask, log_probs, torch.zeros_like(log_probs)))
     return total / batch.sum_by_sequence(mask.to(total.dtype)).clamp(min=1) if normalise else total
 
 
 def log_ratios(log_probs: Tensor, batch: Batch, normalise: bool = False) -> Tensor:
-    """[B]: ``log p(response) - log p_ref(response)``; without ``ref_log_probs`` the log-prob alone.
+    """Return ``log p(response) - log p_ref(response)`` [B]; without ``ref_log_probs`` the log-prob alone.
 
-    With the column ``tail_weights`` each token counts by it.
+    The column ``tail_weights`` [T], if present, weights the tokens.
     """
     own = response_log_probs(weighed(log_probs, batch), batch, normalise)
     if "ref_log_probs" not in batch:
@@ -38,23 +37,23 @@ def log_ratios(log_probs: Tensor, batch: Batch, normalise: bool = False) -> Tens
 
 
 def weighed(log_probs: Tensor, batch: Batch) -> Tensor:
-    """[T]: log-probs times ``tail_weights``, where the batch has that column."""
+    """Return log-probs [T] times ``tail_weights`` [T], if the batch has that column."""
     return log_probs * batch["tail_weights"] if "tail_weights" in batch else log_probs
 
 
 def tail_weights(batch: Batch, alpha: float) -> Tensor:
-    """LD-DPO: the tokens by which a response is longer than the other one of its pair count less.
+    """Return LD-DPO's token weights: tokens beyond the length of the pair's shorter response count less.
 
     Formula: weight 1 for the first min(L_c, L_r) tokens of both responses, ``ld_alpha`` for those after them
     Paper: https://arxiv.org/abs/2409.06411
-    Differs: in the policy and in the reference, so that at the reference every reward is 0
+    Differs: applied to the policy and the reference, so that at the reference every reward is 0
 
-    The sum over a longer response is larger in size whatever it says, so a part of DPO's gradient is only about
-    length.
+    The sum over a longer response has a larger magnitude whatever its content, so part of DPO's gradient depends on
+    length only.
 
     Args:
         batch: whole pairs.
-        alpha: 1 is plain DPO, 0 leaves what is beyond the shorter response out.
+        alpha: weight of those tokens; 1 is plain DPO, 0 ignores them.
 
     Returns:
         [T] float32.
@@ -69,16 +68,16 @@ def tail_weights(batch: Batch, alpha: float) -> Tensor:
 
 
 def policy_weights(log_probs: Tensor, sum_pi_squared: Tensor, batch: Batch) -> Tensor:
-    """WPO: each pair weighs as much as the current policy is likely to say its responses.
+    """Return WPO's weights of pairs: how likely the current policy is to sample the pair's responses.
 
     Formula: ``min(1, exp(a_c + a_r))``, ``a = mean_t (log p_t - log sum_v p_t(v)^2)``, without gradient
     Paper: https://arxiv.org/abs/2406.11827
 
-    a is 0 where tokens are as likely as those that the policy draws.
+    a is 0 if tokens are as likely as those that the policy samples.
 
     Args:
-        log_probs: [T].
-        sum_pi_squared: [T].
+        log_probs: [T] of the current policy.
+        sum_pi_squared: [T], the sum of the squared probabilities of the vocabulary.
         batch: whole pairs.
 
     Returns:
@@ -91,10 +90,10 @@ def policy_weights(log_probs: Tensor, sum_pi_squared: Tensor, batch: Batch) -> T
 
 
 def sides(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Positions [P] of the chosen and of the rejected sequences, pair by pair.
+    """Return the positions [P] of the chosen and of the rejected sequences, pair by pair.
 
     Raises:
-        ValueError: a pair was split.
+        ValueError: a pair was split between micro-batches.
     """
     chosen, together = batch["chosen"], batch.keep_together
     better, worse = chosen.nonzero().flatten(), (~chosen).nonzero().flatten()
@@ -117,28 +116,28 @@ def with_shares(batch: Batch) -> Batch:
 
 
 def order_shift(policy: Tensor, reference: Tensor) -> Tensor:
-    """AOT: by how much a pair's margin is to be moved, so that margins of one rank are compared.
+    """Return AOT's shift of each pair's margin, so that margins of the same rank are compared.
 
-    ``policy margin - reference margin + shift`` is the policy's margin less the reference's margin of
-    the same rank in the mini-batch. The order is that before the update, where the gradient is taken too.
+    ``policy margin - reference margin + shift`` is the policy's margin minus the reference's margin of the same rank in
+    the mini-batch. Ranks are those before the update, where the gradient is taken too.
 
     Args:
         policy: [P], ``log p(chosen) - log p(rejected)``.
-        reference: [P], the same of the reference (0 where there is none).
+        reference: [P], the same for the reference; 0 without a reference.
 
     Returns:
-        [P].
+        [P] shifts.
     """
     rank = torch.argsort(torch.argsort(policy, stable=True), stable=True)
     return reference - reference.sort().values[rank]
 
 
 def rank_matched(batch: Batch, scores: Tensor) -> Batch:
-    """AOT without pairs: the chosen response of each rank beside the rejected one of that rank.
+    """Pair the chosen response of each rank with the rejected response of that rank, for AOT without pairs.
 
     Args:
-        batch: pairs.
-        scores: [B], by which each side is ranked.
+        batch: whole pairs.
+        scores: [B], which rank the chosen and the rejected responses.
 
     Returns:
         The same sequences in new pairs.
@@ -150,14 +149,15 @@ def rank_matched(batch: Batch, scores: Tensor) -> Batch:
 
 
 def mismatched(batch: Batch, max_tokens: int) -> Batch:
-    """KTO: each prompt with the response of the sequence before it (the first with the last's).
+    """Combine each prompt with the response of the previous sequence (the first with the last's), for KTO's z.
 
     Args:
-        batch: sequences whose responses are the tokens from the first loss token on.
-        max_tokens: a longer sequence is cut: a long prompt and a long response may have more positions than the model.
+        batch: sequences whose responses begin at the first loss token.
+        max_tokens: limit to which longer sequences are cut, because prompt and response together may exceed the model's
+            positions.
 
     Returns:
-        As many sequences, with the column ``loss_mask``.
+        As many sequences, with the column ``loss_mask`` [T].
     """
     ends = batch.offsets.tolist()
     parts: list[tuple[Tensor, Tensor]] = []
@@ -173,7 +173,7 @@ def mismatched(batch: Batch, max_tokens: int) -> Batch:
 
 
 def _split(batch: Batch, ends: Sequence[int], i: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(ids, mask) of the prompt and of the response of sequence ``i``."""
+    """Return (ids, mask) of the prompt and of the response of sequence ``i``, each 1-D."""
     i %= len(batch)
     part = slice(ends[i], ends[i + 1])
     ids, mask = batch.token_ids[part], batch["loss_mask"][part]

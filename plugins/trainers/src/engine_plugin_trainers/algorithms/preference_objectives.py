@@ -1,7 +1,7 @@
-"""What a train engine differentiates to learn from preferences: pairs, single judgements, scores.
+"""Objectives for learning from preferences: pairs, single judgements, scores.
 
-Each is ``f(outputs, batch) -> (sum, metrics)`` as in ``objectives``: weights are columns over the
-mini-batch, so sums over micro-batches are means over the mini-batch.
+Each objective is ``f(outputs, batch) -> (sum, metrics)`` as in ``objectives``. Weights are columns over the mini-batch,
+so sums over micro-batches are means over the mini-batch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 
 def make_preference(plugins: PluginSet, *, loss: str, **parameters: Any) -> Objective:
-    """Return ``preference`` with the pair loss of that name, of the worker's own plugins.
+    """Return ``preference`` with the pair loss of that name, resolved with the worker's plugins.
 
     Args:
-        plugins: the worker's own.
-        loss: name of a pair loss, of this distribution or of another plugin.
+        plugins: the worker's plugins.
+        loss: name of a pair loss, from this distribution or another plugin.
         parameters: the other keyword arguments of ``preference``.
     """
     if loss in PAIR_LOSSES:
@@ -64,25 +64,25 @@ def preference(
     wpo: bool = False,
     offered: PairLoss | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean of a pair loss, and ``sft_coef`` times the mean -log p of the chosen tokens.
+    """Return the mean of a pair loss plus ``sft_coef`` times the mean -log p of the chosen tokens.
 
-    Where log-ratios are token means, f' is taken of the mean (TRL divides f' of the sum by the length;
-    the two are one for the reverse KL).
+    If log-ratios are token means, f' is applied to the mean. TRL divides f' of the sum by the length; both are equal
+    for the reverse KL.
 
     Args:
         outputs: ``log_probs`` [T], with gradient; ``sum_pi_squared`` [T] with ``wpo``.
-        batch: whole pairs, with ``pair_share``, ``weights``, ``chosen`` and, as the loss needs them,
+        batch: whole pairs, with ``pair_share`` [B], ``weights`` [T], ``chosen`` [B] and, if the loss needs them,
             ``ref_log_probs`` [T], ``tail_weights`` [T] and ``shift`` [B].
-        loss: name of a pair loss; it is given the options that it reads.
+        loss: name of a pair loss; it receives the options that it reads.
         normalise: log-ratios are means over tokens.
         f_divergence: see ``preference.f_score``.
-        f_alpha: of the divergence ``alpha``.
-        sft_coef: weight of the likelihood.
-        offered: the loss, where it is not one of the core's.
-        wpo: each pair's loss (not its likelihood) times ``preference_columns.policy_weights``.
+        f_alpha: parameter of the divergence ``alpha``.
+        sft_coef: weight of the mean -log p of the chosen tokens.
+        offered: declaration of the loss, if another plugin offers it.
+        wpo: multiply each pair's loss (not its -log p) by ``preference_columns.policy_weights``.
 
     Returns:
-        The sum, and rewards ``beta * log-ratio``, their accuracy and margin, and log-probs.
+        The sum, and metrics: rewards ``beta * log-ratio``, their accuracy and margin, and log-probs.
     """
     better, worse = sides(batch)
     ratio = log_ratios(outputs["log_probs"], batch, normalise)
@@ -116,11 +116,11 @@ def preference(
 def _pair_losses(
     spec: PairLoss, name: str, scores: Tensor, batch: Batch, options: Mapping[str, float]
 ) -> Tensor:
-    """[P], from [B] scores.
+    """Return losses [P] of pairs from scores [B].
 
     Raises:
         ValueError: the column ``shift`` is missing.
-        PluginError: the function gave something else than one number a pair.
+        PluginError: the function returned something else than one number per pair.
     """
     given: dict[str, float | Tensor] = {key: options[key] for key in spec.keywords if key != "shift"}
     better, worse = sides(batch)
@@ -132,7 +132,7 @@ def _pair_losses(
     if not isinstance(losses, torch.Tensor) or losses.shape != better.shape:
         got = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
         raise PluginError(
-            f"dpo.loss = '{name}' must give [P] = [{len(better)}], one loss a pair; it gave {got}."
+            f"dpo.loss = '{name}' must return [P] = [{len(better)}], one loss per pair; it returned {got}."
         )
     return losses
 
@@ -145,19 +145,19 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """KTO: each response is held against z, the KL to the reference.
+    """Return KTO's loss, which compares each response with z, the KL to the reference.
 
-    Formula: ``w+ (1 - σ(β(d - z)))`` of desirable, ``w- (1 - σ(β(z - d)))`` of undesirable ones, d the log-ratio
+    Formula: ``w+ (1 - σ(β(d - z)))`` for desirable, ``w- (1 - σ(β(z - d)))`` for undesirable responses, d the log-ratio
     Paper: https://arxiv.org/abs/2402.01306
 
-    Equation 8 of the paper; with z = 0, equation 7 of APO (https://arxiv.org/abs/2408.06266). z is a column
-    (``mismatch_kl``).
+    This is equation 8 of the paper; with z = 0 it is equation 7 of APO (https://arxiv.org/abs/2408.06266). z is a
+    column (``mismatch_kl``).
 
     Args:
         outputs: ``log_probs`` [T], with gradient.
         batch: ``ref_log_probs`` [T]; ``desirable`` [B] bool; ``kl`` [B], one value; ``share`` [B]
             (1 / B); ``kind_share`` [B] (1 / number of its kind, for metrics).
-        beta: over 0.
+        beta: scale of log-ratios, over 0.
         desirable_weight: w+.
         undesirable_weight: w-.
     """
@@ -175,12 +175,12 @@ def kto(
 
 
 def mismatch_kl(policy: Tensor, reference: Tensor, batch: Batch) -> float:
-    """KTO's z: ``max(0, mean(log p - log p_ref))`` over responses to other prompts.
+    """Return KTO's z: ``max(0, mean(log p - log p_ref))`` over responses to other prompts.
 
     Args:
-        policy: [T] log-probs of a batch of ``preference_columns.mismatched``.
-        reference: [T], the same of the reference.
-        batch: that batch.
+        policy: [T] log-probs of the policy on ``batch``.
+        reference: [T] log-probs of the reference on ``batch``.
+        batch: a batch of ``preference_columns.mismatched``.
     """
     ratio = response_log_probs(policy, batch) - response_log_probs(reference, batch)
     return max(0.0, float(ratio.double().mean()))
@@ -189,16 +189,16 @@ def mismatch_kl(policy: Tensor, reference: Tensor, batch: Batch) -> float:
 def reward_model(
     outputs: Mapping[str, Tensor], batch: Batch, *, center_coef: float = 0.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Bradley-Terry on scores, with a margin, kept around 0.
+    """Return the Bradley-Terry loss of scores, with a margin and centering around 0.
 
     Formula: ``-log σ(r_c - r_r - margin) + center_coef (r_c + r_r)²``
     Paper: https://arxiv.org/abs/2312.09244 (centering)
 
-    The same as ``log(1 + exp(r_r - r_c + margin))``, which some call logexp.
+    The first term equals ``log(1 + exp(r_r - r_c + margin))``, also known as logexp.
 
     Args:
         outputs: ``scores`` [T], with gradient; the score of a sequence is that of its last token.
-        batch: whole pairs, with ``pair_share`` and ``margin`` [B].
+        batch: whole pairs, with ``pair_share`` [B] and ``margin`` [B].
         center_coef: weight of the centering.
     """
     better, worse = sides(batch)
@@ -212,7 +212,7 @@ def reward_model(
 
 
 def _of_pairs(rewards: Tensor, better: Tensor, worse: Tensor, share: Tensor) -> dict[str, Tensor]:
-    """Means over pairs; a tie is no success."""
+    """Return means over pairs; a tie counts against the accuracy."""
     chosen, rejected = rewards[better], rewards[worse]
     return {
         "rewards/chosen": (share * chosen).sum(),

@@ -1,4 +1,4 @@
-"""Experience replay: a stage that keeps groups of rollouts and brings them back in later steps."""
+"""Experience replay: a stage that stores groups of rollouts and replays them in later steps."""
 
 from __future__ import annotations
 
@@ -17,40 +17,38 @@ Group = tuple["Rollout", ...]
 
 
 class ReplayCache:
-    """Whole groups of earlier steps come back, with the log-probs of the policy that sampled them.
+    """A stage that replays whole groups of earlier steps with the log-probs of the policy that sampled them.
 
-    Formula: to n new groups come ``round(n share / (1 - share))`` drawn without replacement from the newest `size` groups of at most `max_staleness` policy versions ago
+    Formula: n new groups are joined by ``round(n share / (1 - share))`` drawn without replacement from the newest `size` groups of at most `max_staleness` policy versions ago
     Paper: https://arxiv.org/abs/2506.09340
-    Differs: groups of any prompt (RePO: of the step's prompts), each with advantages of its own; weighed by the correction, not by a clipped ratio to the sampler
+    Differs: groups of any prompt (RePO: of the step's prompts), each with separate advantages; weighted by the correction, not by a clipped ratio to the sampler
 
-    A step draws from what earlier steps left and then stores its own groups, as they reach this stage. New
-    and old groups alternate evenly in the batch, so that each mini-batch has its share of both; they are
-    numbered anew.
+    A step draws from the groups that earlier steps stored and then stores its own groups, as they reach this stage. New
+    and old groups alternate evenly in the batch, so that each mini-batch has its share of both. All groups get new ids.
 
     Args:
-        share: of the batch's groups, those that come back; under 1.
-        size: groups that are kept; the oldest go first.
-        max_staleness: policy versions (weight updates that the sampler has seen) between the oldest token of a
-            group and the newest of the step; an older group goes.
-        seed: of the draw, to which the step is added.
+        share: share of replayed groups in the batch, under 1.
+        size: most groups that are stored; the oldest are dropped first.
+        max_staleness: most policy versions (weight updates that the sampler has seen) between the oldest token of a
+            group and the newest token of the step; an older group is dropped.
+        seed: seed of the draw, to which the step is added.
     """
 
     def __init__(self, *, share: float = 0.5, size: int = 256, max_staleness: int = 8, seed: int = 0) -> None:
         self.share, self.size, self.max_staleness, self.seed = share, size, max_staleness, seed
         self.groups: list[Group] = []  # oldest first
-        self.stored = 0  # groups so far: the next one's number
+        self.stored = 0  # groups stored so far: number of the next one
 
     def __call__(self, rollouts: list[Rollout], step: int) -> tuple[list[Rollout], dict[str, float]]:
-        """New and old groups.
+        """Return new and replayed groups, and metrics.
 
         Args:
-            rollouts: of this step; they are not changed, and the cache shares only their tensors.
-            step: with the seed, makes the draw.
+            rollouts: rollouts of this step; they are not changed, and the cache shares only their tensors.
+            step: number of the step, which seeds the draw together with ``seed``.
 
         Returns:
-            The groups, and of the batch: ``share`` of rollouts that came back, ``age_mean`` and ``age_max``
-            of those in policy versions; of the cache: ``size`` in groups, ``too_old``, those that left it
-            now for their age.
+            The rollouts, and metrics. Of the batch: ``share`` of replayed rollouts, their ``age_mean`` and ``age_max``
+            in policy versions. Of the cache: ``size`` in groups, and ``too_old``, the groups dropped now for their age.
         """
         fresh = _groups(rollouts)
         versions = [version for group in fresh for version in _versions(group)]
@@ -69,28 +67,28 @@ class ReplayCache:
         return batch, metrics
 
     def state(self) -> StageState:
-        """The cache as it is; nothing in it changes later."""
+        """Return the contents of the cache; nothing in the result changes later."""
         return StageState({"stored": self.stored}, list(itertools.chain.from_iterable(self.groups)))
 
     def load_state(self, state: StageState) -> None:
-        """Take what ``state`` gave; of a cache that was larger, the newest groups."""
+        """Restore the result of ``state``; of a larger cache, the newest groups."""
         self.stored = int(state.values["stored"])
         self.groups = _groups(state.rollouts)[-self.size :]
 
     def _forget(self, newest: int) -> int:
-        """Drop groups of more than ``max_staleness`` versions before ``newest``; how many."""
+        """Drop groups that are more than ``max_staleness`` versions older than ``newest``; return their number."""
         kept = [group for group in self.groups if newest - min(_versions(group)) <= self.max_staleness]
         gone, self.groups = len(self.groups) - len(kept), kept
         return gone
 
     def _draw(self, fresh: int, step: int) -> list[Group]:
-        """The groups that come back beside ``fresh`` new ones, the oldest first."""
+        """Draw the groups to replay with ``fresh`` new ones; return them oldest first."""
         wanted = min(int(fresh * self.share / (1 - self.share) + 0.5), len(self.groups))
         drawn = random.Random(f"{self.seed}:{step}").sample(range(len(self.groups)), wanted)
         return [self.groups[i] for i in sorted(drawn)]
 
     def _store(self, groups: Sequence[Group]) -> None:
-        """Copies under numbers of their own; a group without a sampled token teaches nothing."""
+        """Store copies of the groups under new ids; a group without a sampled token is not stored."""
         for group in groups:
             if _versions(group):
                 number = self.stored
@@ -100,7 +98,7 @@ class ReplayCache:
 
 
 def _groups(rollouts: Iterable[Rollout]) -> list[Group]:
-    """By ``group_id``, in the order of their first rollouts."""
+    """Return the rollouts by ``group_id``, in the order of each group's first rollout."""
     found: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         found.setdefault(rollout.group_id, []).append(rollout)
@@ -108,13 +106,13 @@ def _groups(rollouts: Iterable[Rollout]) -> list[Group]:
 
 
 def _versions(group: Iterable[Rollout]) -> list[int]:
-    """Lowest and highest policy version of the sampled tokens of each rollout that has some."""
+    """Return lowest and highest policy version of the sampled tokens of each rollout that has sampled tokens."""
     sampled = [rollout.policy_versions[rollout.loss_mask] for rollout in group]
     return [int(version) for held in sampled if len(held) for version in (held.min(), held.max())]
 
 
 def _alternating(fresh: Sequence[Group], old: Sequence[Group]) -> list[Group]:
-    """Both in their own order, spread evenly over each other; the new one first."""
+    """Interleave both lists evenly, each in its own order; a new group comes first."""
     placed = [
         ((i + 0.5) / len(held), groups, group)
         for groups, held in enumerate((fresh, old))
@@ -124,11 +122,12 @@ def _alternating(fresh: Sequence[Group], old: Sequence[Group]) -> list[Group]:
 
 
 def _numbered(groups: Sequence[Group]) -> list[Rollout]:
+    """Return copies of the rollouts with group ids from 0."""
     return [_copy(rollout, number) for number, group in enumerate(groups) for rollout in group]
 
 
 def _copy(rollout: Rollout, group_id: int) -> Rollout:
-    """Another rollout on the same tensors: what a later stage does to one is not done to the other."""
+    """Return a copy that shares the tensors but neither rewards nor extras, which later stages may change."""
     return dataclasses.replace(
         rollout, group_id=group_id, rewards=dict(rollout.rewards), extras=dict(rollout.extras)
     )

@@ -1,7 +1,7 @@
 """Rows of preferences: a better and a worse response to one prompt, or one response judged good or bad.
 
-A pair has the columns prompt, chosen and rejected. Without a prompt, chosen and rejected are conversations that begin alike, and what
-they share is the prompt.
+A pair has the columns prompt, chosen and rejected. Without the column prompt, chosen and rejected are conversations,
+and their common beginning is the prompt.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class Pair:
     chosen_mask: list[bool]  # True on the tokens of the response
     rejected_ids: list[int]
     rejected_mask: list[bool]
-    margin: float = 0.0  # by how much the score of the chosen one is to be higher
+    margin: float = 0.0  # target difference of the two scores
 
 
 @dataclass(slots=True)
 class Judged:
-    """One sequence and its label: ``Judged("train:3", [5, 9, 7, 1], [0, 0, 1, 1], True)``."""
+    """A sequence and its label: ``Judged("train:3", [5, 9, 7, 1], [0, 0, 1, 1], True)``."""
 
     id: str
     token_ids: list[int]
@@ -47,15 +47,15 @@ class Judged:
 
 
 class PairPreparer(Preparer):
-    """Row number -> `Outcome` with a `Pair`.
+    """A preparer of `Pair`s.
 
     Args:
-        rows: where rows come from.
+        rows: the opened rows.
         tokenizer: the run's tokenizer.
         config: ``[data]``.
         split: first part of every id.
-        limit: longest sequence in tokens; a pair is cut or skipped as one.
-        table: of the trainer, for messages.
+        limit: longest sequence in tokens; both sequences of a pair are cut or skipped together.
+        table: name of the trainer's option table, for messages.
         held: as `Preparer`.
     """
 
@@ -97,7 +97,7 @@ class PairPreparer(Preparer):
 
 
 class JudgedPreparer(PairPreparer):
-    """Row number -> `Outcome` with a `Judged`: any layout of SFT, and a label."""
+    """A preparer of `Judged` responses: any layout of SFT and a label."""
 
     makes = Judged
 
@@ -109,10 +109,10 @@ class JudgedPreparer(PairPreparer):
 
 
 def convert_pair(row: Mapping[str, Any], columns: ColumnsConfig) -> tuple[Row, Row]:
-    """The chosen and the rejected response of ``row``, after one prompt.
+    """Return the chosen and the rejected side of ``row``, each with the prompt.
 
     Raises:
-        BadRow: a column is missing or of the wrong type, the two are the same, or no prompt is to be found.
+        BadRow: a column is missing or has the wrong type, the responses are the same, or no prompt is found.
     """
     sides = [
         text_or_messages(column(row, name, key), name)
@@ -127,8 +127,8 @@ def convert_pair(row: Mapping[str, Any], columns: ColumnsConfig) -> tuple[Row, R
     if isinstance(chosen, str) or isinstance(rejected, str):
         if prompt is None:
             raise BadRow(
-                f"no column '{columns.prompt}' ([data.columns] prompt), and of text it is not known where the "
-                f"prompt ends.{did_you_mean(columns.prompt, row)}"
+                f"no column '{columns.prompt}' ([data.columns] prompt), and in text the end of the prompt is not "
+                f"known.{did_you_mean(columns.prompt, row)}"
             )
         return Row(prompt, chosen), Row(prompt, rejected)
     if isinstance(prompt, list):
@@ -142,10 +142,10 @@ def convert_pair(row: Mapping[str, Any], columns: ColumnsConfig) -> tuple[Row, R
 
 
 def margin_of(row: Mapping[str, Any], columns: ColumnsConfig) -> float:
-    """By how much the chosen response is better, in units of the score; 0 where no column says it.
+    """Return by how much the chosen response is better, in units of the score; 0 without the column.
 
     Raises:
-        BadRow: it is not a finite number.
+        BadRow: the value is not a finite number, or a column that `[data.columns]` names is missing.
     """
     value = row.get(columns.margin)
     if value is None:
@@ -159,7 +159,7 @@ def margin_of(row: Mapping[str, Any], columns: ColumnsConfig) -> float:
 
 
 def label_of(row: Mapping[str, Any], columns: ColumnsConfig) -> bool:
-    """Whether the response of ``row`` is a desirable one: true or false, 1 or 0, also as text.
+    """Return whether the response of ``row`` is desirable: true or false, 1 or 0, also as text.
 
     Raises:
         BadRow: the column is missing or holds something else.
@@ -174,7 +174,11 @@ def label_of(row: Mapping[str, Any], columns: ColumnsConfig) -> bool:
 
 
 def _shared(chosen: list[Message], rejected: list[Message]) -> int:
-    """How many first messages two conversations share; raises `BadRow` where they do not answer one prompt."""
+    """Return the number of first messages that two conversations share.
+
+    Raises:
+        BadRow: the conversations do not answer the same prompt.
+    """
     count = 0
     while count < min(len(chosen), len(rejected)) and chosen[count] == rejected[count]:
         count += 1
@@ -185,14 +189,14 @@ def _shared(chosen: list[Message], rejected: list[Message]) -> int:
             raise BadRow(f"{name} is only the beginning of the other conversation")
         if turns[count]["role"] != "assistant":
             raise BadRow(
-                f"{name}[{count}] is where the two conversations part, and it is not the assistant's: "
+                f"{name}[{count}] is where the two conversations differ, and it is not the assistant's: "
                 "they answer different prompts"
             )
     return count
 
 
 def _number(value: Any) -> float | None:
-    """``value`` as a finite number, also from text (CSV has nothing else); None: it is none."""
+    """Return ``value`` as a finite number, also from text, which is all that CSV has; None if it is not one."""
     try:
         number = float(value)
     except (TypeError, ValueError):

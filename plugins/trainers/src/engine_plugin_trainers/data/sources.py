@@ -1,4 +1,4 @@
-"""Rows of examples, pairs and judged responses, in the order of ``engine_core.data.source.Source``."""
+"""Sources of examples, pairs and judged responses, in the order of ``engine_core.data.source.Source``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ Item = TypeVar("Item")
 
 
 class SFTSource(Source[Example]):
-    """Sequences to learn, of the files of ``[data]``.
+    """A source of sequences to learn, from the files of ``[data]``.
 
     Args:
         config, tokenizer, seed, split, rows: as ``PromptSource``.
         options: ``[sft]``.
-        held: tokens of the longest sequence that the model has positions for; a longer one is over-long, too.
+        held: length of the model's position table, in tokens; a longer sequence is over-long too.
     """
 
     def __init__(
@@ -42,18 +42,18 @@ class SFTSource(Source[Example]):
 
 
 class _PreferenceSource(Source[Item]):
-    """What people or models preferred, of the files of ``[data]``.
+    """A source of preferences, from the files of ``[data]``.
 
     Args:
         config: ``[data]``.
         tokenizer: the run's tokenizer.
         max_tokens: longest sequence.
-        table: of the trainer whose key that is, for messages.
+        table: name of the trainer's option table, for messages.
         seed, split, rows: as ``PromptSource``.
         held: as `SFTSource`.
     """
 
-    preparer: ClassVar[type[PairPreparer]]  # makes the items
+    preparer: ClassVar[type[PairPreparer]]  # builds the items
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class _PreferenceSource(Source[Item]):
 
 
 class PairSource(_PreferenceSource[Pair]):
-    """Pairs of responses."""
+    """A source of pairs of responses."""
 
     preparer = PairPreparer
 
 
 class JudgedSource(_PreferenceSource[Judged]):
-    """Responses with a label."""
+    """A source of responses with a label."""
 
     preparer = JudgedPreparer

@@ -1,7 +1,7 @@
 """Stored rollouts as training data: whole groups from the files that runs and ``engine generate`` write.
 
-Everything is looked at once before anything is built: columns, the tokenizer that the files name, token
-ids, lengths, log-probs, rewards, the sizes of groups. Afterwards only the groups of a step are read.
+All files are checked before any model is built: columns, the tokenizer that the files name, token ids, lengths,
+log-probs, rewards, group sizes. After that only the groups of a step are read.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ NOT_GREEDY = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What stored rollouts must fit.
+    """The properties of the run that stored rollouts must fit.
 
     Args:
         tokenizer: hash of the run's tokenizer.
-        vocabulary: token ids are below it.
-        temperature: of the run.
+        vocabulary: exclusive upper bound of token ids.
+        temperature: the run's sampling temperature.
         unequal_groups: groups may have different sizes.
         greedy: the algorithm needs ``greedy_reward``.
     """
@@ -56,36 +56,38 @@ class Fit:
 
 
 class StoredGroups(Source[Any]):
-    """Groups of stored rollouts in a seeded order; an item is the list of a group's rollouts.
+    """A source of groups of stored rollouts in a seeded order; an item is the list of a group's rollouts.
 
     Args:
-        config: ``[data]``; `train` names files, folders of them, and runs.
-        seed: of the order.
-        fit: what they must fit.
+        config: ``[data]``; `train` names files, folders of files, and runs.
+        seed: seed of the order.
+        fit: the properties that the rollouts must fit.
 
     Raises:
-        DataError: something does not fit; it names the file.
+        DataError: a file does not fit; the message names it.
     """
 
     def __init__(self, config: DataConfig, seed: int, fit: Fit) -> None:
         super().__init__(_Preparer(_Rows(_files(config), fit), config), seed)  # type: ignore[arg-type]
 
     def columns(self) -> set[str]:
-        return set()  # their rewards are known
+        """Return no columns: stored rollouts have their rewards."""
+        return set()
 
 
 class _Preparer:
-    """What a ``Source`` asks for an item: here, to read a group."""
+    """A preparer whose item is a stored group."""
 
     def __init__(self, rows: _Rows, config: DataConfig) -> None:
         self.rows, self.config = rows, config
 
     def prepare(self, index: int) -> Outcome:
+        """Read group number ``index``."""
         return Outcome("ok", self.rows.group(index))
 
 
 class _File:
-    """The groups of one file: rows by group, in the order of their first rows."""
+    """A file and its groups: the rows of each, in the order of their first rows."""
 
     def __init__(self, path: Path, groups: list[list[int]]) -> None:
         self.path, self.name, self.groups = path, f"{path.parent.name}/{path.name}", groups
@@ -95,9 +97,9 @@ class _File:
 
 
 class _Rows:
-    """The groups of several files, numbered from 0."""
+    """The groups of all files, numbered from 0."""
 
-    paths: Sequence[Path] = ()  # nothing is prepared ahead by other processes
+    paths: Sequence[Path] = ()  # other processes prepare nothing ahead
 
     def __init__(self, paths: Sequence[Path], fit: Fit) -> None:
         self.files = [_File(path, _checked(path, fit)) for path in paths]
@@ -110,11 +112,12 @@ class _Rows:
         return len(self._places)
 
     def group(self, index: int) -> list[Rollout]:
+        """Read the rollouts of group number ``index``."""
         file, rows = self._places[index]
         return self._open(file.path).rollouts(rows)
 
     def fingerprint(self) -> list[dict[str, Any]]:
-        """Name, number of groups and SHA-256 of each file."""
+        """Return name, number of groups and SHA-256 of each file."""
         prints = []
         for file in self.files:
             with file.path.open("rb") as opened:
@@ -124,7 +127,11 @@ class _Rows:
 
 
 def _files(config: DataConfig) -> list[Path]:
-    """The files that ``data.train`` names; of a folder, those with rollouts."""
+    """Return the files that ``data.train`` names, without files that have no rollouts.
+
+    Raises:
+        DataError: an entry has no rollouts, or a file is named twice.
+    """
     found: list[Path] = []
     for entry in map(Path, files_of(config.train)):
         files = list(stored_files(entry))
@@ -135,15 +142,15 @@ def _files(config: DataConfig) -> list[Path]:
             logger.info("Left out: %s has no rollouts (all groups of that step were dropped).", file)
         found += held
     if twice := [file for file, count in collections.Counter(found).items() if count > 1]:
-        raise DataError(f"data.train: '{twice[0]}' is named twice. Each file may stand once.")
+        raise DataError(f"data.train: '{twice[0]}' is named twice. Name each file once.")
     return found
 
 
 def _checked(path: Path, fit: Fit) -> list[list[int]]:
-    """The groups of a file that fits.
+    """Return the rows of each group of a file.
 
     Raises:
-        DataError: it does not.
+        DataError: the file does not fit the run.
     """
     file = RolloutFile(path)
     about = file.about
@@ -153,7 +160,7 @@ def _checked(path: Path, fit: Fit) -> list[list[int]]:
             "Set model.tokenizer to that of the run that sampled them."
         )
     if "tokenizer" not in about:
-        logger.warning("%s does not say with which tokenizer it was sampled: its ids are trusted.", path)
+        logger.warning("%s does not name the tokenizer that it was sampled with: its ids are trusted.", path)
     if about.get("temperature", fit.temperature) != fit.temperature:
         logger.warning(
             "%s was sampled at temperature %s; the policy that is trained has rollout.temperature = %s.",
@@ -169,7 +176,7 @@ def _checked(path: Path, fit: Fit) -> list[list[int]]:
 
 
 def _wrong(table: pa.Table, fit: Fit) -> Iterator[tuple[int, str]]:
-    """The first row of each kind that cannot be used, and why."""
+    """Yield the first row of each kind of error, and what is wrong with it."""
     import numpy as np
     import pyarrow.compute as pc
 
@@ -179,7 +186,7 @@ def _wrong(table: pa.Table, fit: Fit) -> Iterator[tuple[int, str]]:
         if len(rows := np.flatnonzero(lengths[name] != tokens)):
             row = int(rows[0])
             yield row, f"{name} has {lengths[name][row]} values, token_ids {tokens[row]}."
-            return  # values cannot be told apart by row
+            return  # values cannot be assigned to rows
     if len(rows := np.flatnonzero(lengths["prompt_ids"] > tokens)):
         row = int(rows[0])
         yield row, f"its prompt has {lengths['prompt_ids'][row]} tokens, the whole sequence {tokens[row]}."
@@ -207,13 +214,17 @@ def _wrong(table: pa.Table, fit: Fit) -> Iterator[tuple[int, str]]:
 
 
 def _check_sizes(files: Sequence[_File]) -> None:
-    """Refuse groups of unequal size: most often a file that was cut or put together by hand."""
+    """Refuse groups of unequal size, which usually mean a truncated or hand-edited file.
+
+    Raises:
+        DataError: a group has another size than most.
+    """
     sizes = collections.Counter(len(rows) for file in files for rows in file.groups)
     if len(sizes) == 1:
         return
     usual = sizes.most_common(1)[0][0]
     file, rows = next((f, rows) for f in files for rows in f.groups if len(rows) != usual)
     raise DataError(
-        f"{file.path}, row {rows[0]}: its group has {len(rows)} rollouts, most have {usual}. Was it cut off? Groups that a "
-        "stage made unequal are learned from with [offline] unequal_groups = true."
+        f"{file.path}, row {rows[0]}: its group has {len(rows)} rollouts, most have {usual}. Was the file cut off? Groups "
+        "that a stage made unequal are accepted with [offline] unequal_groups = true."
     )
