@@ -31,7 +31,7 @@ from engine_core.specs import (
 
 
 class GRPOOptions(Options):
-    """``[algorithm.grpo]``"""
+    """The table ``[algorithm.grpo]``."""
 
     normalize_by_std: bool = True
     """Divide by the group's standard deviation; False is Dr.GRPO's advantage."""
@@ -40,21 +40,21 @@ class GRPOOptions(Options):
 
 
 class GRPOPassKOptions(Options):
-    """``[algorithm.grpo_passk]``"""
+    """The table ``[algorithm.grpo_passk]``."""
 
     normalize_by_std: bool = True
     """Divide by the group's standard deviation."""
 
 
 class GDPOOptions(Options):
-    """``[algorithm.gdpo]``"""
+    """The table ``[algorithm.gdpo]``."""
 
     whiten_batch: bool = True
     """Standardize the sum over the rollouts of the batch."""
 
 
 class GAEOptions(Options):
-    """``[algorithm.gae]``"""
+    """The table ``[algorithm.gae]``."""
 
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
@@ -65,21 +65,21 @@ class GAEOptions(Options):
 
 
 class RewardToGoOptions(Options):
-    """``[algorithm.reinforce]``, ``[algorithm.reinforce_plus_plus]``"""
+    """The tables ``[algorithm.reinforce]`` and ``[algorithm.reinforce_plus_plus]``."""
 
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
 
 
 class DistillAdvantageOptions(Options):
-    """``[algorithm.distill]``"""
+    """The table ``[algorithm.distill]``."""
 
     gamma: float = Field(0.0, ge=0, le=1)
     """Discount per token: with 0 a token's advantage is its log-ratio; above 0 later log-ratios are added."""
 
 
 class GPGOptions(Options):
-    """``[algorithm.gpg]``"""
+    """The table ``[algorithm.gpg]``."""
 
     f_norm: float = Field(1.0, gt=0)
     """Constant divisor of the advantages."""
@@ -123,14 +123,14 @@ def engine_advantages() -> Mapping[str, Advantage]:
 
 
 class DynamicSamplingOptions(RefillOptions):
-    """``[stage.dynamic_sampling]``"""
+    """The table ``[stage.dynamic_sampling]``."""
 
     reward: str | None = None
     """A group is dropped if this reward is equal in all its rollouts; default: the sum of all rewards."""
 
 
 class PFPPOOptions(Options):
-    """``[stage.pf_ppo_resample]``"""
+    """The table ``[stage.pf_ppo_resample]``."""
 
     method: Literal["pow", "max_min", "max_random"] = "pow"
     """``pow``: probability ∝ |R|^`power`; ``max_min``: only highest and lowest R; ``max_random``: highest R 0.4, others 0.1."""
@@ -152,7 +152,7 @@ def engine_stages() -> Mapping[str, Stage]:
 
 
 class PPOClipOptions(Options):
-    """``[algorithm.ppo_clip]``"""
+    """The table ``[algorithm.ppo_clip]``."""
 
     clip_ratio: float = Field(0.2, ge=0)
     """The probability ratio is clipped to 1 - this and 1 + this, unless the next two keys are set."""
@@ -167,7 +167,7 @@ class PPOClipOptions(Options):
 
 
 class GSPOOptions(Options):
-    """``[algorithm.gspo]`` and ``[algorithm.luspo]``"""
+    """The tables ``[algorithm.gspo]`` and ``[algorithm.luspo]``."""
 
     clip_ratio_low: float = Field(3e-4, ge=0)
     """The lower bound of a sequence's ratio is 1 - this; small because that ratio is a geometric mean over tokens."""
@@ -176,7 +176,7 @@ class GSPOOptions(Options):
 
 
 class GMPOOptions(Options):
-    """``[algorithm.gmpo]``"""
+    """The table ``[algorithm.gmpo]``."""
 
     clip_ratio_low: float = Field(0.4, ge=0)
     """The lower bound of the log of a token's ratio is minus this."""
@@ -185,7 +185,7 @@ class GMPOOptions(Options):
 
 
 class CISPOOptions(Options):
-    """``[algorithm.cispo]``"""
+    """The table ``[algorithm.cispo]``."""
 
     clip_ratio_low: float = Field(1.0, ge=0)
     """The lower bound of a token's weight is 1 - this; 1: no bound."""
@@ -194,7 +194,7 @@ class CISPOOptions(Options):
 
 
 class SAPOOptions(Options):
-    """``[algorithm.sapo]``"""
+    """The table ``[algorithm.sapo]``."""
 
     tau_pos: float = Field(1.0, gt=0)
     """Temperature of the gate for positive advantages; a higher one decays faster."""
@@ -203,7 +203,7 @@ class SAPOOptions(Options):
 
 
 class DPPOTVOptions(Options):
-    """``[algorithm.dppo_tv]``"""
+    """The table ``[algorithm.dppo_tv]``."""
 
     threshold_low: float = Field(0.2, ge=0)
     """A token whose probability fell by more than this is not pushed down further."""
@@ -214,7 +214,7 @@ class DPPOTVOptions(Options):
 
 
 class DPPOKLOptions(Options):
-    """``[algorithm.dppo_kl]``"""
+    """The table ``[algorithm.dppo_kl]``."""
 
     threshold_low: float = Field(0.05, ge=0)
     """A token whose probability fell, by a KL above this, is not pushed down further."""
@@ -225,14 +225,14 @@ class DPPOKLOptions(Options):
 
 
 class DROOptions(Options):
-    """``[algorithm.dro]``"""
+    """The table ``[algorithm.dro]``."""
 
     beta: float = Field(0.1, ge=0)
     """Weight of the squared log-ratio."""
 
 
 class VESPOOptions(Options):
-    """``[algorithm.vespo]``"""
+    """The table ``[algorithm.vespo]``."""
 
     k_pos: float = Field(2.0, ge=0)
     """Power of a sequence's weight, for positive advantages."""

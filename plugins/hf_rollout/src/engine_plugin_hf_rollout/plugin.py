@@ -12,7 +12,7 @@ from engine_core.specs import Options, RolloutBackend
 
 
 class HFOptions(Options):
-    """``[rollout.hf]``"""
+    """The table ``[rollout.hf]``."""
 
     batch_size: int = Field(default=256, gt=0)
     """Sequences sampled at one time. More is faster until memory or the cores are full."""
