@@ -63,7 +63,7 @@ def test_neighbouring_ranks_are_parts_of_one_model_and_the_first_leads():
     [
         (1, pool(0, 2), {}, r"\[rollout\.process\].*tensor_parallel_size = 2"),
         (3, pool(0, 4), {}, "does not divide the 4 processes.*such as 2"),
-        (2, pool(0, 2), {"request_timeout_seconds": 5.0}, "a clock of their own"),
+        (2, pool(0, 2), {"request_timeout_seconds": 5.0}, "by their own clocks"),
         (2, pool(0, 1, gpu=2), {}, "Give the pool 2 processes"),
     ],
 )

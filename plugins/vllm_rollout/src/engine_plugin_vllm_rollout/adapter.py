@@ -1,8 +1,8 @@
-"""A LoRA adapter into the running engine, without its base: ``[rollout.vllm] adapter``.
+"""A LoRA adapter loaded into the running engine without its base: ``[rollout.vllm] adapter``.
 
-vLLM holds the base from the model's folder, in whatever form its kernels want, and adds the adapter's products. An update
-is a peft folder, in memory where the machine has such a place, loaded over the one before: requests that are in flight
-go on with the new adapter.
+vLLM holds the base from the model's folder, in the form its kernels need, and adds the adapter's products. An update
+is a peft folder, in memory if the machine allows it, loaded over the previous one. Requests in flight continue with the
+new adapter.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class AdapterUpdater:
         self.request: LoRARequest | None = None  # of what is sampled from now on; None: the base
 
     def take(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Replace the adapter; returns the checksum of what came.
+        """Replace the adapter; return the checksum of the received tensors ``[R, K]``.
 
         Raises:
-            DataError: it is no adapter. The one before is still there.
-            ConfigError: vLLM cannot load it; the same.
-            RuntimeError: responses of the base are under way, which cannot go on with an adapter; the same.
+            DataError: the stream is no adapter. The previous adapter stays.
+            ConfigError: vLLM cannot load it. The previous adapter stays.
+            RuntimeError: responses of the base are in flight, which cannot continue with an adapter. Nothing changed.
         """
         self.touched = False
         if self.request is None and self._engine.has_unfinished_requests():

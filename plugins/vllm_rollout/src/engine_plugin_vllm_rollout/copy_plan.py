@@ -1,12 +1,12 @@
-"""Where vLLM puts each weight: watched once, copied at once from then on.
+"""The copies by which vLLM loads weights: recorded once, then done in one call.
 
-``load_weights`` of a model finds for each name which part of which fused parameter it is, in Python, a layer at a time;
-for small models that takes longer than the copy itself. All it does with a tensor, where kernels read weights as they
-come, is ``parameter_slice.copy_(tensor_slice)``. Watched by a dispatch mode of torch, these pairs of slices are a
-plan; a later bucket is then one ``torch._foreach_copy_``.
+``load_weights`` of a model finds for each name its part of a fused parameter, in Python, a layer at a time; for small
+models that takes longer than the copy itself. Where kernels read weights as they come, all it does with a tensor is
+``parameter_slice.copy_(tensor_slice)``. A dispatch mode of torch records these pairs of slices as a plan; a later
+bucket is then one ``torch._foreach_copy_``.
 
-Left out: a weight that is worked on before it is copied (transposed into new memory, quantised, interleaved). It has
-no plan and goes through ``load_weights`` every time.
+A weight that is transformed before it is copied (transposed into new memory, quantized, interleaved) has no plan and
+goes through ``load_weights`` every time.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Placed:
 
 
 class CopyPlan:
-    """Of one model.
+    """The copy plan of one model.
 
     Args:
-        module: of vLLM, with ``load_weights``.
+        module: the vLLM model, with ``load_weights``.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -92,12 +92,12 @@ class CopyPlan:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every copy between weights and parameters, and everything else that is done with either.
+    """A dispatch mode that records every copy between weights and parameters, and all other operations on either.
 
-    Weights are told apart by their addresses, since those of a bucket may be views of one memory.
+    Weights are identified by their addresses, since those of a bucket may be views of one memory.
 
     Args:
-        module: whose parameters are written.
+        module: the module whose parameters are written.
         weights: contiguous tensors, by name.
     """
 

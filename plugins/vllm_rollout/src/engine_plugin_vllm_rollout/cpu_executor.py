@@ -1,7 +1,8 @@
 """vLLM's external launcher where the parts of a model are on CPUs.
 
-They exchange through memory of a name that vLLM makes from the address at which the ranks met. Of the external launcher that
-is the same for all runs of a machine, so that two would share it, and one that was killed would leave it to the next.
+They exchange through memory of a name that vLLM makes from the address at which the ranks met. Of the external
+launcher that is the same for all runs of a machine, so that two would share it, and one that was killed would leave
+it to the next.
 """
 
 from __future__ import annotations

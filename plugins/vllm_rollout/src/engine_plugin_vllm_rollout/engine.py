@@ -60,7 +60,7 @@ def whole() -> Iterator[None]:
 
 
 class VLLMRolloutEngine(RolloutEngine):
-    """See ``RolloutEngine``."""
+    """A sampler that runs vLLM in this process."""
 
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
         super().__init__(config, model_config, context)
@@ -103,7 +103,7 @@ class VLLMRolloutEngine(RolloutEngine):
         hf_config = load_hf_config(self.model_config) if module is None else module.config
         self._tokenizer = tokenizer
         tokenizer.save_pretrained(self._folder.path)
-        hf_config.save_pretrained(self._folder.path)  # vLLM looks for one beside the tokenizer, and waits
+        hf_config.save_pretrained(self._folder.path)  # vLLM looks for one next to the tokenizer, and waits
         text_config = hf_config.get_text_config()
         positions = self._positions(text_config)
         device = self.context.device
@@ -145,7 +145,7 @@ class VLLMRolloutEngine(RolloutEngine):
             self._updater.take(published(module), 0)
 
     def _registered(self) -> dict[str, Any]:
-        """Changes to the model's config for an architecture that a plugin registers with vLLM; none where no plugin does.
+        """Return changes to the model's config for an architecture that a plugin registers with vLLM; empty without one.
 
         Raises:
             ConfigError: the run gives vLLM an adapter alone.
@@ -162,7 +162,7 @@ class VLLMRolloutEngine(RolloutEngine):
         return dict(changes or {})
 
     def _tells_mass(self) -> bool:
-        """What ``log_probs`` comes to."""
+        """Whether log-probs of the whole distribution are returned in addition (key ``log_probs``)."""
         wanted = self.options.log_probs
         return wanted == "full" or (wanted == "auto" and bool(self.config.cutting))
 
@@ -221,7 +221,12 @@ class VLLMRolloutEngine(RolloutEngine):
         return text
 
     def step(self) -> list[Rollout]:
-        """Sample until something finishes, at most ``STEPS`` tokens of each sequence."""
+        """Sample until a response finishes, at most ``STEPS`` tokens of each sequence.
+
+        Raises:
+            RuntimeError: the engine is paused, or a part of it sleeps.
+            DataError: the weights are incomplete, because a stream broke off.
+        """
         if self._paused:
             raise RuntimeError("The sampler is paused; call resume() first.")
         self._sample(STEPS)
@@ -274,6 +279,11 @@ class VLLMRolloutEngine(RolloutEngine):
         return stopped + self._ended(cut_short)
 
     def pause(self, mode: str = "drain") -> None:
+        """Stop sampling: ``drain`` finishes what is in flight, ``abort`` ends it, ``keep`` leaves it for ``resume``.
+
+        Raises:
+            ValueError: the mode is unknown.
+        """
         if mode not in PAUSES:
             raise ValueError(f"Unknown pause mode '{mode}'." + did_you_mean(mode, PAUSES))
         if mode == "abort":
@@ -288,12 +298,17 @@ class VLLMRolloutEngine(RolloutEngine):
     # -- weights ------------------------------------------------------------
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """As the contract says.
+        """Replace the weights ``[D_1, D_2, ...]`` in place; return the checksum of the received ones.
 
-        What is being sampled goes on with the new weights, its prefix computed anew; its tokens carry the version
-        that each was sampled with. Where the stream breaks after some weights were replaced, sampling is refused
-        until a whole one came. Prefixes that are cached are of earlier weights: later requests carry another salt and
-        do not find them. To clear the cache takes as long as it has blocks, of a small model over a million.
+        Responses in flight continue with the new weights, their prefix computed again; each token carries the version
+        that it was sampled with. Cached prefixes belong to earlier weights: later requests carry another salt and do
+        not find them, because clearing the cache takes as long as it has blocks, over a million for a small model.
+
+        Raises:
+            DataError: the stream does not fit the model. If some weights were already replaced, sampling is refused
+            until a
+                complete stream has come.
+            RuntimeError: the weights sleep.
         """
         from engine_plugin_vllm_rollout import versions
 
@@ -318,7 +333,7 @@ class VLLMRolloutEngine(RolloutEngine):
     # -- device memory ------------------------------------------------------
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
-        """See ``Memory``: what ``[rollout.vllm] sleep_level`` says; on a CPU in name alone."""
+        """Release device memory as ``[rollout.vllm] sleep_level`` says; on a CPU the memory stays."""
         self.memory.sleep(keep)
 
     def wake(self, only: Sequence[str] | None = None) -> None:

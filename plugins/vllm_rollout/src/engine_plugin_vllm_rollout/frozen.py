@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class VLLMFrozenEngine(FrozenEngine):
-    """See the module and ``TrainEngine``."""
+    """A train engine for frozen models that vLLM runs in this process."""
 
     def __init__(
         self, config: RoleConfig, model_config: ModelConfig, context: WorkerContext, *, trainable: bool = True
@@ -72,12 +72,12 @@ class VLLMFrozenEngine(FrozenEngine):
         self.model = InProcess(self._llm, self.where)
 
     def infer(self, batch: Batch, outputs: Sequence[str], adapter: bool = True) -> dict[str, Tensor]:
-        """As the contract says, of what ``scoring`` can ask."""
+        """Compute the outputs [T] or [T, K] that ``scoring`` supports."""
         self.memory.before_sampling()
         return infer(self.model, batch, outputs, self.vocabulary, self.where)
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
-        """See ``Memory``; parts that only trained models have are passed over."""
+        """Release device memory; the parts of trained models are ignored."""
         self.memory.sleep([part for part in keep if part == "weights"])
 
     def wake(self, only: Sequence[str] | None = None) -> None:
@@ -125,8 +125,8 @@ class InProcess:
         found: list[list[float]] = [[]] * len(prompts)
         for i, output in self._run(prompts, params):
             flat = output.outputs[0].logprobs
-            told = dict(zip(flat.token_ids, flat.logprobs, strict=True))
-            found[i] = [told[token] for token in candidates[i]]
+            log_probs_by_id = dict(zip(flat.token_ids, flat.logprobs, strict=True))
+            found[i] = [log_probs_by_id[token] for token in candidates[i]]
         return found
 
     def given(self, sequences: Sequence[list[int]], top_k: int) -> list[Given]:
@@ -137,7 +137,7 @@ class InProcess:
         return found
 
     def _run(self, prompts: Sequence[list[int]], params: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """What vLLM says of each prompt, as it finishes. Where the caller stops early, the rest is dropped."""
+        """Yield (index, output) of each prompt as it finishes. If the caller stops early, the rest is dropped."""
         from vllm.inputs.engine import tokens_input
 
         check_lengths(prompts, self._llm.vllm_config.model_config.max_model_len + _spare(params), self._where)
@@ -163,7 +163,7 @@ def _more(classifies: bool) -> dict[str, Any]:
 
 
 def _sampling(**asked: Any) -> Any:
-    """One token is sampled, which vLLM insists on, and nobody reads."""
+    """Return parameters that sample one token, which vLLM requires; the token is not used."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -183,7 +183,7 @@ def _spare(params: Sequence[Any]) -> int:
 
 
 def _given(flat: Any, count: int, top_k: int) -> Given:
-    """vLLM's flat list: nothing at the first token, then at each the token itself and the likeliest ones."""
+    """Parse vLLM's flat list: empty at the first token, then at each the token itself and the likeliest ones."""
     width = 1 + top_k
     log_probs = torch.tensor(flat.logprobs, dtype=torch.float64).reshape(count, width)
     ids = torch.tensor(flat.token_ids, dtype=torch.int64).reshape(count, width)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from engine_core.types import Batch, LossCall, StepOutput, TrainOutput
 
 ROLES = ("teacher", "reward_model", "judge")
-"""Roles that are told to such an engine."""
+"""Roles that such an engine can have."""
 
 
 class FrozenEngine(TrainEngine):
-    """See the module; a plugin says so with ``TrainBackend(frozen_only=True)``."""
+    """The base of train engines whose model is never trained (``TrainBackend(frozen_only=True)``)."""
 
     def __init__(
         self, config: RoleConfig, model_config: ModelConfig, context: WorkerContext, *, trainable: bool = True
@@ -35,7 +35,7 @@ class FrozenEngine(TrainEngine):
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> Any:
-        """As the contract says; a subclass that asks for more calls this one first."""
+        """Check the options of a role; a subclass with more checks calls this one first."""
         check_frozen(config, context, trainable)
 
     def _build_model_optimizer(self, **_: Any) -> NoReturn:
@@ -48,9 +48,11 @@ class FrozenEngine(TrainEngine):
         self._refuse("be trained")
 
     def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Refuse to yield weights ``[D_1, D_2, ...]``: vLLM holds them in a form of its kernels."""
         self._refuse("give weights away")
 
     def load_named_weights(self, stream: Iterable[tuple[str, Tensor]], mix: float = 1.0) -> None:
+        """Refuse new weights ``[D_1, D_2, ...]``: the model is frozen."""
         self._refuse("take weights")
 
     def save(self, folder: Path) -> Future[None]:

@@ -44,7 +44,7 @@ def supported(release: str) -> bool:
 
 
 def version() -> str:
-    """Of the installed vLLM, such as ``0.32.0``."""
+    """Return the version of the installed vLLM, such as ``0.32.0``."""
     for name in DISTRIBUTIONS:
         try:
             return importlib.metadata.version(name)
@@ -57,7 +57,11 @@ def version() -> str:
 
 @functools.cache
 def engine_options() -> Mapping[str, str]:
-    """Every option of vLLM's engine with its type as the source writes it."""
+    """Return every option of vLLM's engine with its type as the source writes it.
+
+    Raises:
+        LookupError: the source of this release has no ``EngineArgs``.
+    """
     for node in ast.parse(_source("engine/arg_utils.py")).body:
         if isinstance(node, ast.ClassDef) and node.name == "EngineArgs":
             fields = [part for part in node.body if isinstance(part, ast.AnnAssign)]

@@ -1,11 +1,12 @@
-"""What top-p and top-k kept of the distribution, which vLLM does not tell.
+"""A logits processor that records the mass kept by top-p and top-k, which vLLM does not return.
 
-vLLM tells log-probs ``log q`` of what was sampled from, after temperature and cut. Those of the whole distribution are
-``log p = log q + log m`` with the mass m that was kept. The likeliest token is always kept, so ``log m`` is the
-difference of its two: ``log p`` is noted here, in vLLM's own step, before the cut; ``log q`` is among what vLLM returns.
+vLLM returns log-probs ``log q`` under the distribution that was sampled from, after temperature and cut. Those of the
+whole distribution are ``log p = log q + log m`` with the kept mass m. The likeliest token is always kept, so
+``log m`` is the difference of its two values: ``log p`` is recorded here, in vLLM's own step, before the cut; ``log q`` is
+among what vLLM returns.
 
-A logits processor of vLLM's documented interface, that changes no logit. It runs where the model runs, also where that is
-another process, and is asked for what it noted through vLLM's worker.
+The processor implements vLLM's documented interface and changes no logit. It runs where the model runs, possibly in
+another process, and its records are fetched through vLLM's worker.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class LogMass(LogitsProcessor):
         return logits
 
     def take(self, keys: Sequence[str]) -> dict[str, list[float]]:
-        """What was noted for these, by position in the response; it is forgotten here."""
+        """Return and remove the recorded log-probs of these requests, by position in the response."""
         if self._steps:
             values = torch.cat([step for _, step in self._steps]).tolist()
             places = [place for step, _ in self._steps for place in step]

@@ -1,4 +1,4 @@
-"""Device memory of a sampler: which parts are there, and the only ways between these states.
+"""The device memory of a sampler: its parts and the transitions between their states.
 
 ::
 
@@ -6,8 +6,8 @@
               resident --sleep--> lost --wake--> blank --update--> resident  (level 2)
     kv_cache  resident --sleep--> released --wake--> resident
 
-Level 0 keeps everything where it is, as on a CPU; the engine is then asleep in name: it neither samples nor takes
-weights, so that the same run file behaves alike everywhere.
+Level 0 keeps everything in place, as on a CPU. The engine is then asleep in name only: it neither samples nor takes
+weights, so that the same run file behaves in the same way everywhere.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ log = logging.getLogger("engine")
 
 
 class Memory:
-    """Of one engine.
+    """The memory states of one engine.
 
     Args:
-        engine: vLLM's.
-        level: as ``[rollout.vllm] sleep_level``; 0 where the device has no sleep.
+        engine: vLLM's engine.
+        level: ``[rollout.vllm] sleep_level``; 0 if the device cannot sleep.
     """
 
     def __init__(self, engine: LLMEngine, level: int) -> None:
@@ -103,11 +103,11 @@ class Memory:
         self.weights = "resident"
 
     def before_sampling(self) -> None:
-        """Refuse to sample from what is not there.
+        """Refuse to sample without weights or cache.
 
         Raises:
             RuntimeError: a part sleeps.
-            DataError: the weights were given up and have not come anew.
+            DataError: the weights were released and have not been sent again.
         """
         if self._asleep:
             raise RuntimeError("The sampler is asleep; call wake() first.")

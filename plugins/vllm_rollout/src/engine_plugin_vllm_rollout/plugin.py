@@ -1,4 +1,4 @@
-"""What this plugin offers (neither torch nor vLLM here: read by ``engine validate``)."""
+"""The names that this plugin offers; imports neither torch nor vLLM, because ``engine validate`` reads it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FIXED = {
     "skip_tokenizer_init": "stop strings are looked for in text",
     "return_sampling_mask": "what a cut distribution left comes with the log-probs",
     "pipeline_parallel_size": "one engine samples in one process",
-    "data_parallel_size": "each process of a pool has an engine of its own",
+    "data_parallel_size": "each process of a pool has its own engine",
     "distributed_executor_backend": "tensor_parallel_size and the sampler's pool decide it",
     "worker_extension_cls": "weights reach the parts of a model through it",
     "weight_transfer_config": "weights come from the trainer's stream",
@@ -41,7 +41,7 @@ FIXED = {
 
 
 class EngineOptions(Options):
-    """What every engine of vLLM has: the keys below, and every option of it (``EngineArgs``) under vLLM's own name."""
+    """The options of every vLLM engine: the keys below, and every option of ``EngineArgs`` under vLLM's own name."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -79,7 +79,7 @@ class EngineOptions(Options):
         return self
 
     def _own_problems(self) -> list[str]:
-        """What the installed vLLM has against keys of ours."""
+        """Return the problems that the installed vLLM has with keys of this table."""
         return []
 
     def passed_on(self) -> dict[str, Any]:
@@ -93,25 +93,25 @@ class VLLMOptions(EngineOptions):
     renamed = {"seeds": "per_request_seeds"}
 
     sleep_level: Literal[0, 1, 2] = 1
-    """What ``offload_idle_roles`` gives back. 0: nothing. 1: the KV cache, and the weights to the host where they are not kept. 2: all of it; the weights come anew with the next update, and nothing is sampled before."""
+    """What ``offload_idle_roles`` gives back. 0: nothing. 1: the KV cache, and the weights to the host where they are not kept. 2: all of it; the next update sends the weights again, and nothing is sampled before."""
     log_probs: Literal["auto", "sampled", "full"] = "auto"
-    """``full``: beside the log-probs of a distribution that top-p or top-k cut, those of the whole one (after temperature). ``sampled``: the former alone. ``auto``: ``full`` where ``[rollout]`` cuts."""
+    """``full``: in addition to the log-probs of a distribution that top-p or top-k cut, those of the whole one (after temperature). ``sampled``: only the former. ``auto``: ``full`` where ``[rollout]`` cuts."""
     quantization: Literal["fp8"] | None = None
-    """Weights of linear layers in 8 bits, made anew from each update. Experimental: the sampler is then another policy than the one that learns, see `other_policy`."""
+    """Weights of linear layers in 8 bits, made again from each update. Experimental: the sampler is then another policy than the one that learns, see `other_policy`."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """Type of the KV cache; ``auto``: that of the computation. In 8 bits it holds twice as many tokens, experimental as `quantization`."""
     adapter: bool = False
     """In a run with ``[actor.lora]``: vLLM keeps the base and is given the adapter alone with each update, not merged weights. Ranks over 16 need vLLM's `max_lora_rank` too."""
     per_request_seeds: bool = True
-    """Each response draws from numbers of its own, so that it does not depend on which others are sampled beside it, and a run that goes on samples as if it had not stopped. ``false``: all draw from vLLM's one generator, which spares a call to the device for every sequence and token."""
+    """Each response has its own random numbers, so that it does not depend on which others are sampled at the same time, and a resumed run samples as if it had not stopped. ``false``: all draw from vLLM's one generator, which spares a call to the device for every sequence and token."""
     fp32_head: bool = False
     """Logits are computed in float32 from 16-bit weights: nearer to a trainer in float32, a little slower."""
     weight_update: Literal["auto", "direct", "layerwise"] = "auto"
-    """How weights are replaced: ``direct`` copies into the model's tensors, ``layerwise`` processes each layer anew, which models need whose kernels hold weights in another form (quantised, mixtures of experts, on a CPU). ``auto`` chooses."""
+    """How weights are replaced: ``direct`` copies into the model's tensors, ``layerwise`` processes each layer again, which models need whose kernels hold weights in another form (quantised, mixtures of experts, on a CPU). ``auto`` chooses."""
 
     @property
     def other_policy(self) -> str:
-        """See ``RolloutBackend``."""
+        """Return why samples come from another policy than the trained one; empty if they do not."""
         keys = [f"quantization = '{self.quantization}'"] if self.quantization else []
         keys += [f"kv_cache_dtype = '{self.kv_cache_dtype}'"] if self.kv_cache_dtype != "auto" else []
         return " and ".join(f"rollout.vllm.{key}" for key in keys)
@@ -126,7 +126,7 @@ class VLLMOptions(EngineOptions):
                 )
             if self.weight_update == "direct":
                 problems.append(
-                    "weight_update = 'direct' cannot be set with quantization: weights are made anew. Use 'auto'."
+                    "weight_update = 'direct' cannot be set with quantization: weights are made again from each update. Use 'auto'."
                 )
         if self.adapter:
             problems.append(installed.adapter_problem())

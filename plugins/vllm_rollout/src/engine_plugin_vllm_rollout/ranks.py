@@ -1,9 +1,8 @@
-"""A model cut over the processes of a pool, where the trainer is too.
+"""A model split over the processes of a pool that also holds the trainer.
 
-vLLM calls it the external launcher: every process has an engine of its own with one part of the model, all of a group are
-given the same requests in the same order, and each comes to the same schedule and the same tokens. Nothing is sent between
-engines but what the layers exchange. Weights need no way of their own: each process has the trainer's whole tensors
-and copies its part of them.
+vLLM calls this the external launcher: every process has an engine with one part of the model, all engines of a group
+receive the same requests in the same order, and each computes the same schedule and the same tokens. Engines exchange
+only what the layers exchange. Each process has the trainer's whole tensors and copies its part of them.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def layout_of(parts: int, rank: int, world_size: int) -> Layout:
-    """Where a process stands: ranks beside each other are the parts of one model, as vLLM numbers them.
+    """Return the position of a process: neighboring ranks are the parts of one model, as vLLM numbers them.
 
     Args:
         parts: ``tensor_parallel_size``.
-        rank: of the process in its pool.
-        world_size: processes of the pool; 1: vLLM starts those of the other parts itself.
+        rank: the process's rank in its pool.
+        world_size: number of processes of the pool; 1: vLLM itself starts those of the other parts.
     """
     if world_size == 1:
         return Layout()
@@ -61,7 +60,7 @@ def check_ranks(config: RolloutConfig, parts: int, context: WorkerContext, table
                 f"cut the model over them with {key} = {size}."
             )
         raise ConfigError(
-            f"rollout.backend = 'vllm' samples in one process, and the pool has {size}. Give it a process of its own in each of "
+            f"rollout.backend = 'vllm' samples in one process, and the pool has {size}. Give it a dedicated process in each of "
             f"them with a table [rollout.process], cut the model over them with {key} = {size}, or "
             "set runtime.torchrun.processes = 1."
         )
@@ -73,6 +72,6 @@ def check_ranks(config: RolloutConfig, parts: int, context: WorkerContext, table
     if config.request_timeout_seconds:  # a judge's responses have none
         raise ConfigError(
             f"rollout.request_timeout_seconds = {config.request_timeout_seconds:g}: the {parts} processes that share a model would each "
-            "stop a response by a clock of their own, and wait for each other for ever. Remove it; rollout.over_sampling "
+            "stop a response by their own clocks, and wait for each other for ever. Remove it; rollout.over_sampling "
             "ends a step without the slowest."
         )

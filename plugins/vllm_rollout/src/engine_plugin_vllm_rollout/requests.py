@@ -18,7 +18,7 @@ HOTTEST = 2.0  # temperature, as vLLM's SamplingParams checks it
 
 
 def too_long(table: str) -> str:
-    """What to do about a prompt that the engine of ``[rollout]`` or ``[reward.judge]`` does not hold."""
+    """Return the hint for a prompt that the engine of ``[rollout]`` or ``[reward.judge]`` cannot hold."""
     lower = "data.max_prompt_tokens" if table == "rollout" else f"{table}.max_tokens"
     return f"Lower {lower}, or raise {table}.vllm.max_model_len where the model can hold more."
 
@@ -29,10 +29,10 @@ def tells_mass(sampling: Sampling, full: bool) -> bool:
 
 
 def support_width(sampling: Sampling, vocabulary: int, full: bool = False) -> int:
-    """Log-probs of the likeliest tokens that are wanted.
+    """Return the number of log-probs of the likeliest tokens to request.
 
-    One more than are told of what top-p and top-k left, or the likeliest one where the mass that they kept is told
-    alone; 0 for none.
+    One more than the largest reported support of top-p and top-k, or one for the likeliest token if only the kept
+    mass is reported; 0 for none.
     """
     if not (sampling.max_support and sampling.cuts):
         return int(tells_mass(sampling, full))
@@ -48,10 +48,10 @@ def begun_response(request: Request) -> list[int]:
 
 
 def left_to_sample(request: Request, positions: int) -> int:
-    """Tokens that may still be sampled.
+    """Return the number of tokens that may still be sampled.
 
     Args:
-        request: also one that goes on with a response.
+        request: a request, possibly one that continues a response.
         positions: tokens that the engine can hold, response included.
     """
     most = min(request.sampling.max_response_tokens, positions - len(request.prompt.token_ids))
@@ -59,7 +59,7 @@ def left_to_sample(request: Request, positions: int) -> int:
 
 
 def _seed(sampling: Sampling, begun: int) -> int | None:
-    """A response that goes on draws other numbers than it began with."""
+    """Return the seed; a continued response gets another one than it began with."""
     if sampling.seed is None or not begun:
         return sampling.seed
     text = f"{sampling.seed}:{begun}".encode()
@@ -69,14 +69,14 @@ def _seed(sampling: Sampling, begun: int) -> int | None:
 def sampling_params(
     request: Request, positions: int, vocabulary: int, full: bool, seeded: bool = True
 ) -> SamplingParams:
-    """What vLLM is asked.
+    """Return vLLM's sampling parameters for a request.
 
     Args:
-        request: as the run asks.
+        request: the run's request.
         positions: tokens that the engine can hold, response included.
-        vocabulary: token ids of the model.
-        full: the engine can tell the mass that was kept.
-        seeded: the request draws numbers of its own; else all draw from those of the engine.
+        vocabulary: number of token ids of the model.
+        full: the engine can return the kept mass.
+        seeded: the request has its own random numbers; else all requests draw from those of the engine.
     """
     sampling = request.sampling
     return SamplingParams(

@@ -1,4 +1,4 @@
-"""What vLLM sampled, as rollouts."""
+"""Conversion of vLLM's outputs to rollouts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def rollout_of(
     mask[len(prompt) :] = True
     extras = {}
     if likeliest is not None:
-        told = (
+        by_token = (
             [
                 flat.logprobs[start:end]
                 for start, end in zip(flat.start_indices, flat.end_indices, strict=True)
@@ -73,7 +73,7 @@ def rollout_of(
             if flat
             else []
         )
-        extras[LOG_MASS] = torch.tensor([0.0] * len(prompt) + log_mass(likeliest, told))
+        extras[LOG_MASS] = torch.tensor([0.0] * len(prompt) + log_mass(likeliest, by_token))
     if request.sampling.log_probs and request.sampling.max_support and request.sampling.cuts:
         extras[SUPPORT] = _support(flat, len(prompt), request.sampling.max_support)
     made = Rollout(
@@ -104,17 +104,17 @@ def _sampled_log_probs(flat: FlatLogprobs | None, count: int, id: str, version: 
     Raises:
         TrainingFailed: one is not a number.
     """
-    told = np.array(flat.logprobs, dtype=np.float32) if flat else np.empty(0, dtype=np.float32)
-    if flat and len(told) != count:  # those of other tokens lie between
-        told = told[np.array(flat.start_indices, dtype=np.int64)]
-    if len(told) != count:
-        raise RuntimeError(f"vLLM gave request '{id}' {len(told)} log-probs for {count} tokens.")
-    if not np.isfinite(told).all():
+    log_probs = np.array(flat.logprobs, dtype=np.float32) if flat else np.empty(0, dtype=np.float32)
+    if flat and len(log_probs) != count:  # those of other tokens lie between
+        log_probs = log_probs[np.array(flat.start_indices, dtype=np.int64)]
+    if len(log_probs) != count:
+        raise RuntimeError(f"vLLM gave request '{id}' {len(log_probs)} log-probs for {count} tokens.")
+    if not np.isfinite(log_probs).all():
         raise TrainingFailed(
             f"The model gives logits that are not numbers (request '{id}', policy version "
             f"{version}): its weights have diverged. Lower the learning rate, or go back to a checkpoint."
         )
-    return torch.from_numpy(told)
+    return torch.from_numpy(log_probs)
 
 
 def _join(rollout: Rollout, begun: Rollout) -> None:
@@ -176,10 +176,10 @@ def _policy_versions(prompt: int, count: int, ends: Sequence[tuple[int, int]]) -
 
 
 def _support(flat: FlatLogprobs | None, prompt: int, most: int) -> Tensor:
-    """[T_i, K] int32: the tokens with a log-prob above -inf, where they are at most ``most``; else -1.
+    """Return [T_i, K] int32: the tokens with a log-prob above -inf, if they are at most ``most``; else -1.
 
-    vLLM lists the sampled token first and the likeliest ones behind it, the sampled one among them again
-    or not; one more than ``most`` was asked for, so that more can be told from as many.
+    vLLM lists the sampled token first and then the likeliest ones, which may include the sampled one again. One more
+    than ``most`` was requested, so that a larger support is recognized.
     """
     rows: list[list[int]] = [[] for _ in range(prompt)]
     for start, end in zip(flat.start_indices, flat.end_indices, strict=True) if flat else ():

@@ -1,8 +1,8 @@
-"""What the core asks of a frozen model, as questions that vLLM can answer, and its answers as the outputs of the contract.
+"""The queries of a frozen model in terms that vLLM can answer, and its answers as outputs of the contract.
 
-vLLM does not hand logits out. It tells, of a given sequence, the log-prob of each token and of the K likeliest at its
-place; of the token that comes next, the log-probs of some tokens; and of a sequence classifier its score. That
-is what a teacher and the models of rewards are asked for (``TrainEngine.infer``), at temperature 1.
+vLLM does not return logits. For a given sequence it returns the log-prob of each token and of the K likeliest tokens
+at its place; for the next token, the log-probs of some tokens; for a sequence classifier, its score. Teachers and
+reward models need no more (``TrainEngine.infer``), at temperature 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine_core.types import Batch
 
 TABLES = {"teacher": "teacher", "reward_model": "reward.model", "judge": "reward.verdict"}
-"""Told role -> the table of the run file that asked for it."""
+"""The table of the run file for each role of a frozen model."""
 
 SCORES = frozenset({"scores"})
 NEXT = frozenset({"log_probs_at", "log_rest"})
@@ -30,7 +30,7 @@ GIVEN = frozenset({"log_probs", "top_ids", "top_log_probs", "top_log_rest"})
 
 @dataclass(frozen=True)
 class Given:
-    """Of one sequence of n tokens, at each but its first."""
+    """The log-probs of one sequence of n tokens, at each token but the first."""
 
     log_probs: Tensor  # [n - 1] of the token that stands there
     top_ids: Tensor  # [n - 1, K] int64, the likeliest first
@@ -41,7 +41,7 @@ class Model(Protocol):
     """Answers the questions, in this process or behind a server."""
 
     def scores(self, sequences: Sequence[list[int]]) -> Iterable[float]:
-        """Of a classifier with one label: its raw score (no sigmoid) at the last token of each sequence."""
+        """Return a one-label classifier's raw score (no sigmoid) at the last token of each sequence."""
 
     def next_tokens(
         self, prompts: Sequence[list[int]], candidates: Sequence[list[int]]
@@ -49,25 +49,25 @@ class Model(Protocol):
         """The log-probs [K] of each prompt's candidates as its next token."""
 
     def given(self, sequences: Sequence[list[int]], top_k: int) -> Iterable[Given]:
-        """Of each sequence, of two tokens or more, in order; ``top_k`` 0 gives no likeliest tokens."""
+        """Yield each sequence's log-probs, in order, for two tokens or more; ``top_k`` 0 gives no likeliest tokens."""
 
 
 def infer(
     model: Model, batch: Batch, outputs: Sequence[str], vocabulary: int, where: str
 ) -> dict[str, Tensor]:
-    """``TrainEngine.infer`` of a frozen model.
+    """Compute outputs [T] or [T, K] of a frozen model, as ``TrainEngine.infer`` does.
 
-    Where the rest of a distribution is asked for, it is log(1 - sum p) in float64: below about 1e-7 it is rounding.
+    The rest of a distribution is log(1 - sum p) in float64: below about 1e-7 it is rounding.
 
     Args:
-        model: who is asked.
-        batch: at temperature 1.
-        outputs: of ``SCORES``, ``NEXT`` or ``GIVEN``, not mixed. Those of ``NEXT`` are told at last tokens alone.
-        vocabulary: tokens of the model.
+        model: the model to query.
+        batch: sequences at temperature 1.
+        outputs: of ``SCORES``, ``NEXT`` or ``GIVEN``, not mixed. Those of ``NEXT`` have values at last tokens only.
+        vocabulary: number of tokens of the model.
         where: key of the backend, for messages.
 
     Raises:
-        ConfigError: vLLM cannot tell that.
+        ConfigError: vLLM cannot return that.
     """
     if batch.temperature != 1.0:
         raise ConfigError(
@@ -101,11 +101,11 @@ def _next(model: Model, batch: Batch, vocabulary: int, where: str) -> dict[str, 
     candidates = batch["candidate_ids"][last]  # [B, K]
     prompts = [ids[:-1] for ids in _sequences(batch)]
     rows = list(model.next_tokens(prompts, candidates.tolist()))
-    told = torch.tensor(rows, dtype=torch.float64).reshape(candidates.shape)
+    values = torch.tensor(rows, dtype=torch.float64).reshape(candidates.shape)
     at = torch.zeros(batch.num_tokens, candidates.shape[1])
     rest = torch.zeros(batch.num_tokens)
-    at[last] = told.clamp(min=NOTHING).float()
-    rest[last] = log_rest(told, vocabulary)
+    at[last] = values.clamp(min=NOTHING).float()
+    rest[last] = log_rest(values, vocabulary)
     return {"log_probs_at": at, "log_rest": rest}
 
 

@@ -79,7 +79,7 @@ def flag(name: str, value: Any) -> list[str]:
 
 
 def environment(token: str) -> dict[str, str]:
-    """Of the server: the token by a variable, which no list of processes shows; nothing is reported to vLLM's authors."""
+    """Return the server's environment: the token as a variable, hidden from process lists; no usage reports to vLLM."""
     return {
         "VLLM_API_KEY": token,
         "VLLM_NO_USAGE_STATS": "1",
@@ -95,7 +95,7 @@ def new_token() -> str:
 
 
 def free_port(host: str) -> int:
-    """One that nobody listens on now."""
+    """Return a port that no process listens on at this moment."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.bind((host, 0))

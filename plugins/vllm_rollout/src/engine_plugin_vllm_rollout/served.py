@@ -1,7 +1,7 @@
 """The engines ``vllm_server``: a frozen model that a running vLLM server holds.
 
-``VLLMServedEngine`` scores for a teacher, a reward model, a verdict; ``VLLMServedSampler`` samples for a judge. The server is looked
-at before anything is built. Left out: adapters, and weights that change.
+``VLLMServedEngine`` scores for a teacher, a reward model, a verdict; ``VLLMServedSampler`` samples for a judge. The
+server is looked at before anything is built. Left out: adapters, and weights that change.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ COMPLETIONS, CLASSIFY = "/v1/completions", "/classify"
 
 
 class VLLMServedEngine(FrozenEngine):
-    """See the module and ``TrainEngine``; each rank asks about its share."""
+    """A train engine for frozen models behind a ``vllm serve``; each rank queries it for its share."""
 
     def __init__(
         self, config: RoleConfig, model_config: ModelConfig, context: WorkerContext, *, trainable: bool = True
@@ -63,7 +63,7 @@ class VLLMServedEngine(FrozenEngine):
         return Layout(self.context.rank, self.context.world_size)
 
     def infer(self, batch: Batch, outputs: Sequence[str], adapter: bool = True) -> dict[str, Tensor]:
-        """As the contract says, of what ``scoring`` can ask."""
+        """Compute the outputs [T] or [T, K] that ``scoring`` supports."""
         return infer(self.model, batch, outputs, self.vocabulary, self.where)
 
     def close(self) -> None:
@@ -74,17 +74,18 @@ class VLLMServedEngine(FrozenEngine):
 def looked_at(
     options: VLLMServerOptions | None, table: str, model: ModelConfig, ranks: int, classifies: bool = False
 ) -> Server:
-    """A server that is there, or is started, and serves this model.
+    """Return a server that is running, or is started, and serves this model.
 
     Args:
-        options: of the table.
-        table: its name in the run file, for messages.
-        model: whose tokenizer is compared.
-        ranks: that ask it.
+        options: options of the table.
+        table: the table's name in the run file, for messages.
+        model: the model whose tokenizer is compared.
+        ranks: number of ranks that query the server.
         classifies: the model is a sequence classifier.
 
     Raises:
-        ConfigError, EnvironmentProblem: it does not; see ``Server``. None is left running.
+        ConfigError, EnvironmentProblem: it does not serve this model; see ``Server``. No started server is left
+        running.
     """
     if options is None:
         raise ConfigError(
@@ -140,7 +141,7 @@ class Remote:
             ) from None
 
     def scores(self, sequences: Sequence[list[int]]) -> Iterator[float]:
-        """See ``scoring.Model``."""
+        """Yield each sequence's raw score, from the server's endpoint for classification."""
         check_lengths(sequences, self._server.room + 1, self._server.table)
         for answers in self._each(self._classified, chunks(sequences, self._server.options.batch_size)):
             yield from answers
@@ -163,14 +164,14 @@ class Remote:
     def next_tokens(
         self, prompts: Sequence[list[int]], candidates: Sequence[list[int]]
     ) -> Iterator[list[float]]:
-        """Each candidate is put behind the prompt and its own log-prob read: a server need not be told to tell more."""
+        """Yield log-probs of the candidates: each is appended to the prompt, which needs no option of the server."""
         asked = [[*ids, token] for ids, tokens in zip(prompts, candidates, strict=True) for token in tokens]
-        told = (float(answer.log_probs[-1]) for answer in self.given(asked, 0))
+        values = (float(answer.log_probs[-1]) for answer in self.given(asked, 0))
         for tokens in candidates:
-            yield [next(told) for _ in tokens]
+            yield [next(values) for _ in tokens]
 
     def given(self, sequences: Sequence[list[int]], top_k: int) -> Iterator[Given]:
-        """See ``scoring.Model``."""
+        """Yield each sequence's log-probs, as the server returns them for a prompt."""
         check_lengths(sequences, self._server.room, self._server.table)
         size = 1 if top_k > 1 else self._server.options.batch_size  # of a teacher one is large enough
         jobs = [(part, top_k) for part in chunks(sequences, size)]
@@ -228,9 +229,9 @@ def read_given(rows: Sequence[Any], token_ids: Sequence[int], top_k: int) -> Giv
     for row, token in zip(rows[1:], token_ids[1:], strict=True):
         if not isinstance(row, dict):
             raise TypeError(f"a row is {row!r:.40}")
-        told = {int(id): float(entry["logprob"]) for id, entry in row.items()}
-        own.append(told[token])
-        best = sorted(told.items(), key=lambda entry: -entry[1])[:top_k]
+        by_id = {int(id): float(entry["logprob"]) for id, entry in row.items()}
+        own.append(by_id[token])
+        best = sorted(by_id.items(), key=lambda entry: -entry[1])[:top_k]
         if len(best) < top_k:
             raise ValueError(f"{len(best)} likeliest tokens, {top_k} were asked for")
         ids.append([id for id, _ in best])
@@ -269,7 +270,12 @@ class VLLMServedSampler(RolloutEngine):
         return len(self._asked)
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests: all of them, or none where one is malformed."""
+        """Queue requests: all of them, or none if one is malformed.
+
+        Raises:
+            ConfigError: the server cannot answer a request: log-probs, a continued response, or an option that it
+            lacks.
+        """
         for request in requests:
             sampling, ids = request.sampling, request.prompt.token_ids
             if sampling.log_probs or request.begun is not None:
@@ -341,6 +347,11 @@ class VLLMServedSampler(RolloutEngine):
         return stopped
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> NoReturn:
+        """Refuse new weights ``[D_1, D_2, ...]``: the server's model is frozen.
+
+        Raises:
+            RuntimeError: always.
+        """
         raise RuntimeError("The model of a server is never trained: its weights cannot be replaced.")
 
     def close(self) -> None:

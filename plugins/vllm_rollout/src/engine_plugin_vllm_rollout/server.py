@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 PROBE = "Say 3 + 4 = 7, \u00fcber \u4f60\u597d?\n\tdef f(x): return x"
 PROBED_IDS = 512  # of the vocabulary, evenly spread
 START_SECONDS = 30.0  # for one question at the start
-ANSWER_SECONDS = 2.0  # for a server that is starting to say that it is there
+ANSWER_SECONDS = 2.0  # for a starting server to answer
 
 
 class Server:
@@ -77,16 +77,16 @@ class Server:
 
     @classmethod
     def started(cls, options: VLLMServerOptions, table: str, model: str, classifies: bool) -> Server:
-        """One of this process's own, which answers; ``close`` ends it.
+        """Start a server of this process and wait until it answers; ``close`` ends it.
 
         Args:
-            options: with ``start``.
-            table: as above.
+            options: options with ``start``.
+            table: the table's name in the run file, for messages.
             model: folder or hub name.
-            classifies: it is a sequence classifier.
+            classifies: the model is a sequence classifier.
 
         Raises:
-            EnvironmentProblem: it does not start; what it printed is told. None is left.
+            EnvironmentProblem: the server does not start; the message has what it printed. No server is left.
         """
         start = options.start
         assert start is not None
@@ -122,11 +122,11 @@ class Server:
     # -- before the run -----------------------------------------------------
 
     def check(self) -> None:
-        """Refuse a server that is not there, not vLLM, of another release, without the token or the model.
+        """Refuse a server that does not answer, is not vLLM, or has another release, token or model.
 
         Raises:
-            EnvironmentProblem: nobody answers.
-            ConfigError: which key does not fit it.
+            EnvironmentProblem: no server answers.
+            ConfigError: a key does not fit the server; the message names it.
         """
         found = self._asked_at_start("/version", missing="is no vLLM server: it has no /version")
         version = str(found.get("version", "unknown"))
@@ -181,7 +181,7 @@ class Server:
     def _asked_at_start(
         self, path: str, body: Mapping[str, Any] | None = None, missing: str = ""
     ) -> dict[str, Any]:
-        """What it says before the run begins; refusals in the words of the run file."""
+        """Return the server's answer before the run begins; refusals name keys of the run file."""
         where = f"[{self.table}] url: {self.url}"
         try:
             answer = self._asker.answer(_encoded(body), time.monotonic() + START_SECONDS, self.base + path)
@@ -233,7 +233,7 @@ class Server:
         return found
 
     def broken(self, path: str, answer: object) -> TrainingFailed:
-        """What to raise of an answer that is not what was asked for."""
+        """Return the error for an answer of another form than was requested."""
         shown = self._asker.shown(json.dumps(answer, default=str))
         return TrainingFailed(f"[{self.table}] the server at {self.url} answers {path} with {shown!r}.")
 
@@ -242,13 +242,13 @@ _START = "Start it: vllm serve MODEL --host 127.0.0.1 --port 8000."
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most ``most`` of the numbers below ``count``, evenly, the last one among them."""
+    """Return at most ``most`` of the numbers below ``count``, evenly spaced, including the last one."""
     step = max(1, -(-count // most))
     return sorted({*range(0, count, step), count - 1})
 
 
 def chunks(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    """In order, each of at most ``size``."""
+    """Split a sequence into parts of at most ``size``, in order."""
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 

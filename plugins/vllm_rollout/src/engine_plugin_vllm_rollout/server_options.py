@@ -60,9 +60,9 @@ class VLLMServerOptions(ServerOptions):
     """``[teacher.vllm_server]`` and its like: a vLLM server that holds a model that is never trained, one that runs (`url`) or one that the run starts (`start`)."""
 
     url: str = Field(default="", validate_default=False)
-    """Address of a ``vllm serve`` that runs, such as ``http://127.0.0.1:8000``. Left out where `start` is there."""
+    """Address of a ``vllm serve`` that runs, such as ``http://127.0.0.1:8000``. Not needed with `start`."""
     start: StartOptions | None = None
-    """Its table has the run start a server of its own for the model in `path`."""
+    """With this table the run starts a dedicated server for the model in `path`."""
     model: str | None = None
     """Its name at the server; default: the only one there."""
     connections: Annotated[int, Field(ge=1, le=256)] = 16

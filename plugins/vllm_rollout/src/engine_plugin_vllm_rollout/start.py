@@ -94,7 +94,7 @@ MEANINGS: tuple[tuple[str, type[ConfigError] | type[EnvironmentProblem], str], .
 
 @dataclass(frozen=True)
 class Place:
-    """Where an engine runs and what its run says."""
+    """The device of an engine and the settings of its run."""
 
     device: torch.device
     seed: int
@@ -105,16 +105,17 @@ class Place:
 
 
 def prepare_environment(tells_mass: bool = False, exact: bool = False, key: str = "rollout.vllm") -> None:
-    """What vLLM reads from the environment of this process; the user's own values stand.
+    """Set the environment variables that vLLM reads in this process; values that the user has set stay.
 
     Args:
-        tells_mass: the model runner must know ``LogMass``, which the second of vLLM 0.32 does not.
-        exact: the computation is in float32, also in the products of Triton's kernels: their default on a GPU keeps 10
-            bits of a factor (TF32), and vLLM's attention in float32 is such a kernel.
+        tells_mass: the model runner must support ``LogMass``, which the second one of vLLM 0.32 does not.
+        exact: the computation is in float32, including Triton's kernels: their default on a GPU keeps 10 bits of a
+        factor
+            (TF32), and vLLM's attention in float32 is such a kernel.
         key: the table of its options, for messages.
 
     Raises:
-        ConfigError: the user's own values exclude what the run asks for.
+        ConfigError: a value that the user has set excludes what the run needs.
     """
     wanted = {
         "VLLM_LOGGING_LEVEL": "ERROR",
@@ -148,7 +149,7 @@ def start(
     more: Mapping[str, Any] | None = None,
     key: str = "rollout.vllm",
 ) -> LLMEngine:
-    """vLLM's engine in this process, ready to sample.
+    """Start vLLM's engine in this process, ready to sample.
 
     Args:
         model: folder or hub name.
@@ -219,15 +220,15 @@ def architecture(config: PretrainedConfig, classifies: bool = False) -> dict[str
 
 
 def head(fp32: bool) -> dict[str, Any]:
-    """What to override in a model's config so that logits are computed in float32."""
+    """Return the overrides of a model's config by which logits are computed in float32."""
     return {"head_dtype": "float32"} if fp32 else {}
 
 
 def check_heads(config: PretrainedConfig, device: torch.device, key: str = "rollout.vllm") -> None:
-    """vLLM's CPU kernels find out that heads are too small for them only when the first prompt is read.
+    """Refuse heads that are too small for vLLM's CPU kernels, which notice it only at the first prompt.
 
     Raises:
-        ConfigError: they are.
+        ConfigError: the heads are too small.
     """
     heads = getattr(config, "num_attention_heads", None)
     size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else CPU_HEAD)
@@ -287,7 +288,7 @@ def _arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
 
 
 def _launcher(device: torch.device) -> Any:
-    """What runs one part of a model in each process of the pool."""
+    """Return vLLM's executor for one part of a model in each process of the pool."""
     if device.type != "cpu":
         return "external_launcher"
     from engine_plugin_vllm_rollout.cpu_executor import LauncherOnCPU
@@ -297,7 +298,7 @@ def _launcher(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """What vLLM changes of the process while it starts is put back: random states and a function of torch."""
+    """Restore what vLLM changes in the process while it starts: random states and a function of torch."""
     states = (random.getstate(), np.random.get_state(), torch.get_rng_state())
     on_device = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     set_num_threads = torch.set_num_threads  # the CPU build replaces it by one that does nothing
@@ -336,7 +337,7 @@ def meaning(
 
 
 def _advice(template: str, key: str) -> str:
-    """What to do, about the table ``key``."""
+    """Return the hint for the table ``key``."""
     table, name = _instead(key)
     sees = "the sampler's process sees (with [rollout.process] that is one)"
     if table != "rollout":

@@ -1,6 +1,6 @@
-"""What differs between the releases of vLLM, and what is reached that is not in its documented interface.
+"""The differences between releases of vLLM, and the uses of its undocumented interfaces.
 
-Written against 0.25.1 and 0.32. Nothing of vLLM is replaced: everything here calls it.
+Written against 0.25.1 and 0.32. This module calls vLLM and replaces nothing in it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def parts_elsewhere(engine: LLMEngine) -> bool:
 
 
 def tokens_sampled(engine: LLMEngine, internal_id: str) -> int:
-    """Of a request that is not finished."""
+    """Return the number of tokens sampled so far for an unfinished request."""
     return int(engine.output_processor.request_states[internal_id].detokenizer.num_output_tokens())
 
 
 def partial_output(engine: LLMEngine, internal_id: str) -> RequestOutput:
-    """What a request has so far, finished as aborted. ``LLMEngine.abort_request`` itself tells nothing."""
+    """Return a request's output so far, finished as aborted; ``LLMEngine.abort_request`` itself returns nothing."""
     state = engine.output_processor.request_states[internal_id]
     made = state.make_request_output(
         new_token_ids=[], pooling_output=None, finish_reason=FinishReason.ABORT, stop_reason=None
@@ -90,7 +90,7 @@ class Whole:
         self._plan = CopyPlan(model_of(engine))
 
     def load(self, bucket: list[tuple[str, Tensor]]) -> None:
-        """Copy some weights into the model's own tensors."""
+        """Copy weights ``[D_1, D_2, ...]`` into the models' own tensors."""
         self._plan.load(bucket)
 
     def reload(self, weights: list[tuple[str, Tensor]]) -> None:
@@ -140,7 +140,7 @@ def loaded(engine: LLMEngine) -> Iterator[set[str]]:
 
 @torch.no_grad()
 def reload(engine: LLMEngine, weights: list[tuple[str, Tensor]]) -> None:
-    """Load all weights as from a folder: each layer is processed anew, into the storage that kernels hold."""
+    """Load all weights ``[D_1, D_2, ...]`` as from a folder: each layer is processed again, into the storage of kernels."""
     engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
     if on_cpu(engine):
         engine.apply_model(refresh_tied_head)
@@ -148,7 +148,7 @@ def reload(engine: LLMEngine, weights: list[tuple[str, Tensor]]) -> None:
 
 @torch.no_grad()
 def refresh_tied_head(model: Any) -> None:
-    """A head tied to the embedding got no weight of its own, and on a CPU keeps a packed copy of the old one."""
+    """Refresh a tied head, which receives no weight and on a CPU keeps a packed copy of the old one."""
     head, embedding = getattr(model, "lm_head", None), None
     inner = getattr(model, "model", None)
     if inner is not None:

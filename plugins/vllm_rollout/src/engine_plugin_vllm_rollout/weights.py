@@ -34,15 +34,16 @@ def expected_shapes(config: Any) -> dict[str, torch.Size]:
 
 
 class Updater:
-    """Takes streams of weights into one engine.
+    """A receiver of weight streams for one engine.
 
     Args:
-        engine: vLLM's.
-        shapes: of every weight that must come; None: of an architecture that a plugin has registered, vLLM alone knows them,
-            and the first update must bring every parameter. Later ones bring the same names.
-        how: ``direct`` copies into the model's own tensors as the stream goes, from the second update on by a
-            plan; ``layerwise`` waits for the
-            whole stream and processes each layer anew.
+        engine: vLLM's engine.
+        shapes: the shape of every weight that must come. None: of a plugin's architecture, whose weights only vLLM
+        knows; the
+            first update must bring every parameter, later ones the same names.
+        how: ``direct`` copies into the model's own tensors while the stream arrives, by a plan from the second update
+        on;
+            ``layerwise`` waits for the whole stream and processes each layer again.
     """
 
     request = None  # what requests carry: no adapter
@@ -53,11 +54,12 @@ class Updater:
         self.touched = False
 
     def take(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Replace all weights; returns the checksum of what came.
+        """Replace all weights ``[D_1, D_2, ...]``; return the checksum of the received ones.
 
         Raises:
-            DataError: a name, a shape or the set of names does not fit; ``touched`` tells whether some
-                weights were replaced before that was seen.
+            DataError: a name, a shape or the set of names does not fit; ``touched`` says whether some weights were
+            already
+                replaced.
         """
         self.touched = False
         if self._shapes is None:

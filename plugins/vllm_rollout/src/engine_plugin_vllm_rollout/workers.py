@@ -52,7 +52,7 @@ class Workers:
                 continue
             try:
                 result = job()
-            except BaseException as error:  # told to whoever waits
+            except BaseException as error:  # sent to the waiting caller
                 future.set_exception(error)
             else:
                 future.set_result(result)
