@@ -133,7 +133,7 @@ class PFPPOOptions(Options):
     """The table ``[stage.pf_ppo_resample]``."""
 
     method: Literal["pow", "max_min", "max_random"] = "pow"
-    """``pow``: probability ∝ |R|^`power`; ``max_min``: only highest and lowest R; ``max_random``: highest R 0.4, others 0.1."""
+    """``pow``: P ∝ |R|^`power`; ``max_min``: only highest and lowest R; ``max_random``: highest R 0.4, others 0.1."""
     power: float = Field(2.0, ge=0)
     """Exponent of ``pow``."""
     seed: int = Field(0, ge=0)
@@ -161,7 +161,7 @@ class PPOClipOptions(Options):
     clip_ratio_high: float | None = Field(None, ge=0)
     """The upper bound of the ratio is 1 + this; default: `clip_ratio`. Above `clip_ratio_low`: DAPO's clip-higher."""
     clip_ratio_c: float | None = Field(None, gt=1)
-    """Dual clip: for negative advantages the loss is at most this times -advantage (https://arxiv.org/abs/1912.09729)."""
+    """Dual clip: for negative advantages the loss is at most this * -advantage (https://arxiv.org/abs/1912.09729)."""
     delta: float | None = Field(None, gt=1)
     """Two-sided clip: upper bound of the ratio in the unclipped term (https://arxiv.org/abs/2505.07291)."""
 

@@ -1,17 +1,16 @@
-"""Data: files of rows to tokenized prompts and examples, in an order that can be stopped and resumed.
+"""Data: from files of rows to tokenized prompts and examples, in an order that can be stopped and resumed.
 
 ::
 
-    rows.py       JSONL, JSON, Parquet, CSV -> row number i as a dict, and its place in its file
+    rows.py       JSONL, JSON, Parquet, CSV -> row number i as a dict, and its location in its file
     layouts.py    a dict of any known layout -> Row (text or messages, response, other columns)
-    chat.py       messages -> token ids: chat template, further turns, which tokens are learned
+    chat.py       messages -> token ids: chat template, further turns, loss masks
     render.py     Row -> token ids: text or messages, over-long rows
-    prepare.py    one row through these steps, and the outcome
-    source.py     Source, PromptSource: seeded order, skips, position
-    workers.py    the same rows tokenized ahead by other processes
+    source.py     Preparer (one row through these steps), Source, PromptSource: seeded order, skips, position
     tokenizer.py  load a tokenizer and check that it fits the model
 
-Left out: streaming from a hub (download the files first), mixing by weight, packing (the engines do it).
+Worker processes that tokenize rows ahead are the part ``row_workers``. Not included: streaming from a hub (download
+the files first), mixing by weight, packing (the engines do it).
 """
 
 from engine_core.data.render import Example

@@ -1,17 +1,17 @@
-"""Chat templates: prompts, further turns, tools and learned conversations as token ids.
+"""Chat templates: rendering of prompts, further turns, tools and learned conversations to token ids.
 
-The tokenizer's own template renders everything. Two kinds of placeholders, a number between two private-use
-characters, go through a rendering:
+The tokenizer's template renders everything. Two kinds of placeholders, each a number between two private-use
+characters, pass through a rendering:
 
-- *control strings*. Text from outside (a row, the answer of a tool) cannot write a control token: each control
-  string in it becomes a placeholder before the rendering, and is encoded as plain text after it. Only the
+- *control strings*. External text (a row, the result of a tool) must not produce control tokens. Each control
+  string in it is replaced by a placeholder before the rendering and encoded as plain text afterwards. Only the
   text between placeholders is encoded with special tokens. A text without control strings gets the tokens of
   the plain rendering.
-- *marks*, which stand for no text. They show where a message ends in the rendering of the whole conversation,
-  and whether the template left a message out. Prefixes of conversations are never compared, because many
+- *marks*, which represent no text. They show where a message ends in the rendering of the whole conversation,
+  and whether the template omitted a message. Prefixes of conversations are never compared, because many
   templates render earlier turns differently once others follow.
 
-A template that refuses or leaves out a role gets other messages, see `NOTES`; each way is logged once.
+If a template refuses or omits a role, the messages are changed, see `NOTES`; each kind of change is logged once.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ NOTES = {
     SYSTEM: "the system message is put before the next user message",
     TOOL: "answers of tools are rendered as user messages",
 }
-"""Changes of messages that a template refuses; all combinations are tried in the order of their sum."""
+"""Changes to messages that a template refuses; all combinations are tried in the order of their sum."""
 USER: Message = {"role": "user", "content": "a"}
 CALLED = {"tool_call_id": "call00001", "name": "f"}  # Mistral's templates accept this id
 ANSWER: Message = {"role": "tool", "content": "c", **CALLED}
 SYSTEM_ROLES = ("system", "developer")
-UNCLEAR = "so the assistant's tokens cannot be told apart. Use a template with {% generation %} marks"
+UNCLEAR = "so the assistant's tokens cannot be identified. Use a template with {% generation %} marks"
 
 logger = logging.getLogger("engine")
 
 
 @dataclass(slots=True)
 class Rendered:
-    """A row as the model sees it."""
+    """The rendering of a row: text, tokens and loss mask."""
 
     text: str
     token_ids: list[int]
@@ -72,12 +72,12 @@ class ChatFormat:
     """The chat template of one tokenizer.
 
     Args:
-        tokenizer: with a chat template, unless only ``text`` is called.
+        tokenizer: a tokenizer with a chat template, unless only ``text`` is called.
         control_tokens: ``text``: control tokens in messages become plain text; ``allow``: they are recognized.
 
     Attributes:
-        ends: tokens at which a response ends, of the tokenizer and of the model's generation config.
-        notes: changes of messages that the template has needed so far.
+        ends: tokens that end a response, of the tokenizer and of the model's generation config.
+        notes: changes to messages that the template has needed so far.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, control_tokens: str = "text") -> None:
@@ -100,14 +100,14 @@ class ChatFormat:
             _log_once('[data] control_tokens = "allow": text of messages can forge roles and ends of turns')
 
     def text(self, text: str) -> list[int]:
-        """Return the tokens of a text from outside in the middle of a sequence."""
+        """Return the tokens of an external text in the middle of a sequence."""
         return self._encode(self._hide(text, self._outside))[0]
 
     def prompt(self, messages: list[Message], tools: Tools = None) -> Rendered:
-        """Render messages up to where the assistant speaks; a last message of the assistant is continued.
+        """Render messages with the generation prompt; a last message of the assistant is continued instead.
 
         Raises:
-            BadRow: the template refuses them, or leaves one out.
+            BadRow: the template refuses the messages, or omits one.
         """
         continued, tools = messages[-1]["role"] == "assistant", self._hide(tools, self._outside)
         asks = {"add_generation_prompt": not continued}
@@ -116,10 +116,10 @@ class ChatFormat:
         return Rendered(self._shown(text), *self._encode(text), messages)
 
     def whole(self, messages: list[Message], tools: Tools = None) -> Rendered:
-        """Render a conversation with what the template writes after its last message.
+        """Render a conversation, including the text that the template writes after the last message.
 
         Raises:
-            BadRow: the template refuses them, or leaves one out.
+            BadRow: the template refuses the messages, or omits one.
         """
         tools = self._hide(tools, self._outside)
         _, shaped = self._shape([self._hidden(messages)], tools)
@@ -127,16 +127,16 @@ class ChatFormat:
         return Rendered(self._shown(text), *self._encode(text), messages)
 
     def following(self, messages: Messages, before: Ids, tools: Tools = None, stops: Ids = ()) -> list[int]:
-        """Return the tokens after a sampled turn: its end where it lacks one, messages, and the generation prompt.
+        """Return the tokens after a sampled turn: its end if that is missing, messages, and the generation prompt.
 
         Args:
-            messages: ``{"role": "tool", "content": "84"}``; any roles.
-            before: the sequence so far; it ends with the sampled turn, which stays as it is.
-            tools: those of the prompt.
-            stops: further tokens at which sampling stops; special ones end a turn.
+            messages: messages of any role, such as ``{"role": "tool", "content": "84"}``.
+            before: the sequence so far; it ends with the sampled turn, which is not changed.
+            tools: the prompt's tools.
+            stops: further tokens that stop sampling; special tokens among them end a turn.
 
         Raises:
-            DataError: the template cannot render them.
+            DataError: the template cannot render the messages.
         """
         hidden, tools = self._hidden(messages), self._hide(tools, self._outside)
         named = [{**CALLED, **message} if message["role"] == "tool" else message for message in hidden]
@@ -155,7 +155,7 @@ class ChatFormat:
         last = str(self.tokenizer.convert_ids_to_tokens(before[-1])) if before else ""
         ended = last in closing | self.ends or (last in self._special and before[-1] in stops)
         if found and ended:
-            # Where the template writes no end, its next header may be the end that was sampled.
+            # If the template writes no end, the sampled end may be the template's next header.
             _, shown, rest = found[0].partition(last)
             at = found.end() - len(rest) if shown or closing else found.start()
         elif found and call:
@@ -165,16 +165,17 @@ class ChatFormat:
     def conversation(self, messages: list[Message], first: int = 0, tools: Tools = None) -> Rendered:
         """Render a whole conversation and mark the tokens that the assistant wrote, the end of each turn included.
 
-        A turn begins after what the template writes to prompt for it. A first message of the assistant is not
-        learned, because no prompt precedes it.
+        A turn begins after its generation prompt. A first message of the assistant is not learned, because no
+        prompt precedes it.
 
         Args:
-            messages: from the system message on.
-            first: earlier messages are not learned.
-            tools: that the template may show.
+            messages: all messages, from the system message on.
+            first: index of the first message that may be learned.
+            tools: tools that the template may show.
 
         Raises:
-            BadRow: the template refuses them, or it is not clear what the assistant wrote.
+            BadRow: the template refuses the messages, or the assistant's tokens cannot be identified.
+            DataError: the tokenizer is not a fast one.
         """
         if not self.tokenizer.is_fast:
             raise DataError("Learning conversations needs a fast tokenizer (it must know character offsets).")
@@ -193,7 +194,7 @@ class ChatFormat:
     def _shape(self, variants: list[Messages], tools: Tools, **asks: bool) -> tuple[int, Messages]:
         """Return the first variant that the template renders completely, with the changes that it needs.
 
-        Only the first conversation with these roles is tried.
+        The search runs once for each sequence of roles.
         """
         roles = tuple((message["role"], *message) for message in variants[0])
         key = (len(variants), roles, bool(tools), *asks.values())
@@ -222,7 +223,7 @@ class ChatFormat:
         raise problems[0]
 
     def _generated(self, messages: list[Message], tools: Tools) -> tuple[str, Spans | None]:
-        """Return the rendering and what is within ``{% generation %}``; None where the template has no such marks."""
+        """Return the rendering and the spans within ``{% generation %}``; None if the template has no such marks."""
         source: str = self.tokenizer.get_chat_template(tools=tools)  # type: ignore[arg-type]
         template, count = GENERATION.subn(rf"{{%\1 if true %}}{self._mark(0)}{{% endif \3%}}", source)
         text, marks = self._unmarked(self._template(messages, tools, chat_template=template))
@@ -230,7 +231,7 @@ class ChatFormat:
         return text, list(zip(places[::2], places[1::2], strict=True)) if count else None
 
     def _span(self, messages: list[Message], i: int, text: str, marks: dict[int, int]) -> tuple[int, int]:
-        """Return the characters of ``text`` that the assistant wrote as message ``i``: content, calls and the end."""
+        """Return the span of ``text`` that the assistant wrote as message ``i``: content, tool calls and the end."""
         about = ((k, v) for k, v in messages[i - 1].items() if k != "content" and isinstance(v, str))
         core, prompt = self._header(*about)
         before, at, call = marks.get(i - 1, 0), marks[i], bool(messages[i].get("tool_calls"))
@@ -246,7 +247,7 @@ class ChatFormat:
         return start, found.end() if found and (call or not text[at : found.start()].strip()) else at
 
     def _find_header(self, *previous: tuple[str, str]) -> tuple[str, str]:
-        """Return what follows such a message: before the assistant's content in earlier turns, and as a generation prompt."""
+        """Return the text between a message and the assistant's content, in earlier turns and as generation prompt."""
         turn: Message = {**dict(previous), "content": "b"}
         context = {"assistant": [USER], "tool": [USER, _turn("d", True)]}.get(turn["role"], [])
         at, messages = len(context), [*context, turn]
@@ -259,32 +260,32 @@ class ChatFormat:
         return prompt[:shared], prompt
 
     def _find_closing(self, call: bool) -> set[str]:
-        """Return the tokens with which the template ends a turn, the last one or an earlier one; it may write none."""
+        """Return the tokens that the template writes at the end of the last turn or of an earlier one, if any."""
         turn, ends = [USER, _turn("b", call)], set[str]()
         with suppress(BadRow):
             for messages in [turn] if call else [turn, [*turn, USER]]:
                 text, marks = self._marked(messages, None)
                 if not (found := _any_of(self._special).findall(text, marks.get(1, len(text)))):
                     break
-                ends.add(found[-1 if call else 0])  # a call may hold others, such as quotes
+                ends.add(found[-1 if call else 0])  # a tool call may contain others, such as quotes
         return ends
 
     def _ends_of(self, messages: list[Message], text: str, tools: Tools) -> dict[int, int]:
-        """Return where each message ends in its rendering ``text``, without the white space that the template trims."""
+        """Return the end of each message in the rendering ``text``, without white space that the template trims."""
         for candidate in (messages, [{**m, "content": m["content"].strip()} for m in messages]):
             plain, marks = self._marked(candidate, tools)
             if plain == text:
                 return marks
-        raise BadRow(f"the chat template renders messages with more text in them otherwise, {UNCLEAR}")
+        raise BadRow(f"the chat template renders messages differently if they have more text, {UNCLEAR}")
 
     def _marked(self, messages: Sequence[Message], tools: Tools, **asks: bool) -> tuple[str, dict[int, int]]:
-        """Render messages with a mark at the end of each; return the text without marks, and the place of each."""
+        """Render messages with a mark at the end of each; return the text without marks, and each mark's position."""
         marked = [m if _is_empty(m) else _with_mark(m, self._mark(i)) for i, m in enumerate(messages)]
         text, marks = self._unmarked(self._template(marked, tools, **asks))
-        return text, dict(reversed(marks))  # the first place, where a template repeats a text
+        return text, dict(reversed(marks))  # the first position, if a template repeats a text
 
     def _unmarked(self, text: str) -> tuple[str, Spans]:
-        """Return ``text`` without its marks, and the number and the place of each."""
+        """Return ``text`` without its marks, and the number and position of each mark."""
         parts, marks, at, length = list[str](), Spans(), 0, 0
         for found in PLACEHOLDER.finditer(text):
             if (number := int(found[1]) - len(self._controls)) >= 0:
@@ -297,18 +298,18 @@ class ChatFormat:
         return f"{OPEN}{len(self._controls) + number}{CLOSE}"
 
     def _hidden(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages without control strings; the assistant may write those that are not special."""
+        """Return messages with control strings replaced; in the assistant's messages only special ones are."""
         shaped = (self._with_arguments(message) for message in messages)
         return [self._hide(m, self._own if m["role"] == "assistant" else self._outside) for m in shaped]
 
     def _with_arguments(self, message: Message) -> Message:
-        """Return a message whose tool calls have arguments of a type that the template shows right."""
+        """Return a message whose tool calls have arguments of a type that the template renders correctly."""
         calls, kinds = list[Any](), self._argument_types
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
             arguments = function.get("arguments")
             if isinstance(arguments, str) and str not in kinds:
-                with suppress(ValueError):  # text that is no JSON stays
+                with suppress(ValueError):  # text that is not JSON is kept
                     arguments = json.loads(arguments)
             elif isinstance(arguments, Mapping) and dict not in kinds:
                 arguments = json.dumps(arguments, ensure_ascii=False)
@@ -318,7 +319,10 @@ class ChatFormat:
 
     @functools.cached_property
     def _argument_types(self) -> set[type]:
-        """Types of a tool call's arguments that the template shows right: mapping, JSON text, both (also where it shows none)."""
+        """The types of tool call arguments that the template renders correctly: dict, str (JSON), or both.
+
+        Both are also returned if the template renders neither.
+        """
         both: set[type] = {dict, str}
         wrong, (call,) = set[type](), _turn("", True)["tool_calls"]
         for arguments, mistake in (({"x": "8-d-8"}, "{'x'"), ('{"x": "8-d-8"}', '\\"')):
@@ -359,7 +363,7 @@ class ChatFormat:
             raise BadRow(f"the chat template refuses it ({error})") from error
 
     def _encode(self, text: str, spans: Spans | None = None) -> tuple[list[int], list[bool]]:
-        """Return tokens, and whether each lies in a span; placeholders are encoded as plain text."""
+        """Return tokens, and for each whether it lies in a span; placeholders are encoded as plain text."""
         ids, mask, at, learned = list[int](), list[bool](), 0, bytearray(len(text))
         for start, end in spans or ():
             learned[start:end] = b"1" * (end - start)
@@ -382,7 +386,7 @@ class ChatFormat:
         return ids, mask if spans else [False] * len(ids)
 
     def _encode_control(self, number: int) -> list[int]:
-        """Return tokens of a control string that are no control token."""
+        """Return the tokens of a control string as plain text, without control tokens."""
         string = self._controls[number]
         known: Any = self.tokenizer.convert_tokens_to_ids(self._controls[:-2])
         for parts in ([string], [string[0], string[1:]], list(string)):
@@ -396,10 +400,10 @@ class ChatFormat:
 
 @contextmanager
 def tokenizing() -> Iterator[None]:
-    """Make an error of the tokenizer a `BadRow`."""
+    """Raise errors of the tokenizer as `BadRow`."""
     try:
         yield
-    except Exception as error:  # the tokenizers library has no type of its own for it
+    except Exception as error:  # the tokenizers library raises plain Exception
         raise BadRow(f"the tokenizer refuses it ({error})") from error
 
 
@@ -415,7 +419,7 @@ def _any_of(strings: Collection[str], times: str = "") -> re.Pattern[str]:
 
 
 def _shared(one: str, other: str) -> int:
-    """Return how many first characters two texts share."""
+    """Return the length of the common prefix of two texts."""
     return next(
         (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
     )
@@ -431,7 +435,7 @@ def _turn(text: str, call: bool) -> Message:
 
 
 def _is_empty(message: Message) -> bool:
-    """Return whether this is a system message without text, which templates render in their own ways."""
+    """Return whether a message is a system message without text, which templates render differently."""
     return message["role"] in SYSTEM_ROLES and not message["content"]
 
 

@@ -1,17 +1,17 @@
-"""One row of any known layout as a `Row`: what to render, what to learn, and the other columns.
+"""Conversion of a row of any known layout to a `Row`: text to render, text to learn, and the other columns.
 
 ======== =========================================== =========================================
 layout   columns                                     origin
 ======== =========================================== =========================================
-prompt   prompt (text or messages), response, answer the plain one
+prompt   prompt (text or messages), response, answer the default
 trl      prompt (text or messages), completion       TRL's prompt-completion and prompt-only
 verl     prompt (messages), reward_model.ground_truth verl; the ground truth becomes ``answer``
 messages messages                                    conversations with role and content
 sharegpt conversations                               conversations with from and value
 ======== =========================================== =========================================
 
-A conversation that is to be *sampled* ends before its last assistant turn, which becomes the column
-``response``; one that is to be *learned* is taken whole.
+For sampling, a conversation ends before its last assistant turn, which becomes the column ``response``.
+For supervised learning, the whole conversation is used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SHAREGPT_ROLES = {
 
 @dataclass(slots=True)
 class Row:
-    """``Row("2+2=", columns={"answer": "4"})`` or ``Row([{"role": "user", "content": "2+2="}])``."""
+    """A row: ``Row("2+2=", columns={"answer": "4"})`` or ``Row([{"role": "user", "content": "2+2="}])``."""
 
     prompt: str | list[Message]
     response: str | list[Message] | None = None  # learned after `prompt`; None: learn the turns of `prompt`
@@ -50,7 +50,7 @@ class Row:
 
 
 def detect(row: Mapping[str, Any], columns: ColumnsConfig) -> str:
-    """The layout of ``row`` by the names of its columns; raises `BadRow` when it is none."""
+    """Return the layout of ``row`` by the names of its columns; raises `BadRow` if no layout fits."""
     if "reward_model" in row and columns.prompt in row:
         return "verl"
     for name, layout in ((columns.messages, "messages"), ("conversations", "sharegpt")):
@@ -98,7 +98,7 @@ def convert(row: Mapping[str, Any], layout: str, columns: ColumnsConfig, learn: 
 
 
 def tools_of(row: Mapping[str, Any], columns: ColumnsConfig) -> list[dict[str, Any]]:
-    """Return the JSON schemas of a row's tools; raises `BadRow` where the column holds something else."""
+    """Return the JSON schemas of a row's tools; raises `BadRow` if the column holds anything else."""
     value = row.get(columns.tools) or []
     if isinstance(value, str):  # CSV has no lists
         with suppress(ValueError):
@@ -109,7 +109,7 @@ def tools_of(row: Mapping[str, Any], columns: ColumnsConfig) -> list[dict[str, A
 
 
 def with_system(messages: list[Message], system: str | None) -> list[Message]:
-    """``messages`` with ``system`` in front where no system message is."""
+    """Return ``messages`` with ``system`` in front, unless they begin with a system message."""
     if system is None or messages[0]["role"] in ("system", "developer"):
         return messages
     return [{"role": "system", "content": system}, *messages]
@@ -180,7 +180,7 @@ def _message(turn: Any, name: str) -> Message:
 def _present(value: Any) -> Any:
     """Return ``value`` without keys whose value is None.
 
-    Parquet gives each message, tool and mapping of arguments every key that any of the column has.
+    In Parquet, each message, tool and mapping of arguments has all keys that occur in the column.
     """
     if isinstance(value, dict):
         return {key: _present(item) for key, item in value.items() if item is not None}
@@ -188,7 +188,7 @@ def _present(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` as text, numbers, lists and dicts, which any process and any file can carry."""
+    """Return ``value`` as text, numbers, lists and dicts, which JSON can hold."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):

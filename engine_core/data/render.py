@@ -1,11 +1,11 @@
-"""`Row` -> token ids: the chat template, over-long rows, and which tokens are learned.
+"""Rendering of a `Row` to token ids: the chat template, over-long rows, and loss masks.
 
-Text without a template is tokenised with the special tokens that the tokenizer adds by itself; text out of
-a template without, because the template writes its own.
+Text without a template is tokenized with the tokenizer's default special tokens. Text from a template is
+tokenized without them, because the template writes special tokens.
 
-``truncate_left`` never cuts through a template: it leaves out the oldest exchanges of a conversation
-while more than one is left, then the beginning of the oldest message that is left, and renders again. A
-system message stays. What is still too long then is skipped and counted as over-long.
+``truncate_left`` never cuts through a template. It drops the oldest exchange of a conversation while more
+than one is left, then the beginning of the oldest message, and renders again. A system message stays. A row
+that is still too long is skipped and counted as over-long.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Example:
-    """One sequence to learn: ``Example("train:3", [5, 9, 7, 1], [False, False, True, True])``."""
+    """A sequence to learn: ``Example("train:3", [5, 9, 7, 1], [False, False, True, True])``."""
 
     id: str
     token_ids: list[int]
@@ -36,7 +36,7 @@ class Example:
 
 
 class OverLong(Exception):
-    """A row longer than its limit that is not to be, or cannot be, cut. ``length`` is in tokens."""
+    """A row exceeds its limit and may not or cannot be cut. ``length`` is in tokens."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -44,9 +44,9 @@ class OverLong(Exception):
 
 
 class Renderer:
-    """Renders rows for one tokenizer and one ``[data]`` table.
+    """A renderer of rows for one tokenizer and one ``[data]`` table.
 
-    With ``learn`` whole sequences with a loss mask, else prompts to sample from.
+    With ``learn`` it renders whole sequences with a loss mask, else prompts to sample from.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class Renderer:
         self._adds_end = added[-1:] == [end] and (len(added) > 1 or tokenizer.bos_token_id != end)
 
     def fit(self, row: Row, limit: int) -> tuple[Rendered, bool]:
-        """Render ``row`` in at most ``limit`` tokens, and whether it had to be cut.
+        """Render ``row`` in at most ``limit`` tokens; also return whether it was cut.
 
         Raises:
             BadRow: the row cannot be rendered.
-            OverLong: it is longer and ``over_long`` is not ``truncate_left``, or cutting did not help.
+            OverLong: the row is longer and ``over_long`` is not ``truncate_left``, or cutting did not suffice.
         """
         (rendered,), was_cut = self.fit_together([row], limit)
         return rendered, was_cut
 
     def fit_together(self, rows: Sequence[Row], limit: int) -> tuple[list[Rendered], bool]:
-        """Render rows of one prompt, each in at most ``limit`` tokens; they keep one prompt when it is cut.
+        """Render rows with the same prompt, each in at most ``limit`` tokens; a cut prompt is cut alike in all rows.
 
         Raises:
             BadRow, OverLong: as ``fit``.
@@ -81,7 +81,7 @@ class Renderer:
         rows = [self._prepare(row) for row in rows]
         rendered = [self._render(row) for row in rows]
         length = _longest(rendered)
-        # Each round is shorter; text that is tokenised again may not be by as much as was cut.
+        # Each round is shorter, but tokenizing again may remove fewer tokens than were cut.
         while (excess := _longest(rendered) - limit) > 0:
             if self.config.over_long != "truncate_left" or (cut := self._cut(rows[0], excess)) is None:
                 raise OverLong(length)
@@ -90,7 +90,7 @@ class Renderer:
         return rendered, _longest(rendered) < length
 
     def _prepare(self, row: Row) -> Row:
-        """``row`` with its system message, as a conversation where the template is to be used."""
+        """Return ``row`` with the system message, as a conversation if the chat template is used."""
         plain, use = isinstance(row.prompt, str), self.config.chat_template
         if use or (use is None and not plain):
             turns = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
@@ -128,7 +128,7 @@ class Renderer:
         return rendered
 
     def _continuation(self, prompt: str, response: Any) -> Rendered:
-        """Plain text: prompt, response, end of sequence."""
+        """Render plain text: prompt, response, end of sequence."""
         if not isinstance(response, str):
             raise BadRow("the prompt is text, so the response must be text")
         if not response:
@@ -141,14 +141,17 @@ class Renderer:
         return Rendered(prompt + response, before + learned, mask)
 
     def _conversation(self, prompt: list[Message], response: Any, tools: Any) -> Rendered:
-        """Assistant turns: those of ``response``, or those of ``prompt`` when there is none."""
+        """Render a conversation whose learned turns are those of ``response``, or of ``prompt`` if that is None."""
         if response is None:
             return self.chat.conversation(prompt, tools=tools)
         turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
         return self.chat.conversation([*prompt, *turns], len(prompt), tools)
 
     def _cut(self, row: Row, excess: int) -> Row | None:
-        """``row`` without its oldest exchange, or about ``excess`` tokens of its oldest text; None: it cannot."""
+        """Return ``row`` without its oldest exchange, or without about ``excess`` tokens of its oldest text.
+
+        None: nothing can be cut.
+        """
         if isinstance(row.prompt, str):
             text = self._without_first(row.prompt, excess)
             return replace(row, prompt=text) if text else None
@@ -164,7 +167,7 @@ class Renderer:
         return replace(row, prompt=[*system, first, *turns[1:]]) if content else None
 
     def _without_first(self, text: str, count: int) -> str:
-        """``text`` without its first ``count`` tokens; without as many characters where offsets are not known."""
+        """Return ``text`` without its first ``count`` tokens; without ``count`` characters if offsets are unknown."""
         if not self.tokenizer.is_fast:
             return text[count:]
         with tokenizing():
@@ -177,7 +180,7 @@ class Renderer:
             return token_ids(self.tokenizer, text, special)
 
     def _text_ids(self, text: str) -> list[int]:
-        """With the tokenizer's own special tokens, except an end of sequence: the text goes on."""
+        """Return token ids with the tokenizer's special tokens except an end of sequence: the text continues."""
         ids = self._ids(text, special=True)
         return ids[:-1] if self._adds_end else ids
 

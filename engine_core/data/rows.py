@@ -1,8 +1,8 @@
-"""Rows by number: ``Rows(files).row(17)`` and ``.where(17)`` ("train.jsonl:18").
+"""Random access to rows by number: ``Rows(files).row(17)`` and ``.where(17)`` ("train.jsonl:18").
 
-Parquet and CSV become memory-mapped Arrow files. JSONL is read line by
-line at known offsets: a library reader refuses a whole file for one bad line and fits all rows into one
-schema, while here a bad line is one bad row with a name, and rows may have different columns.
+Parquet and CSV files are converted to memory-mapped Arrow files. JSONL is read line by line at known offsets.
+Readers of libraries refuse a whole file for one bad line and force all rows into one schema. Here a bad line
+is one bad row that messages name, and rows may have different columns.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Any
 from engine_core.errors import DataError, nearest
 from engine_core.temporary_folder import TemporaryFolder
 
-MAX_ROW_BYTES = 8 * 2**20  # one line of JSONL, one value of Parquet; more is a broken file, not a prompt
+MAX_ROW_BYTES = 8 * 2**20  # limit of one line of JSONL or one value of Parquet; a longer one is a broken file
 
-BATCH_ROWS = 1024  # of Parquet, read at a time
+BATCH_ROWS = 1024  # rows of Parquet that are read at a time
 
 
 class BadRow(Exception):
-    """A row that cannot be used; the message is the reason, without the place."""
+    """A row cannot be used; the message is the reason, without the location."""
 
 
 class MemoryRows:
-    """Rows in memory or mapped into it: a list of dicts, or a ``datasets.Dataset``.
+    """A sequence of rows in memory or memory-mapped: a list of dicts, or a ``datasets.Dataset``.
 
     Args:
         rows: any sequence of dicts.
-        name: of the file they come from.
-        unit: what a row is called in messages.
-        lines: the line of each row in its file, where known.
+        name: name of the file of the rows, for messages.
+        unit: noun for a row in messages.
+        lines: the line of each row in its file, if known.
     """
 
-    digest = ""  # SHA-256 of rows that no file holds, where known
+    digest = ""  # SHA-256 of rows that no file holds, if known
 
     def __init__(
         self, rows: Sequence[Any], name: str = "rows in memory", unit: str = "row", lines: Sequence[int] = ()
@@ -51,6 +51,11 @@ class MemoryRows:
         return len(self.rows)
 
     def row(self, index: int) -> dict[str, Any]:
+        """Return row ``index``.
+
+        Raises:
+            BadRow: the row is no dict, or a value is too long.
+        """
         row = _mapping(self.rows[index])
         for column, value in row.items():
             if isinstance(value, str | bytes) and len(value) > MAX_ROW_BYTES:
@@ -58,18 +63,19 @@ class MemoryRows:
         return row
 
     def where(self, index: int) -> str:
+        """Return the location of row ``index``, for messages."""
         return f"{self.name}:{self.lines[index]}" if self.lines else f"{self.name}, {self.unit} {index}"
 
 
 class JsonLines:
-    """One JSON object a line, found by its offset; blank lines are no rows."""
+    """A JSONL file, one object per line, read by offset; blank lines are no rows."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name
         self.starts, self.lines = array("Q"), array("Q")
         offset, line, fresh = 0, 1, True
         with path.open("rb") as file:
-            while piece := file.readline(MAX_ROW_BYTES):  # bounded: a file may be one endless line
+            while piece := file.readline(MAX_ROW_BYTES):  # bounded, because a file may be one very long line
                 if fresh and piece.strip():
                     self.starts.append(offset)
                     self.lines.append(line)
@@ -81,6 +87,11 @@ class JsonLines:
         return len(self.starts)
 
     def row(self, index: int) -> dict[str, Any]:
+        """Read row ``index``.
+
+        Raises:
+            BadRow: the line is too long, or not a JSON object in UTF-8.
+        """
         with self.path.open("rb") as file:
             file.seek(self.starts[index])
             line = file.readline(MAX_ROW_BYTES + 1)
@@ -95,10 +106,11 @@ class JsonLines:
             raise BadRow(f"not valid JSON ({error.msg} at column {error.colno})") from error
         except RecursionError as error:
             raise BadRow("JSON nested too deeply") from error
-        except ValueError as error:  # a number of too many digits
+        except ValueError as error:  # a number with too many digits
             raise BadRow(f"not valid JSON ({error})") from error
 
     def where(self, index: int) -> str:
+        """Return the location of row ``index``: ``train.jsonl:18``."""
         return f"{self.name}:{self.lines[index]}"
 
 
@@ -106,9 +118,9 @@ class Rows:
     """The rows of several files as one sequence, numbered from 0.
 
     Args:
-        files: paths, or the rows themselves.
-        cache: folder of the Arrow files; default: ``$ENGINE_CACHE`` where that is set, else a
-            temporary folder that goes with this object.
+        files: paths, or the rows.
+        cache: folder of the Arrow files; default: ``$ENGINE_CACHE`` if set, else a
+            temporary folder that is removed with this object.
 
     Raises:
         DataError: a file is absent, empty, of an unknown kind or unreadable as a whole.
@@ -129,22 +141,22 @@ class Rows:
         return self._ends[-1]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Number of the file that holds row ``index``, and the row's number in it."""
+        """Return the number of the file that holds row ``index``, and the row's number in that file."""
         file = bisect.bisect_right(self._ends, index)
         return file, index - (self._ends[file - 1] if file else 0)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Row ``index``; raises `BadRow` where it cannot be read."""
+        """Return row ``index``; raises `BadRow` if it cannot be read."""
         file, local = self.locate(index)
         return self.files[file].row(local)
 
     def where(self, index: int) -> str:
-        """Where a person finds row ``index``: ``train.jsonl:18``."""
+        """Return the location of row ``index``, for messages: ``train.jsonl:18``."""
         file, local = self.locate(index)
         return self.files[file].where(local)
 
     def fingerprint(self) -> list[dict[str, Any]]:
-        """Return name, number of rows and SHA-256 of each file; rows given from Python have no hash."""
+        """Return name, number of rows and SHA-256 of each file; rows passed from Python have no hash."""
         prints: list[dict[str, Any]] = [{"file": file.name, "rows": len(file)} for file in self.files]
         if self.files and (digest := getattr(self.files[0], "digest", "")):
             prints[0]["sha256"] = digest
@@ -155,7 +167,7 @@ class Rows:
 
 
 def _open(path: Path, cache: str) -> MemoryRows | JsonLines:
-    """The reader that the file's ending asks for; refuses a file without rows."""
+    """Open a file with the reader for its suffix; refuse a file without rows."""
     if not path.is_file():
         close = nearest(path.name, os.listdir(path.parent) if path.parent.is_dir() else [])
         hint = f" Did you mean '{close}'?" if close else ""
@@ -183,12 +195,12 @@ def _open_json(path: Path, cache: str) -> MemoryRows | JsonLines:
 
 
 class ArrowRows(Sequence[dict[str, Any]]):
-    """The rows of a Parquet or CSV file, mapped into memory from an Arrow file that is made once.
+    """The rows of a Parquet or CSV file, memory-mapped from an Arrow file that is written once.
 
     Args:
-        path: of the Parquet or CSV file.
-        cache: folder of the Arrow file, which other processes that read the same file share.
-        header: the columns of a CSV file, whose values stay text: "007" and "NA" are answers, not a number and a hole.
+        path: the Parquet or CSV file.
+        cache: folder of the Arrow file; processes that read the same file share it.
+        header: the columns of a CSV file. CSV values stay text: "007" and "NA" are answers, not a number and a null.
     """
 
     def __init__(self, path: Path, cache: str, header: Sequence[str] = ()) -> None:
@@ -213,7 +225,7 @@ class ArrowRows(Sequence[dict[str, Any]]):
 
 
 def _write_arrow(path: Path, file: Path, header: Sequence[str]) -> None:
-    """Write the rows of a Parquet or CSV file as an Arrow file, a batch at a time; the file appears whole."""
+    """Write the rows of a Parquet or CSV file as an Arrow file, in batches; the final rename is atomic."""
     import pyarrow as pa
     import pyarrow.csv
     import pyarrow.parquet
@@ -256,14 +268,15 @@ def _open_table(path: Path, cache: str) -> MemoryRows:
 
 
 def _csv_layout(path: Path) -> tuple[list[str], array[int]]:
-    """The header, and the line at which each row begins; refuses rows that do not fit the header.
+    """Return the header and the first line of each row, so that messages can name the line.
 
-    So a message can name the line.
+    Raises:
+        DataError: the file is not UTF-8 or not CSV, or a row does not fit the header.
     """
     header: list[str] = []
     lines: array[int] = array("Q")
     line = 1
-    # Undecodable bytes become lone surrogates, which encode() refuses: so the line is known.
+    # Undecodable bytes become lone surrogates, which encode() refuses at a known line.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         reader = csv.reader(file, strict=True)
         try:

@@ -1,8 +1,8 @@
-"""PromptSource, SFTSource, PairSource, JudgedSource: prepared rows in a seeded order, with a position that survives a stop.
+"""Data sources: prepared rows in a seeded order, with a position that checkpoints save.
 
-The order is an endless row of epochs, each the permutation that (seed, epoch) give. The position counts
-rows of that order, usable or not, up to the last one handed out: it does not depend on what was prepared
-ahead, on the number of workers, or on which rows are skipped.
+The order is an endless sequence of epochs; (seed, epoch) determines the permutation of each. The position counts
+rows of that order, usable or not, up to the last row returned. It does not depend on prefetching, on the number of
+workers, or on which rows are skipped.
 
 A `Preparer` turns a row number into an `Outcome`, in a worker or in the controller.
 """
@@ -36,26 +36,26 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of one row: an item, or why there is none."""
+    """The result of preparing one row: an item, or the reason why there is none."""
 
     kind: Literal["ok", "truncated", "bad_rows", "over_long"]  # all but the first are also counters
-    item: Any = None  # of the first two: a Prompt, an Example, a Pair or a Judged
-    problem: str = ""  # of the last two, with the row's place
+    item: Any = None  # for the first two kinds: a Prompt, an Example, a Pair or a Judged
+    problem: str = ""  # for the last two kinds, with the row's location
 
 
 class Preparer:
-    """Row number -> `Outcome`; what a worker does, and the controller without workers.
+    """The function from row numbers to `Outcome`; used by workers, and by the controller without workers.
 
     Args:
-        rows: where rows come from.
+        rows: the rows.
         tokenizer: the run's tokenizer.
         config: ``[data]``.
         split: first part of every id.
-        limit: longest sequence in tokens.
+        limit: maximum length of a sequence in tokens.
         learn: True makes Examples, False Prompts.
         train_on_prompt: Examples learn every token.
-        held: tokens that there is room for, where they may be fewer than ``limit``.
-        tools: of rows without their own.
+        held: maximum length that model and sampler support, which may be below ``limit``; None: no such limit.
+        tools: tools for rows that have none.
     """
 
     def __init__(
@@ -79,30 +79,34 @@ class Preparer:
 
     @property
     def makes(self) -> type:
-        """The class of its items."""
+        """The class of the items."""
         return Example if self.learn else Prompt
 
     @property
     def limit_key(self) -> str:
-        """The key of ``limit``, for messages."""
+        """The name of the key or property that sets ``limit``, for messages."""
         if self.limit < self._asked:
             if self.learn:
-                return "the number of positions that the model has (max_position_embeddings)"
-            return "the longest prompt that model and sampler have room for with a response"
+                return "the model's number of positions (max_position_embeddings)"
+            return "the longest prompt that leaves model and sampler room for a response"
         return self._key
 
     @property
     def remedy(self) -> str:
-        """What to do about a row that is too long, before what `over_long` offers."""
+        """The first remedy for a row that is too long, for messages."""
         return "Shorten the row" if self.limit < self._asked else "Raise it"
 
     @property
     def _key(self) -> str:
-        """That asks for ``limit``."""
+        """The key that sets the requested limit."""
         return "[sft] max_tokens" if self.learn else "[data] max_prompt_tokens"
 
     def prepare(self, index: int) -> Outcome:
-        """Read, convert, render and tokenise row ``index``; raises DataError for what no row can mend."""
+        """Read, convert, render and tokenize row ``index``.
+
+        Raises:
+            DataError: the tokenizer or the configuration cannot be used with any row.
+        """
         try:
             raw = self.rows.row(index)
             item, was_cut = self._item(raw, index, f"{self.split}:{self._id(raw, index)}")
@@ -114,16 +118,16 @@ class Preparer:
         return Outcome("truncated" if was_cut else "ok", item)
 
     def columns(self, index: int) -> dict[str, Any] | None:
-        """What rewards receive of row ``index``, without rendering it; None for a row that cannot be used."""
+        """Return the columns of row ``index`` that rewards receive, without rendering; None for an unusable row."""
         try:
             return layouts.convert(
                 self.rows.row(index), self._layout(index), self.config.columns, self.learn
             ).columns
-        except BadRow:  # told when its turn comes
+        except BadRow:  # reported when the row is prepared
             return None
 
     def _item(self, raw: dict[str, Any], index: int, name: str) -> tuple[Any, bool]:
-        """What a row becomes, and whether it had to be cut."""
+        """Return the item of a row, and whether it was cut."""
         row = layouts.convert(raw, self._layout(index), self.config.columns, self.learn)
         if self._tools and "tools" not in row.columns:
             row.columns["tools"] = self._tools
@@ -134,14 +138,14 @@ class Preparer:
         return Prompt(name, rendered.token_ids, rendered.text, row.columns | messages), was_cut
 
     def _layout(self, index: int) -> str:
-        """The layout of the row's file: that of its first readable row."""
+        """Return the layout of the row's file: that of its first readable row."""
         if self.config.format != "auto":
             return self.config.format
         file, local = self.rows.locate(index)
         first = index - local
         for candidate in range(first, first + min(len(self.rows.files[file]), self.config.max_bad_rows + 1)):
             if file not in self._layouts:
-                with contextlib.suppress(BadRow):  # counted when its own turn comes
+                with contextlib.suppress(BadRow):  # counted when the row is prepared
                     self._layouts[file] = layouts.detect(self.rows.row(candidate), self.config.columns)
         return self._layouts.get(file) or layouts.detect(self.rows.row(index), self.config.columns)
 
@@ -154,12 +158,12 @@ class Preparer:
         return raw[name]
 
     def setup(self) -> dict[str, Any]:
-        """What `from_setup` makes an equal preparer of, as plain values."""
+        """Return the plain values from which `from_setup` builds an equal preparer."""
         return {
             "files": [str(path.resolve()) for path in self.rows.paths],
             "cache": self.rows.cache,
             "config": self.config.model_dump(exclude_unset=True),
-            "model": str(self.tokenizer.name_or_path),  # whose generation config has further ends
+            "model": str(self.tokenizer.name_or_path),  # its generation config has further end tokens
             "tokenizer_class": type(self.tokenizer).__name__,
             "tokenizer_hash": tokenizer_hash(self.tokenizer),
             "preparer": f"{type(self).__module__}:{type(self).__name__}",
@@ -167,20 +171,24 @@ class Preparer:
         }
 
     def _plain(self) -> list[Any]:
-        """Arguments of the constructor after ``config``."""
+        """Return the constructor's arguments after ``config``."""
         return [self.split, self._asked, self.learn, self.train_on_prompt, self._held, self._tools]
 
     @staticmethod
     def from_setup(setup: dict[str, Any]) -> Preparer:
-        """The preparer of a worker; ``setup["tokenizer"]`` is a folder."""
+        """Build the preparer of a worker; ``setup["tokenizer"]`` is a folder.
+
+        Raises:
+            DataError: the saved tokenizer differs from the run's.
+        """
         import transformers
 
-        # Its own class where the library has it: AutoTokenizer imports the configurations of all models.
+        # The tokenizer's class is faster if the library has it: AutoTokenizer imports the configs of all models.
         kind = getattr(transformers, setup["tokenizer_class"], None) or transformers.AutoTokenizer
         tokenizer = kind.from_pretrained(setup["tokenizer"], local_files_only=True)
         if tokenizer_hash(tokenizer) != setup["tokenizer_hash"]:
             raise DataError(
-                "the tokenizer is another one once saved and loaded. Set num_workers = 0 in [data]."
+                "the tokenizer changes when it is saved and loaded. Set num_workers = 0 in [data]."
             )
         tokenizer.name_or_path = setup["model"]
         rows = Rows(setup["files"], setup["cache"])
@@ -192,31 +200,31 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 Place = tuple[int, int, int]  # epoch, position, row
-COLUMN_ROWS = 16  # of each file, to know its columns: the rows of a JSONL file may differ
-NAMED = 20  # skipped rows named in the log; the rest is counted
+COLUMN_ROWS = 16  # rows of each file that `columns` reads: the rows of a JSONL file may differ
+NAMED = 20  # maximum number of skipped rows that are logged; the others are counted
 
 
 class Source(Generic[Item]):
-    """Items of one split in order; its subclasses say of which kind."""
+    """The items of one split in order; subclasses set the kind of item."""
 
     def __init__(self, preparer: Preparer, seed: int) -> None:
         self._preparer, self._rows, self._config = preparer, preparer.rows, preparer.config
         self._seed, self._shuffle = seed, self._config.shuffle
         self._epoch = self._position = 0
         self._bad: set[int] = set()
-        self._skipped: set[int] = set()  # rows that this process skipped, to name each once
+        self._skipped: set[int] = set()  # rows that this process skipped; each is logged once
         self._counts = {"bad_rows": 0, "over_long": 0, "truncated": 0}
         self._usable: int | None = None
         self._pool: RowWorkers | None = None
         self._stream = self._prepared(self._places())
         self._fingerprint = self._rows.fingerprint()
-        # What no row can mend (a missing template, a wrong column) shows at once, before any work.
+        # Fail at once on problems that all rows have (a missing template, a wrong column).
         first = preparer.prepare(0)
         if first.kind == "bad_rows" and self._config.max_bad_rows == 0:
             raise self._too_many(first.problem)
 
     def __len__(self) -> int:
-        """Usable rows of an epoch. The first call prepares every row once, in the workers if there are any."""
+        """Return the number of usable rows of an epoch. The first call prepares every row, in workers if configured."""
         if self._usable is None:
             self._usable = sum(1 for _ in self._whole())
         if not self._usable:
@@ -224,7 +232,7 @@ class Source(Generic[Item]):
         return self._usable
 
     def take(self, n: int) -> list[Item]:
-        """The next ``n`` items; a new epoch begins where one ends.
+        """Return the next ``n`` items; after the end of an epoch the next epoch begins.
 
         Raises:
             DataError: more than ``max_bad_rows`` rows are unusable, a row is over-long and that is an
@@ -244,12 +252,12 @@ class Source(Generic[Item]):
         return items
 
     def all(self, limit: int | None = None) -> list[Item]:
-        """All usable items, or the first ``limit``, in the order of the files. The position stays."""
+        """Return all usable items, or the first ``limit``, in the order of the files. The position does not change."""
         return list(itertools.islice(self._whole(), limit))
 
     @property
     def counters(self) -> dict[str, float]:
-        """Flat metrics: epochs passed, rows skipped and cut so far (each time one comes up counts)."""
+        """Metrics: epochs passed, rows skipped and rows cut so far; a row counts in every epoch."""
         return {
             "data/epoch": self._epoch + self._position / len(self._rows),
             **{f"data/{name}": float(count) for name, count in self._counts.items()},
@@ -257,7 +265,7 @@ class Source(Generic[Item]):
         }
 
     def columns(self) -> set[str]:
-        """Return the names of the columns that rewards receive, as far as the first usable rows of each file show them.
+        """Return the names of the columns that rewards receive, from the first usable rows of each file.
 
         Raises:
             DataError: no row is usable.
@@ -273,14 +281,14 @@ class Source(Generic[Item]):
         return {column for item in items for column in getattr(item, "columns", ())}
 
     def spread(self, most: int) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Place and columns of at most so many rows, spread evenly from the first on; unusable ones are left out."""
+        """Yield location and columns of at most ``most`` rows, evenly spaced; unusable rows are omitted."""
         for index in range(0, len(self._rows), math.ceil(len(self._rows) / most)):
             columns = self._preparer.columns(index)
             if columns is not None:
                 yield self._rows.where(index), columns
 
     def state(self) -> dict[str, Any]:
-        """The position after the last item handed out, as JSON."""
+        """Return the position after the last item that ``take`` returned, as values that JSON can hold."""
         return {
             "seed": self._seed,
             "shuffle": self._shuffle,
@@ -292,10 +300,10 @@ class Source(Generic[Item]):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken, with its seed and order.
+        """Continue from the position of ``state``, with its seed and order.
 
         Raises:
-            DataError: the files have other numbers of rows, or ``state`` is none of ours; nothing changed.
+            DataError: the files have other numbers of rows, or ``state`` is malformed; nothing changed.
         """
         try:
             was = [int(file["rows"]) for file in state["files"]]
@@ -308,7 +316,7 @@ class Source(Generic[Item]):
         if (now := [len(file) for file in self._rows.files]) != was:
             raise DataError(
                 f"The data changed since the checkpoint: its files had {was} rows, now {now}, so its position "
-                "means other rows. Bring the files back, or start a new run from the checkpoint's model."
+                "means other rows. Restore the files, or start a new run from the checkpoint's model."
             )
         if state["files"] != self._fingerprint:
             logger.warning(
@@ -316,14 +324,14 @@ class Source(Generic[Item]):
             )
         if order != (self._seed, self._shuffle):
             logger.warning(
-                "Data order: seed %s, shuffle %s of the checkpoint hold, not the run file's.", *order
+                "Data order: seed %s, shuffle %s of the checkpoint apply, not the run file's.", *order
             )
         (self._seed, self._shuffle), (self._epoch, self._position) = order, place
         self._bad, self._counts = bad, counts
         self._stream = self._prepared(self._places())
 
     def close(self) -> None:
-        """End the workers. The source can be used again, which starts new ones."""
+        """Stop the workers. Using the source again starts new ones."""
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -338,7 +346,7 @@ class Source(Generic[Item]):
         return order
 
     def _places(self) -> Iterator[Place]:
-        """The places from the present position on, without end."""
+        """Yield all places from the current position on, without end."""
         start = self._position
         for epoch in itertools.count(self._epoch):
             for position, row in itertools.islice(enumerate(self._order(epoch)), start, None):
@@ -346,14 +354,14 @@ class Source(Generic[Item]):
             start = 0
 
     def _whole(self) -> Iterator[Item]:
-        """Every usable item once, in the order of the files; interrupts what was prepared ahead."""
+        """Yield every usable item once, in the order of the files; discards prefetched rows."""
         self._stream = self._prepared(self._places())
         for (_, _, index), outcome in self._prepared((0, row, row) for row in range(len(self._rows))):
             if item := self._judge(index, outcome, count=False):
                 yield item
 
     def _prepared(self, places: Iterator[Place]) -> Iterator[tuple[Place, Outcome]]:
-        """``places`` with the outcome of each, prepared ahead where there are workers."""
+        """Yield ``places`` with the outcome of each; workers, if configured, prepare rows ahead."""
         config = self._config
         if config.num_workers == 0 or not self._rows.paths:
             for place in places:
@@ -364,11 +372,12 @@ class Source(Generic[Item]):
             self._pool = PluginSet().require("parts", "row_workers")(
                 setup, tokenizer, config.num_workers, config.prefetch_factor, self._rows.where
             )
-        size = math.ceil(config.prompts_per_step / config.num_workers)  # one step is spread over all
+        size = math.ceil(config.prompts_per_step / config.num_workers)  # one step is spread over all workers
         make = self._preparer.makes
         sent: deque[list[Place]] = deque()
 
         def chunks() -> Iterator[list[int]]:
+            """Yield the row numbers of the next chunks of places."""
             while chunk := list(itertools.islice(places, size)):
                 sent.append(chunk)
                 yield [row for _, _, row in chunk]
@@ -379,7 +388,11 @@ class Source(Generic[Item]):
                 yield place, Outcome(**{**answer, "item": answer["item"] and make(**answer["item"])})
 
     def _judge(self, index: int, outcome: Outcome, count: bool = True) -> Item | None:
-        """The item, or None for a row to skip, which is counted and named."""
+        """Return the item; None for a skipped row, which is counted and logged.
+
+        Raises:
+            DataError: too many rows are unusable, or the row is over-long and `over_long` is ``error``.
+        """
         if outcome.kind != "ok":
             self._counts[outcome.kind] += count
         if outcome.item is not None:
@@ -407,25 +420,25 @@ class Source(Generic[Item]):
     def _too_many(self, problem: str) -> DataError:
         return DataError(
             f"{problem}. Unusable rows so far: {max(len(self._bad), 1)}; [data] max_bad_rows is "
-            f"{self._config.max_bad_rows}. Mend the row, or raise max_bad_rows to skip such rows."
+            f"{self._config.max_bad_rows}. Fix the row, or raise max_bad_rows to skip such rows."
         )
 
 
 class PromptSource(Source[Prompt]):
-    """Prompts to sample from, of the files of ``[data]``.
+    """The prompts to sample from, of the files of ``[data]``.
 
     Args:
         config: ``[data]``.
         tokenizer: the run's tokenizer.
-        seed: of the order.
+        seed: seed of the order.
         split: ``train`` or ``validation``.
         rows: rows as dicts in place of files (``train.source_rows.rows_of``); they are prepared without workers.
-        held: tokens of prompt and response together that there is room for; a prompt without room for a response is
-            over-long, too.
-        tools: of rows without their own.
+        held: maximum tokens of prompt and response together that model and sampler support; a prompt that leaves no
+            room for a response is over-long, too.
+        tools: tools for rows that have none.
 
     Raises:
-        DataError: no files, an unreadable file, or a first row that shows that none can be used.
+        DataError: no file is named, a file cannot be read, or the first row shows that no row can be used.
     """
 
     def __init__(
@@ -449,16 +462,16 @@ def open_rows(config: DataConfig, split: str, rows: Sequence[Any] | MemoryRows |
     Args:
         config: ``[data]``.
         split: ``train`` or ``validation``.
-        rows: given from Python, or those of a data source; None: the files of ``[data]`` hold them.
+        rows: rows passed from Python or of a data source; None: read the files of ``[data]``.
 
     Raises:
-        DataError: there are none, or a file cannot be read.
+        DataError: there are no rows, or a file cannot be read.
     """
     if isinstance(rows, MemoryRows):
         return Rows(rows)
     if rows is not None:
         if len(rows) == 0:
-            raise DataError(f"The {split} data given from Python has 0 rows.")
+            raise DataError(f"The {split} data passed from Python has 0 rows.")
         return Rows(MemoryRows(rows))
     files = config.train if split == "train" else config.validation
     if not files:

@@ -1,4 +1,4 @@
-"""Loading a tokenizer, checking that it fits the model, and its hash for checkpoints."""
+"""Loading of tokenizers, checks that a tokenizer fits the model, and its hash for checkpoints."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ ROLES = ("bos", "eos", "pad")
 
 
 def load_tokenizer(model: ModelConfig, table: str = "model") -> PreTrainedTokenizerBase:
-    """The tokenizer of ``[model]``: `tokenizer`, else `path`.
+    """Load the tokenizer of ``[model]``: `tokenizer`, else `path`.
 
     Args:
         model: the table.
-        table: its name in messages.
+        table: the table's name in messages.
 
     Raises:
-        DataError: there is none at that place, or it does not load.
+        DataError: the folder or hub name has no tokenizer, or the tokenizer does not load.
     """
     name = model.tokenizer or model.path
     key = "tokenizer" if model.tokenizer else "path"
     local = Path(name).expanduser()
     if not name:
         raise DataError(f"[{table}] path is not set. Give a model folder or a hub name.")
-    # A hub name is one or two words; anything else is a folder, and is not asked for on the network.
+    # A hub name is one or two words; anything else is a folder and is not looked up on the network.
     if not local.exists() and (local.is_absolute() or name[0] in ".~" or name.count("/") > 1):
         raise DataError(f"[{table}] {key}: there is no folder '{name}'.")
     from transformers import AutoTokenizer
@@ -48,29 +48,32 @@ def load_tokenizer(model: ModelConfig, table: str = "model") -> PreTrainedTokeni
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = True) -> list[int]:
-    """What ``tokenizer(text)["input_ids"]`` is, in half the time where that only asks the library's own Rust part.
+    """Return ``tokenizer(text)["input_ids"]``, in half the time if the Rust backend alone gives the same ids.
 
     Args:
-        tokenizer: of a run.
-        text: any.
-        special: with the special tokens that it adds by itself.
+        tokenizer: the run's tokenizer.
+        text: any text.
+        special: add the special tokens that the tokenizer adds by default.
     """
     backend = _own_backend(tokenizer)
     if backend is None:
         return list(tokenizer(text, add_special_tokens=special)["input_ids"])
-    (encoded,) = backend.encode_batch_fast([text], add_special_tokens=special)  # without places in the text
+    (encoded,) = backend.encode_batch_fast([text], add_special_tokens=special)  # fast: without offsets
     return list(encoded.ids)
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Return the ids at which a response ends: those of the tokenizer and of the model's ``generation_config.json``."""
+    """Return the ids that end a response: those of the tokenizer and of the model's ``generation_config.json``."""
     path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
     config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     return {*_ids(tokenizer.eos_token_id), *_ids(config.get("eos_token_id"))}
 
 
 def _own_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Its Rust part, where the class adds nothing to it and nobody has it cut, pad or split just now; else nothing."""
+    """Return the Rust backend if it alone gives the tokenizer's ids, else None.
+
+    It does if the class overrides no encoding method and truncation and padding are off.
+    """
     from transformers import PreTrainedTokenizerFast
 
     backend, kind = getattr(tokenizer, "backend_tokenizer", None), type(tokenizer)
@@ -84,18 +87,18 @@ def _own_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> list[str]:
-    """Whether every id the tokenizer can give has a row in the model's embedding.
+    """Check that every id of the tokenizer has a row in the model's embedding.
 
     Args:
         tokenizer: the run's tokenizer.
         hf_config: the config of the model.
 
     Returns:
-        Remarks that are no errors: padding that is the end of sequence, ends that differ, a chat
-        template without an end.
+        Remarks that are no errors: a padding token that is the end of sequence, end tokens that differ,
+        a chat template without an end of sequence.
 
     Raises:
-        DataError: all that does not fit, with the ids.
+        DataError: ids do not fit; the message lists all problems.
     """
     config: Any = hf_config.get_text_config()
     size = int(config.vocab_size)
@@ -125,9 +128,9 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedCon
 
 
 def tokens_differ(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str:
-    """Where an id means one token here and another there, in words; empty where all ids mean the same.
+    """Describe the first difference between the ids of two tokenizers; return "" if all ids mean the same tokens.
 
-    Chat templates, and how text is cut into tokens, do not count: ids are compared, not texts.
+    Only ids are compared, not chat templates or the segmentation of text.
     """
     here, there = ({i: token for token, i in each.get_vocab().items()} for each in (one, other))
     different = [i for i in sorted(here | there) if here.get(i) != there.get(i)]
@@ -141,10 +144,10 @@ def tokens_differ(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) 
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of what decides token ids: vocabulary, merges, special tokens, chat template.
+    """Return the SHA-256 of everything that determines token ids: vocabulary, merges, special tokens, chat template.
 
-    The same for a tokenizer and its saved and loaded copy; padding and truncation settings of the
-    last call do not count.
+    A tokenizer and its saved and loaded copy have the same hash; padding and truncation settings of the
+    last call are ignored.
     """
     if tokenizer.is_fast:
         backend: Any = tokenizer
@@ -162,7 +165,7 @@ def _remarks(tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> list[str]:
     if tokenizer.pad_token_id == end:
         remarks.append(
             f"The padding token is the end of sequence ({tokenizer.eos_token!r} = {end}). "
-            "Masks tell them apart here, other tools may not."
+            "The engine distinguishes them by masks, other tools may not."
         )
     if ends and end not in ends:
         remarks.append(
@@ -179,5 +182,5 @@ def _remarks(tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> list[str]:
 
 
 def _ids(value: Any) -> list[int]:
-    """A config's id field, which may be absent, one id or a list."""
+    """Return the ids of a config's field, which may be absent, one id or a list."""
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]

@@ -1,4 +1,4 @@
-"""The engines of one process: built in order, their weights handed on, put to sleep and woken by phase."""
+"""The engines of one process: construction, weight transfer between them, and offloading by phase."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Engine = TrainEngine | RolloutEngine
 
 @dataclass(frozen=True)
 class RankPlacement:
-    """Where the process stands among those of its pool."""
+    """The device of a process and its rank within its pool."""
 
     device: torch.device
     rank: int = 0
@@ -38,15 +38,15 @@ class RankPlacement:
 
 
 class EngineHost:
-    """Actor, reference, critic, sampler, models of rewards, as far as they live in this process.
+    """The engines of this process: actor, reference, critic, sampler, models of rewards.
 
-    A sampler that can uses the actor's own module, as ``rollout.weights`` says.
+    The sampler uses the actor's module if both engines support it and ``rollout.weights`` allows it.
 
     Args:
         config: the whole run file.
-        plugins: loaded in this process.
-        live: objects given from Python, and the tokenizer.
-        place: of this process.
+        plugins: the plugins loaded in this process.
+        live: objects passed from Python, and the tokenizer.
+        place: device and rank of this process.
     """
 
     def __init__(
@@ -54,12 +54,20 @@ class EngineHost:
     ) -> None:
         self.config, self.plugins, self.live, self.place = config, plugins, live, place
         self.engines: dict[str, Engine] = {}
-        self.guests: dict[str, Role] = {}  # those that are asked in one phase alone
-        self.shared = False  # the sampler reads the actor's own module
+        self.guests: dict[str, Role] = {}  # roles that are used in one phase alone
+        self.shared = False  # True: the sampler uses the actor's module
         self._stack = ExitStack()
 
     def build(self, roles: Mapping[str, Role], total_steps: int) -> None:
-        """Build these roles, once each was asked for what it cannot do here; when one fails, those before it are closed."""
+        """Check that each train engine supports its role, then build all roles.
+
+        Args:
+            roles: the roles of this process, built in this order.
+            total_steps: optimizer steps of the run; 0 if unknown.
+
+        Raises:
+            EngineError: a role cannot be built. The engines built so far are closed.
+        """
         torch.manual_seed(self.config.run.seed)
         for name, role in roles.items():
             if role.kind == "train":
@@ -78,23 +86,26 @@ class EngineHost:
             raise
 
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
-        """From a train role to the sampler, both here."""
+        """Copy the weights of a train role to the sampler, both in this process."""
         return same_process(
             self.engines[source], self.engines[target], version, self.shared, sends_adapter(self.config)
         )
 
     def mix_weights(self, source: str, target: str, mix: float) -> None:
-        """From a train role to another, both here."""
+        """Mix the weights of a train role into those of another, both in this process."""
         trained, other = (cast("TrainEngine", self.engines[role]) for role in (source, target))
         other.load_named_weights(trained.named_weights(), mix)
 
     def trade(self, phase: str) -> None:
-        """Hand device memory over. Order matters: who gives memory back goes before who takes it."""
+        """Offload the engines that are idle in ``phase``, then wake those that it needs.
+
+        Engines free memory before others allocate it.
+        """
         own = [engine for name, engine in self.engines.items() if name not in self.guests]
         trainers = [e for e in own if isinstance(e, TrainEngine)]
         samplers = [e for e in own if isinstance(e, RolloutEngine)]
         guests = [(role.phase, self.engines[name]) for name, role in self.guests.items()]
-        if len(list(filter(None, (trainers, samplers, guests)))) < 2:  # nobody to trade with
+        if len(list(filter(None, (trainers, samplers, guests)))) < 2:  # no other engine needs the memory
             return
         for own_phase, guest in guests:
             if own_phase != phase:
@@ -134,8 +145,8 @@ class EngineHost:
             and engine.adapter_config is TrainEngine.adapter_config
         ):
             raise ConfigError(
-                f"rollout.{self.config.rollout.backend}.adapter: the engine of actor.backend = '{config.backend}' gives whole "
-                "models alone. Remove the key: it merges the adapter into them."
+                f"rollout.{self.config.rollout.backend}.adapter: actor.backend = '{config.backend}' sends only whole "
+                "models. Remove the key: the engine then merges the adapter into the model."
             )
         context = self._train_context(name, role, total_steps)
         return engine(config, self.config.model_of(name), context, trainable=role.trainable)
@@ -154,7 +165,7 @@ class EngineHost:
         if config.process is not None:
             return self._build_apart(config, model, context)
         build = self.plugins.resolve("rollout_engines", config.backend)
-        if role.told:  # a reward's, with weights of its own
+        if role.told:  # a reward's sampler, with separate weights
             own: RolloutEngine = build(config, model, context)
             return own
         actor = self.engines.get("actor")
@@ -166,37 +177,40 @@ class EngineHost:
         engine: RolloutEngine = build(config, model, context)
         engine.share_module(self._module_holder(actor))
         self.shared = True
-        log.info("The sampler uses the actor's own module: weight sync moves nothing.")
+        log.info("The sampler uses the actor's module: weight sync copies nothing.")
         return engine
 
     def _shares(self, actor: TrainEngine) -> bool:
-        """As ``rollout.weights`` says; the same on all ranks."""
+        """Return whether the sampler uses the actor's module, as ``rollout.weights`` says; the same on all ranks."""
         wanted = self.config.rollout.weights
         if wanted == "own" or not self._can_share():
             return False
         return self._can_hold(actor, wanted)
 
     def _can_hold(self, actor: TrainEngine, wanted: str) -> bool:
-        """Return whether the sampler uses the actor's module, which both engines allow; one process holds it anyway."""
+        """Return whether the sampler can use the actor's module; in one process it always can."""
         return True
 
     def _module_holder(self, actor: TrainEngine) -> TrainEngine:
-        """Return what the sampler takes the module from."""
+        """Return the object that provides the module to the sampler."""
         return actor
 
     def _build_apart(
         self, config: RolloutConfig, model: ModelConfig, context: WorkerContext
     ) -> RolloutEngine:
-        """A sampler in a process of its own.
+        """Build a sampler in a separate process.
 
-        One that is started again takes its weights from the actor where that is alone with it; where ranks share
-        the actor, all of them would have to stream, and the sampler keeps a copy instead; so it does where the actor may
-        be in the middle of an update.
+        A restarted sampler receives its weights from the actor if the actor has one rank. With several ranks all of
+        them would have to stream, so the sampler keeps a copy of its weights instead. It also keeps a copy if the actor
+        may be in the middle of an update.
+
+        Raises:
+            ConfigError: the model was passed from Python.
         """
         if self.live.get("model") is not None:
             raise ConfigError(
-                "[rollout.process]: a model given from Python does not reach another process. Save it and name the folder "
-                "in [model] path, or take the table out."
+                "[rollout.process]: a model passed from Python cannot be used in another process. Save it and set "
+                "[model] path to the folder, or remove the table."
             )
         actor = self.engines.get("actor")
         trainer = cast("TrainerSpec", self.plugins.spec("trainers", self.config.trainer))
@@ -212,23 +226,23 @@ class EngineHost:
         sampler = cast("RolloutBackend", self.plugins.spec("rollout_engines", self.config.rollout.backend))
         return "generation_module" in trainer.capabilities and "share_module" in sampler.capabilities
 
-    def _context(self, role: str, total_steps: int, told: str = "") -> WorkerContext:
+    def _context(self, role: str, total_steps: int, shown_role: str = "") -> WorkerContext:
         return WorkerContext(
             plugins=self.plugins,
-            role=told or role,
+            role=shown_role or role,
             device=self.place.device,
             rank=self.place.rank,
             world_size=self.place.world_size,
             seed=self.config.run.seed,
             deterministic=self.config.run.deterministic,
             total_steps=total_steps,
-            live={} if told else self.live,  # objects of the program are the actor's
+            live={} if shown_role else self.live,  # objects passed from Python belong to the actor
             actor=self.config.actor.backend if role == "rollout" else "",
         )
 
 
 def default_device(index: int | None = None) -> torch.device:
-    """The accelerator (number ``index``), where torch was built for one and one is there; else the CPU."""
+    """Return the accelerator (number ``index``), if torch supports one and one is available; else the CPU."""
     found = torch.accelerator.is_available() and torch.accelerator.current_accelerator()
     if not found:
         return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The local runtime: workers in the controller's process. No launcher, no sockets."""
+"""The local runtime: all workers run in the controller's process, without a launcher or sockets."""
 
 from __future__ import annotations
 
@@ -25,27 +25,29 @@ log = logging.getLogger("engine")
 
 
 class LocalGroup(WorkerGroup):
-    """One engine, called at once; the future is done when it is returned."""
+    """A group of one engine in this process; calls block and return a completed future."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
+        """Call the engine's method and return a completed future."""
         future: Future[Any] = Future()
         arguments = () if batch is None else (batch,)
         future.set_result(getattr(self.engine, method)(*arguments, **plain))
         return future
 
     def stream(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
+        """Yield rollouts after each engine step; an engine with an overridden ``generate`` yields all at once."""
         engine: Any = self.engine
         if type(engine).generate is RolloutEngine.generate:
             yield from stream(engine, requests)
-        else:  # an engine with a way of its own
+        else:  # the engine overrides generate
             yield engine.generate(requests)
 
 
 class LocalRuntime(Runtime):
-    """Actor, reference, critic and sampler in one process; the sampler uses the actor's module where both can."""
+    """The runtime with all roles in one process; the sampler uses the actor's module if both engines support it."""
 
     in_process = True
 
@@ -55,31 +57,40 @@ class LocalRuntime(Runtime):
 
     @property
     def engines(self) -> dict[str, Engine]:
-        """By role."""
+        """The engines by role."""
         return self.host.engines
 
     def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
+        """Build the engines in this process.
+
+        Raises:
+            ConfigError: ``rollout.transport`` needs a sampler in another process.
+        """
         if self.config.placement != PlacementConfig():
             log.info("Not read: [placement]; the local runtime has one pool, this process.")
         if problem := transport_problem(self.config, self.plugins, apart=False):
             raise ConfigError(problem)
         self.host.build(roles, total_steps)
-        self._trade("start")  # a reward's model sleeps until it is asked
+        self._trade("start")  # offload models of rewards until they are used
         self.shared = self.host.shared
         return {name: LocalGroup(engine) for name, engine in self.host.engines.items()}
 
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
+        """Copy weights within the process."""
         return self.host.push_weights(source, target, version)
 
     def mix_weights(self, source: str, target: str, mix: float) -> None:
+        """Mix weights within the process."""
         self.host.mix_weights(source, target, mix)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Offload engines that are idle in the phase, with ``offload_idle_roles``."""
         self._trade(name)
         yield
 
     def close(self) -> None:
+        """Close the engines."""
         self.host.close()
 
     def _trade(self, phase: str) -> None:

@@ -1,4 +1,4 @@
-"""Find, check and load plugins, and pick what a run names."""
+"""Discovery, checks and loading of plugins, and the choice of the names that a run uses."""
 
 from engine_core.plugins.plugin_set import PluginProblems, PluginSet
 

@@ -1,8 +1,8 @@
-"""What ``engine plugins`` shows: every installed name, healthy or not and why.
+"""The list of ``engine plugins``: every installed name, with its problem if it has one.
 
-Answers from metadata and ``find_spec``. Only ``check`` imports plugins, in another process, so that one that
-crashes the interpreter is a line in the list. They are imported together first, since each would import
-torch; what fails there is tried again alone, so that nobody is blamed for a neighbour.
+The list is built from metadata and ``find_spec``. Only ``check`` imports plugins. It does so in a subprocess, so that
+a plugin that crashes the interpreter is a line in the list. All plugins are first imported in one process, because
+each may import torch. A plugin that fails there is tried again alone, so that it is not blamed for another's fault.
 """
 
 from __future__ import annotations
@@ -21,34 +21,34 @@ from engine_core.errors import did_you_mean
 from engine_core.plugins.metadata import Offer, find, installed, module_exists, nouns, offer_problem
 
 CHECK_SECONDS = 300.0
-Found = tuple[str | None, str, bool]  # problem, health, whether that is well
+Found = tuple[str | None, str, bool]  # problem, health, whether the health is good
 _CHILD = "import sys; from engine_core.plugins.probe import probe; probe(sys.argv[1:])"
 
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """One name that an installed distribution offers."""
+    """A name that an installed distribution offers."""
 
     name: str
     kind: str  # the table: "rewards", "train_engines", ...; "plugins" for step hooks and observers
     distribution: str
     version: str
     module: str
-    problem: str | None = None  # why a run could not use it
-    health: str = ""  # what it says of this machine, where it was asked
-    fit: bool = True  # whether that is well
+    problem: str | None = None  # why a run cannot use it
+    health: str = ""  # what its health check reports about this machine, if it was run
+    fit: bool = True  # whether the health check passed
 
     @property
     def healthy(self) -> bool:
-        """Whether a run could use it, as far as was looked."""
+        """Whether no problem was found."""
         return self.problem is None
 
 
 def list_plugins(check: bool = False) -> list[PluginInfo]:
-    """Every installed name, by kind and name.
+    """List every installed name, sorted by kind and name.
 
     Args:
-        check: also import each plugin and what stands behind its names, in another process.
+        check: also import each plugin and the objects of its names, in a subprocess.
     """
     offers = sorted(installed(), key=lambda offer: (offer.kind, offer.name, offer.distribution.name))
     found: dict[Offer, Found] = {offer: (_problem(offer), "", True) for offer in offers}
@@ -67,7 +67,7 @@ def list_plugins(check: bool = False) -> list[PluginInfo]:
 
 
 def _problem(offer: Offer) -> str | None:
-    """What metadata and the file system tell of one name."""
+    """Return the problem of a name that metadata and the file system show, or None."""
     if offer.kind not in nouns():
         groups = [f"engine.{kind}" for kind in nouns()]
         return f"there is no group 'engine.{offer.kind}'.{did_you_mean(f'engine.{offer.kind}', groups)}"
@@ -82,14 +82,14 @@ def _problem(offer: Offer) -> str | None:
 
 
 def _import_all(modules: list[list[Offer]]) -> dict[Offer, Found]:
-    """What each name of these modules answers: together as far as that goes, those with a problem alone."""
+    """Check the names of all modules in one subprocess; check the modules with a problem again, each alone."""
     found: dict[Offer, Found] = {}
     while modules:
         answers, _ = _import_elsewhere([offer for offers in modules for offer in offers])
         silent = [offers for offers in modules if not all(offer in answers for offer in offers)]
         ill = [offers for offers in modules if any(answers.get(offer, ("",))[0] for offer in offers)]
         found |= answers
-        for offers in [*silent[:1], *ill]:  # the first without an answer is the one that ended the process
+        for offers in [*silent[:1], *ill]:  # the first module without a result ended the process
             alone, end = _import_elsewhere(offers)
             found |= {offer: alone.get(offer, (end, "", True)) for offer in offers}
         modules = [offers for offers in silent[1:] if offers not in ill]
@@ -100,8 +100,8 @@ def _import_elsewhere(offers: Sequence[Offer]) -> tuple[dict[Offer, Found], str]
     """Load names in a subprocess, in order.
 
     Returns:
-        Of each name that it came to: its problem, and what it says of the machine. And how the process ended,
-        for those that it did not come to.
+        The problem and health of each name that the process reached, and how the process ended, as the problem
+        of the names that it did not reach.
     """
     targets = {f"{offer.kind}={offer.distribution.name}:{offer.name}": offer for offer in offers}
     command = [sys.executable, "-P", "-c", _CHILD, *targets]
@@ -114,8 +114,8 @@ def _import_elsewhere(offers: Sequence[Offer]) -> tuple[dict[Offer, Found], str]
         else:
             last = (_lines(err) or ["no message"])[-1]
             end = f"its import ended the process with exit code {child.returncode}: {last}"
-        told = [json.loads(line) for line in _lines(out)]
-    return {targets[target]: (problem, health, fit) for target, problem, health, fit in told}, end
+        results = [json.loads(line) for line in _lines(out)]
+    return {targets[target]: (problem, health, fit) for target, problem, health, fit in results}, end
 
 
 def _lines(file: IO[bytes]) -> list[str]:
@@ -124,5 +124,5 @@ def _lines(file: IO[bytes]) -> list[str]:
 
 
 def as_json(plugins: Sequence[PluginInfo]) -> str:
-    """The list for ``engine plugins --json``."""
+    """Return the list as JSON, for ``engine plugins --json``."""
     return json.dumps([dataclasses.asdict(info) | {"healthy": info.healthy} for info in plugins], indent=2)

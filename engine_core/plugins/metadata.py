@@ -1,8 +1,8 @@
-"""What is installed, read from package metadata: nothing of a plugin is imported here.
+"""Installed plugins, read from package metadata without importing a plugin.
 
-A distribution offers names through entry points, one group a table: ``engine.rewards``,
+A distribution offers names through entry points, one group per table: ``engine.rewards``,
 ``engine.train_engines``, ...; ``engine.plugins`` holds plugins with step hooks and observers only.
-Someone else's broken installation is never an error here: it is told when a run uses it.
+A broken installation is not an error here; it is reported when a run uses it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from engine_core.specs import TABLE_SPECS
 
 CORE = "engine-core-rl"
 TABLES = "tables"
-"""Entry-point group ``engine.tables``: kinds of names that a plugin defines, each with the module of its hook and its spec."""
+"""The entry-point group ``engine.tables``: tables that plugins define, each with the module of its hook and spec."""
 MODEL_HINT = " A reward that a model gives has a table [reward.model] with its path; its name is then free."
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """An installed distribution with entry points of ours."""
+    """An installed distribution with entry points of a group ``engine.*``."""
 
     name: str
     version: str
@@ -48,7 +48,7 @@ class Distribution:
 
 @dataclass(frozen=True)
 class Offer:
-    """One entry point: ``mine = "my_plugin.plugin"`` in the group ``engine.train_engines``."""
+    """An entry point, such as ``mine = "my_plugin.plugin"`` in the group ``engine.train_engines``."""
 
     kind: str
     name: str
@@ -60,7 +60,7 @@ class Offer:
 
 
 def installed() -> tuple[Offer, ...]:
-    """Every entry point of a group ``engine.*``; a distribution found twice on the path counts once."""
+    """Return every entry point of a group ``engine.*``; a distribution found twice on the path counts once."""
     return _read(tuple((entry, _mtime(entry)) for entry in sys.path))
 
 
@@ -72,8 +72,8 @@ def _mtime(entry: str) -> int:
 
 
 def _builtin() -> Iterator[Offer]:
-    """Yield the names of the core, which are registered in ``engine_core.builtin`` alone."""
-    from engine_core import builtin  # not above: a program that asks for no name does not load it
+    """Yield the names of the core, which are registered only in ``engine_core.builtin``."""
+    from engine_core import builtin  # imported lazily: a program that uses no name does not load it
 
     core = Distribution(CORE, engine_core.__version__)
     for hook, function in vars(builtin).items():
@@ -88,14 +88,14 @@ def _read(_path: tuple[tuple[str, int], ...]) -> tuple[Offer, ...]:
     for found in importlib.metadata.distributions():
         if "[engine." not in (found.read_text("entry_points.txt") or ""):
             continue
-        # Only now: parsing the metadata of every distribution would cost tens of milliseconds.
+        # Parsed only for plugins: the metadata of every distribution would cost tens of milliseconds.
         headers = HeaderParser().parsestr(found.read_text("METADATA") or found.read_text("PKG-INFO") or "")
         distribution = Distribution(
             name=canonicalize_name(headers["Name"] or "unknown"),
             version=headers["Version"] or "unknown",
             requires=tuple(headers.get_all("Requires-Dist") or ()),
         )
-        offers.setdefault(  # the first on the path is the one that would be imported
+        offers.setdefault(  # the first on the path is imported
             distribution.name,
             [
                 Offer(entry.group.removeprefix("engine."), entry.name, entry.value, distribution)
@@ -107,19 +107,19 @@ def _read(_path: tuple[tuple[str, int], ...]) -> tuple[Offer, ...]:
 
 
 def nouns() -> Mapping[str, str]:
-    """Return every kind of name in the words of a message: the core's tables and those that installed plugins define."""
+    """Return the noun of each kind, for messages: the core's tables and those that installed plugins define."""
     core = {kind: spec.noun for kind, spec in TABLE_SPECS.items()} | {"plugins": "plugin", TABLES: "table"}
     return core | {kind: kind.removesuffix("s").replace("_", " ") for kind in known_names(TABLES)}
 
 
 def split(name: str) -> tuple[str | None, str]:
-    """``"dist:name"`` as (distribution, name); a plain name has distribution None."""
+    """Split ``"dist:name"`` into (distribution, name); a plain name has distribution None."""
     distribution, _, short = name.rpartition(":")
     return (distribution or None), short
 
 
 def known_names(kind: str) -> dict[str, list[str]]:
-    """The names of one kind and the distributions that offer each."""
+    """Return the names of one kind, each with the distributions that offer it."""
     names: dict[str, list[str]] = {}
     for offer in installed():
         if offer.kind == kind:
@@ -129,10 +129,9 @@ def known_names(kind: str) -> dict[str, list[str]]:
 
 @functools.cache
 def our_plugins() -> dict[tuple[str, str], str]:
-    """``(kind, name) -> distribution`` of the plugins that this project publishes, for install hints.
+    """Return ``(kind, name) -> distribution`` of the plugins that this project publishes, for install hints.
 
-    Only for these is an installation ever proposed: a guess from a misspelt name would invite
-    somebody to register it.
+    Hints name only these distributions: an attacker could register a name that is guessed from a misspelling.
     """
     text = (importlib.resources.files("engine_core.plugins") / "known_plugins.json").read_text("utf-8")
     return {
@@ -144,7 +143,7 @@ def our_plugins() -> dict[tuple[str, str], str]:
 
 
 def offer_problem(offer: Offer) -> str | None:
-    """Why an entry point must not be imported, from its metadata alone."""
+    """Return why an entry point must not be imported, from its metadata alone, or None."""
     if not all(part.isidentifier() for part in offer.module.split(".")):
         return f"has the entry point value '{offer.module}'; expected a module, such as 'my_plugin.plugin'"
     return _version_problem(offer.distribution)
@@ -152,9 +151,9 @@ def offer_problem(offer: Offer) -> str | None:
 
 @functools.lru_cache(maxsize=256)
 def _version_problem(distribution: Distribution) -> str | None:
-    """Why a distribution does not fit this core, and which side to upgrade; None when it fits.
+    """Return why a distribution does not fit this core and which of the two to upgrade; None if it fits.
 
-    Judged by its ``Requires-Dist`` on the core; without one it promises nothing and is let in.
+    The check reads ``Requires-Dist`` on the core; a distribution without one is accepted.
     """
     ours = Version(engine_core.__version__)
     for line in distribution.requires:
@@ -178,9 +177,9 @@ def _version_problem(distribution: Distribution) -> str | None:
 
 
 def module_exists(name: str) -> bool:
-    """Whether a module could be found, without importing it or the packages above it."""
+    """Return whether a module can be found, without importing it or its parent packages."""
     parts = name.split(".")
-    if parts[0] in sys.modules:  # find_spec raises for one without a spec, such as __main__
+    if parts[0] in sys.modules:  # find_spec raises for a module without a spec, such as __main__
         found = sys.modules[parts[0]].__spec__
     else:
         found = importlib.util.find_spec(parts[0])
@@ -197,8 +196,8 @@ def unknown_name(kind: str, name: str, also: Iterable[str] = ()) -> str:
     """Return why a name that no plugin offers cannot be used, and what to do.
 
     Args:
-        kind: the table it was looked up in.
-        name: as the user wrote it.
+        kind: the table of the lookup.
+        name: the name as the user wrote it.
         also: names that plugins without metadata offer (one-file plugins).
     """
     distribution, short = split(name)
@@ -216,19 +215,19 @@ def unknown_name(kind: str, name: str, also: Iterable[str] = ()) -> str:
         if other not in (kind, *_internal()) and (short in known_names(other) or (other, short) in ours)
     ]
     if elsewhere:
-        way = MODEL_HINT if kind == "rewards" else ""
-        return f"'{short}' is {' and '.join(elsewhere)}, not {_with_article(noun)}. Known: {listed}.{way}"
+        hint = MODEL_HINT if kind == "rewards" else ""
+        return f"'{short}' is {' and '.join(elsewhere)}, not {_with_article(noun)}. Known: {listed}.{hint}"
     to_install = {our_name for our_kind, our_name in ours if our_kind == kind} - known
     match = nearest(short, known | to_install)
     if match in to_install:
         install = f"It is not installed: pip install {ours[kind, match]}"
         return f"Unknown {noun} '{short}'. Did you mean '{match}'? Known: {listed}. {install}"
-    way = MODEL_HINT if kind == "rewards" and match is None else ""
-    return f"Unknown {noun} '{short}'.{did_you_mean(short, known)}{way}"
+    hint = MODEL_HINT if kind == "rewards" and match is None else ""
+    return f"Unknown {noun} '{short}'.{did_you_mean(short, known)}{hint}"
 
 
 def _internal() -> set[str]:
-    """Return the kinds that no key of a run file chooses from: a message about a key does not propose them."""
+    """Return the kinds that no key of a run file can name; messages about keys do not suggest them."""
     return {TABLES} | {kind for kind, spec in TABLE_SPECS.items() if spec.internal}
 
 
@@ -237,7 +236,7 @@ def _with_article(noun: str) -> str:
 
 
 def find(kind: str, name: str) -> Iterator[Offer]:
-    """The offers of a name in one group: none, one, or several that the run must choose from."""
+    """Yield the offers of a name in one group; with several, the run must choose one."""
     distribution, short = split(name)
     for offer in installed():
         fits = distribution is None or canonicalize_name(distribution) == offer.distribution.name

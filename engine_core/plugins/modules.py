@@ -1,7 +1,7 @@
-"""Import one plugin's module and check its hooks, tables, signatures and capabilities, with errors that name the plugin.
+"""Import of a plugin's module, and checks of its hooks, tables, signatures and capabilities.
 
-An absent module and a broken one are different errors: the first asks for a reinstallation, the
-second shows the plugin's own line.
+Errors name the plugin. An absent module and a broken module are different errors: the first asks for a
+reinstallation, the second shows the plugin's line.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ HOOKS: Mapping[str, tuple[str, ...]] = {
     for name, function in vars(hookspecs).items()
     if name.startswith("engine_")
 }
-"""Every hook and the names of its arguments."""
+"""The core's hooks, each with the names of its arguments."""
 
 
 def table_module(kind: str) -> ModuleType | None:
-    """Return the module that defines a table of a plugin, imported now; None where no installed plugin defines the table.
+    """Import and return the module in which a plugin defines a table; None if no installed plugin defines it.
 
-    The module has the hook specification ``engine_<kind>`` and ``SPECS``, the class of spec by kind.
+    The module has the hook specification ``engine_<kind>`` and ``SPECS``, the spec class by kind.
 
     Raises:
         PluginError: two plugins define the table, or its module is broken.
@@ -71,7 +71,7 @@ def spec_class(kind: str) -> type[Spec]:
     """Return the class of the specs of a table, of the core or of the plugin that defines the table.
 
     Raises:
-        PluginError: nothing defines it.
+        PluginError: neither the core nor a plugin defines the table.
     """
     if kind in TABLE_SPECS:
         return TABLE_SPECS[kind]
@@ -83,7 +83,7 @@ def spec_class(kind: str) -> type[Spec]:
 
 
 def hook_arguments(hook: str) -> tuple[str, ...] | None:
-    """Return the names of a hook's arguments; None where neither the core nor an installed plugin defines the hook."""
+    """Return the names of a hook's arguments; None if neither the core nor an installed plugin defines the hook."""
     if hook in HOOKS:
         return HOOKS[hook]
     module = table_module(hook.removeprefix("engine_"))
@@ -91,10 +91,10 @@ def hook_arguments(hook: str) -> tuple[str, ...] | None:
 
 
 def import_offer(offer: Offer) -> ModuleType:
-    """The module behind an entry point, once its demand on the core's version was checked.
+    """Import and return the module of an entry point, after checking the core version that it requires.
 
     Raises:
-        PluginError: made for another core, absent, or broken; nothing was registered.
+        PluginError: the module is made for another core version, absent or broken; nothing was registered.
     """
     if problem := offer_problem(offer):
         raise PluginError(f"{offer} {problem}")
@@ -102,7 +102,11 @@ def import_offer(offer: Offer) -> ModuleType:
 
 
 def import_load(label: str, load: str) -> Any:
-    """The class or function behind a spec's ``"module:attribute"``."""
+    """Import and return the class or function of a spec's ``"module:attribute"``.
+
+    Raises:
+        PluginError: the module is absent or broken, or has no such attribute.
+    """
     module, _, attribute = load.partition(":")
     found = _import(label, module)
     if not hasattr(found, attribute):
@@ -119,7 +123,7 @@ def _import(label: str, module: str) -> ModuleType:
 
 
 def _import_error(label: str, module: str, exc: BaseException) -> EngineError:
-    if isinstance(exc, EngineError):  # it says itself what is wrong with the machine or the plugin
+    if isinstance(exc, EngineError):  # its message names the problem of the machine or the plugin
         exc.add_note(f"{label} raised this while it was imported.")
         return exc
     if isinstance(exc, ModuleNotFoundError) and exc.name and f"{module}.".startswith(f"{exc.name}."):
@@ -130,11 +134,11 @@ def _import_error(label: str, module: str, exc: BaseException) -> EngineError:
 
 
 def describe(exc: BaseException, module: str) -> str:
-    """``ValueError: text (file.py:7: the line)``: the innermost line of the plugin itself.
+    """Return ``ValueError: text (file.py:7: the line)``, with the innermost line of the plugin.
 
     Args:
-        exc: what was raised.
-        module: the plugin's lines are those of its top-level package.
+        exc: the exception.
+        module: a module of the plugin; all lines of its top-level package are the plugin's.
     """
     text = f"{type(exc).__name__}: {exc}"
     if isinstance(exc, SyntaxError) and exc.filename:
@@ -148,25 +152,30 @@ def describe(exc: BaseException, module: str) -> str:
 
 
 class _FileLoader(importlib.machinery.SourceFileLoader):
-    """Runs exactly the bytes that were hashed; neither reads nor writes a cached .pyc."""
+    """A loader that runs exactly the bytes that were hashed; it neither reads nor writes a cached .pyc."""
 
     def __init__(self, name: str, path: str, source: bytes) -> None:
         super().__init__(name, path)
         self.source = source
 
     def get_code(self, fullname: str) -> CodeType:
+        """Compile the hashed bytes."""
         return self.source_to_code(self.source, self.path)
 
 
 def import_file(entry: str, root: Path, allow_code: bool) -> tuple[ModuleType, str]:
-    """A plugin in one file.
+    """Import a one-file plugin.
 
     Args:
-        entry: its path as in ``plugins = [...]``, relative to ``root``.
-        root: the TOML's folder; code elsewhere is run only if ``allow_code``.
+        entry: the file's path as in ``plugins = [...]``, relative to ``root``.
+        root: the TOML's folder.
+        allow_code: run files outside ``root`` too.
 
     Returns:
-        The module, and ``sha256:...`` of what was run, which is logged.
+        The module, and ``sha256:...`` of the code, which is logged.
+
+    Raises:
+        PluginError: the file is absent, broken, or outside ``root`` without ``allow_code``.
     """
     path = (root / entry).resolve()
     label = f"Plugin file '{entry}'"
@@ -194,7 +203,7 @@ def _run_file(name: str, path: Path, source: bytes, label: str) -> None:
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before running: dataclasses look their module up
+    sys.modules[name] = module  # before execution: dataclasses look up their module
     try:
         loader.exec_module(module)
     except BaseException as exc:
@@ -205,7 +214,7 @@ def _run_file(name: str, path: Path, source: bytes, label: str) -> None:
 
 
 def hook_problems(manager: pluggy.PluginManager, module: ModuleType, label: str) -> Iterator[str]:
-    """What is wrong with a module's hooks: a misspelt name, a wrong argument, a missing marker."""
+    """Yield the problems of a module's hooks: a misspelt name, a wrong argument, a missing marker."""
     for name in dir(module):
         function = inspect.getattr_static(module, name)
         options = manager.parse_hookimpl_opts(module, name)
@@ -241,33 +250,33 @@ def _argument_problems(label: str, hook: str, function: Any) -> Iterator[str]:
 
 TRAIN_CAPABILITIES = {
     "generation_module": "generation_module",
-    "common_checkpoints": "load",  # of any engine that declares it: they share one format
+    "common_checkpoints": "load",  # reads checkpoints of any engine with this capability: they share a format
     "lora": "without_adapter",
     "set_lr": "set_lr",
     "sleep": "sleep",
     "support": "infer",
 }
-"""Capabilities that a train engine may declare, each with the method that its class must then implement itself."""
+"""Capabilities that a train engine may declare, each with the method that its class must then override."""
 ROLLOUT_CAPABILITIES = {
     "share_module": "share_module",
     "pause": "pause",
     "sleep": "sleep",
-    "support": "add",  # of requests with ``Sampling.max_support``
-    "custom_model": "update_weights",  # of the module that ``engine_build_model`` gives for the role ``rollout``
-    "partial": "abort",  # in the midst of a response, and ``add`` of what it gave
+    "support": "add",  # accepts requests with ``Sampling.max_support``
+    "custom_model": "update_weights",  # of the module that ``engine_build_model`` builds for the role ``rollout``
+    "partial": "abort",  # in the middle of a response, and ``add`` continues that response
 }
-"""Capabilities that a rollout engine may declare, each with the method that its class must then implement itself."""
+"""Capabilities that a rollout engine may declare, each with the method that its class must then override."""
 
 CAPABILITIES = {"train_engines": TRAIN_CAPABILITIES, "rollout_engines": ROLLOUT_CAPABILITIES}
 CONTRACTS = {"train_engines": "TrainEngine", "rollout_engines": "RolloutEngine"}
-CONTRACT_MODULE = "engine_core.contracts.engines"  # named, not imported: engines stand above this module
+CONTRACT_MODULE = "engine_core.contracts.engines"  # a name, because engines import this module
 
 
 def check_table(label: str, kind: str, table: Any) -> None:
-    """Refuse what a table hook returned, unless it is ``{name: spec}`` with specs of the hook's kind.
+    """Check that a table hook returned ``{name: spec}`` with specs of the hook's kind.
 
     Raises:
-        PluginError: it is no such table, or a spec of it cannot be used.
+        PluginError: the value is no such table, or one of its specs cannot be used.
     """
     expected = spec_class(kind)
     wanted = f"engine_{kind} must return {{name: {expected.__name__}(...)}}"
@@ -281,7 +290,7 @@ def check_table(label: str, kind: str, table: Any) -> None:
         if not (isinstance(spec.config, type) and issubclass(spec.config, BaseModel)):
             got = f"must be a pydantic model class, got {_shown(spec.config)}"
             raise PluginError(f"{label}: 'config' of '{name}' {got}.")
-        given = getattr(spec, "role", "")  # a column that a role gives has nothing to load
+        given = getattr(spec, "role", "")  # a column that a role computes has no load
         if (
             not given
             and not callable(spec.load)
@@ -293,7 +302,7 @@ def check_table(label: str, kind: str, table: Any) -> None:
 
 
 def _check_capability_names(label: str, spec: Any) -> None:
-    """Refuse a capability that does not exist, without importing the engine; ``check_engine`` checks that the engine brings it."""
+    """Refuse unknown capabilities without importing the engine; ``check_engine`` checks that the class has them."""
     known = CAPABILITIES.get(spec.kind, {})
     for capability in sorted(getattr(spec, "capabilities", frozenset()) - set(known)):
         hint = did_you_mean(capability, known)
@@ -305,10 +314,10 @@ def _shown(value: Any) -> str:
 
 
 def check_signature(label: str, spec: Spec, found: Callable[..., Any]) -> None:
-    """Refuse a function, or a class and its objects, that its caller could not call.
+    """Check that a function, or a class and its objects, can be called with the arguments of its kind.
 
     Raises:
-        PluginError: an argument is missing or too many, or a class lacks what a checkpoint needs.
+        PluginError: an argument is missing or unexpected, or a class lacks ``state`` or ``load_state``.
     """
     options = set(spec.config.model_fields) | getattr(spec, "keywords", frozenset())
     if issubclass(spec.config, RefillOptions):  # read by the trainer, not by the stage
@@ -324,8 +333,8 @@ def check_signature(label: str, spec: Spec, found: Callable[..., Any]) -> None:
     _check_call(f"{label}: its objects must be callable as f", call, ("self", *spec.given), ())
     if missing := [name for name in ("state", "load_state") if not hasattr(found, name)]:
         raise PluginError(
-            f"{label}: {found.__name__} has no {' and no '.join(missing)}, so a resumed run would go on without what "
-            "it keeps. A stage that keeps nothing is a function."
+            f"{label}: {found.__name__} has no {' and no '.join(missing)}, so a resumed run would lose its state. "
+            "A stage without state is a function."
         )
 
 
@@ -339,10 +348,10 @@ def _check_call(must: str, found: Callable[..., Any], given: Sequence[str], opti
 
 
 def check_engine(label: str, spec: Any, found: Any) -> None:
-    """Refuse an engine class that does not fulfil its contract, or lacks a capability that its spec declares.
+    """Check that an engine class implements its contract and the capabilities that its spec declares.
 
     Raises:
-        PluginError: with what the class lacks.
+        PluginError: the class lacks something; the message names it.
     """
     contract, capabilities = CONTRACTS[spec.kind], CAPABILITIES[spec.kind]
     if not isinstance(found, type) or not any(

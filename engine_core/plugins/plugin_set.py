@@ -1,12 +1,12 @@
-"""Find, check, load, pick: the plugins of one run.
+"""The plugins of one run: discovery, checks, loading and choice.
 
-Only what the run names is imported. Names come from package metadata (``metadata``), a module is
-imported and its hooks are checked (``modules``), then it is registered with pluggy, and its tables are
-checked (``checks``) and must hold every name that the metadata promised. All problems of a run are
-reported at once; what the run does not use cannot hurt it.
+Only plugins that the run names are imported. Names come from package metadata (``metadata``). A module is
+imported and its hooks are checked (``modules``), then it is registered with pluggy. Its tables are
+checked and must hold every name of the metadata. All problems of a run are reported at once. A broken
+plugin that the run does not use has no effect.
 
-Left out on purpose: overriding. A name that two plugins offer is an error for a run that uses it,
-until ``"distribution:name"`` picks one.
+Plugins cannot override each other's names. A run that uses a name that two plugins offer fails until
+``"distribution:name"`` picks one.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ log = logging.getLogger("engine")
 
 
 class PluginProblems(PluginError):
-    """Everything that is wrong with the plugins of a run.
+    """All problems of the plugins of a run.
 
     Args:
-        problems: kind, name as the run wrote it, message.
-        loaded: what could be loaded all the same.
+        problems: kind, name as the run wrote it, and message of each problem.
+        loaded: the set with the plugins that loaded.
     """
 
     def __init__(self, problems: Sequence[tuple[str, str, str]], loaded: PluginSet) -> None:
@@ -65,7 +65,7 @@ class PluginProblems(PluginError):
 
 @dataclass(eq=False)
 class Plugin:
-    """One imported module with hooks."""
+    """An imported module with hooks."""
 
     module: ModuleType
     label: str  #: for messages, with the version
@@ -75,15 +75,15 @@ class Plugin:
 
 
 class PluginSet:
-    """The plugins of one run, in one process. Made by ``PluginSet.load``."""
+    """The plugins of one run in one process; create it with ``PluginSet.load``."""
 
     def __init__(self) -> None:
         self.manager = pluggy.PluginManager("engine")
         self.manager.add_hookspecs(hookspecs)
         self.plugins: list[Plugin] = []
-        self.named: list[Plugin] = []  # those of `plugins = [...]`
+        self.named: list[Plugin] = []  # the plugins of `plugins = [...]`
         self.observer_failures = 0
-        self.modules: Sequence[str] = ()  # as given to `load`, so that another process can do the same
+        self.modules: Sequence[str] = ()  # as passed to `load`, so that another process can load the same
         self.root, self.allow_code = Path.cwd(), False
         self.chosen: dict[tuple[str, str], tuple[Spec, Plugin]] = {}
         self._loader = _Loader(self)
@@ -96,7 +96,7 @@ class PluginSet:
         root: Path | None = None,
         allow_code: bool = False,
     ) -> PluginSet:
-        """Import and check what a run uses, and nothing else.
+        """Import and check the plugins that a run uses, and no others.
 
         Args:
             names: used names by kind: ``{"train_engines": {"torch"}}``. ``"dist:name"`` picks a
@@ -104,10 +104,10 @@ class PluginSet:
             modules: the run file's ``plugins = [...]``: names of the group ``engine.plugins``, and
                 paths ending in ``.py``.
             root: folder of the run file; default: the working directory.
-            allow_code: run ``.py`` files that lie outside ``root`` too.
+            allow_code: run ``.py`` files outside ``root`` too.
 
         Raises:
-            PluginProblems: everything that is wrong, at once.
+            PluginProblems: all problems at once.
         """
         plugin_set = cls()
         plugin_set.modules, plugin_set.allow_code = tuple(modules), allow_code
@@ -117,17 +117,19 @@ class PluginSet:
         return plugin_set
 
     def adopt(self, kind: str, name: str, spec: Spec, plugin: Plugin) -> None:
-        """Take a spec from elsewhere: of a plugin that is loaded in another environment, whose module has no hooks."""
+        """Add the spec of a plugin that is loaded in another Python environment; its module here has no hooks."""
         self.manager.register(plugin.module, plugin.module.__name__)
         self.plugins.append(plugin)
         self.chosen[kind, name] = spec, plugin
 
     def find(self, kind: str, name: str) -> Spec | None:
-        """The spec behind a name; None if the run does not use it or it could not be loaded."""
+        """Return the spec of a name; None if the run does not use the name or its plugin failed to load."""
         return self.chosen[kind, name][0] if (kind, name) in self.chosen else None
 
     def offered(self, kind: str, name: str) -> Spec | None:
-        """Return the spec of a name that no key of the run file chose, loading its plugin now; None where no plugin offers it.
+        """Return the spec of a name that no key of the run file chose; None if no plugin offers it.
+
+        Its plugin is loaded now, if the run has not loaded it.
 
         Raises:
             PluginError: the plugin is broken, or two offer the name.
@@ -137,14 +139,16 @@ class PluginSet:
         return self.find(kind, name)
 
     def offers(self, kind: str, name: str) -> bool:
-        """Return whether an installed plugin or one of ``plugins = [...]`` offers a name; nothing is imported."""
+        """Return whether an installed plugin or one of ``plugins = [...]`` offers a name, without importing it."""
         return any(find(kind, name)) or any(name in plugin.tables.get(kind, {}) for plugin in self.named)
 
     def require(self, kind: str, name: str) -> Any:
-        """Resolve a name that no key of the run file chose, loading its plugin now if the run has not: an objective, a part.
+        """Resolve a name that no key of the run file chose, such as an objective or a part.
+
+        Its plugin is loaded now, if the run has not loaded it.
 
         Raises:
-            PluginError: no installed plugin offers it, or its plugin is broken. The set is as it was.
+            PluginError: no installed plugin offers the name, or its plugin is broken. The set is unchanged.
         """
         if (kind, name) not in self.chosen:
             self._load_later(kind, name)
@@ -155,7 +159,11 @@ class PluginSet:
             raise PluginProblems(problems, self)
 
     def spec(self, kind: str, name: str) -> Spec:
-        """The spec behind a name that this run uses."""
+        """Return the spec of a name that this run uses.
+
+        Raises:
+            PluginError: the run does not use the name.
+        """
         if spec := self.find(kind, name):
             return spec
         raise PluginError(
@@ -163,7 +171,7 @@ class PluginSet:
         )
 
     def resolve(self, kind: str, name: str) -> Any:
-        """The class or function behind a name, imported now; an engine's capabilities are checked."""
+        """Import and return the class or function of a name; an engine's capabilities are checked."""
         spec = self.spec(kind, name)
         label = self.chosen[kind, name][1].label
         found = import_load(label, spec.load) if isinstance(spec.load, str) else spec.load
@@ -172,10 +180,10 @@ class PluginSet:
         return found
 
     def function(self, kind: str, name: str) -> Callable[..., Any]:
-        """``resolve`` for a function, or for a class that is made with its options: ``guarded``.
+        """Return ``resolve`` of a function, or of a class that is made with its options, wrapped by ``guarded``.
 
         Raises:
-            PluginError: it cannot be called with the arguments of its kind and its options.
+            PluginError: the function cannot be called with the arguments of its kind and its options.
         """
         spec, plugin = self.chosen[kind, name]
         found: Callable[..., Any] = self.resolve(kind, name)
@@ -183,13 +191,17 @@ class PluginSet:
         return self.guarded(kind, name, found)
 
     def guarded(self, kind: str, name: str, found: Callable[..., Any]) -> Callable[..., Any]:
-        """``found`` such that what it raises carries the name and version of the plugin behind ``name``.
+        """Wrap ``found`` so that its exceptions name the plugin that offers ``name`` and the plugin's version.
 
-        An error of the core's own functions passes as it is: it is a bug of ours.
+        Exceptions of the core's functions are not wrapped: they are bugs of the engine.
+
+        Raises:
+            PluginError: raised by the wrapped function if ``found`` fails.
         """
         spec, plugin = self.chosen[kind, name]
 
         def called(*arguments: Any, **options: Any) -> Any:
+            """Call ``found`` and raise its failure as a PluginError."""
             try:
                 return found(*arguments, **options)
             except EngineError:
@@ -201,45 +213,45 @@ class PluginSet:
         return found if plugin.source == CORE else called
 
     def overrides(self, hook: str) -> bool:
-        """Whether a plugin of this run implements a step hook."""
+        """Return whether a plugin of this run implements a step hook."""
         return any(hasattr(plugin.module, hook) for plugin in self.plugins)
 
     def step(self, role: str, *backends: tuple[str, str]) -> SimpleNamespace:
-        """The step hooks as one role's plugins answer them.
+        """Return the step hooks for one role.
 
         Args:
-            role: for messages.
-            backends: ``(kind, name)`` of the role's backend, whose plugin is asked last; plugins of
-                other roles' backends are not asked. Of a sampler: its own, and then the actor's.
+            role: the role's name, for messages.
+            backends: ``(kind, name)`` of the role's backend, whose plugin is called last; plugins of
+                other roles' backends are not called. For a sampler: its backend, then the actor's.
 
         Returns:
-            The step hooks by name, as functions of keyword arguments; each gives the first answer,
-            or None when the default is to be used. A first, positional argument may be a function
-            that tells what is wrong with an answer ("" where nothing is); it is refused with the
-            plugin's name.
+            The step hooks by name, as functions of keyword arguments. Each returns the first answer,
+            or None if the default applies. An optional positional argument is a function that
+            returns the problem of an answer, or ""; an answer with a problem is refused with an
+            error that names the plugin.
         """
         asked = self.asked(*backends)
         return SimpleNamespace(**{hook: partial(self._first, asked, role, hook) for hook in STEP_HOOKS})
 
     def asked(self, *backends: tuple[str, str]) -> list[Plugin]:
-        """Return the plugins that ``step`` asks, in their order."""
+        """Return the plugins that ``step`` calls, in order."""
         for backend in backends:
             self.spec(*backend)
         return list(dict.fromkeys([*self.named[::-1], *(self.chosen[backend][1] for backend in backends)]))
 
     def emit(self, event: str, step: int, data: Mapping[str, Any]) -> None:
-        """Tell every observer; a failing one is logged, counted in ``observer_failures``, and passed over."""
+        """Call every observer; a failure is logged and counted in ``observer_failures``."""
         for plugin in reversed(self.plugins):
             try:
                 self._caller("engine_on_event", plugin)(event=event, step=step, data=dict(data))
             except Exception:
                 self.observer_failures += 1
                 log.exception(
-                    "%s failed to observe '%s' of step %d; training goes on", plugin.label, event, step
+                    "%s failed to observe '%s' of step %d; training continues", plugin.label, event, step
                 )
 
     def versions(self) -> dict[str, str]:
-        """Version of the core and of each distribution in use; of a one-file plugin, its hash."""
+        """Return the versions of the core and of each distribution in use; a one-file plugin has its hash."""
         return {CORE: engine_core.__version__} | {plugin.source: plugin.version for plugin in self.plugins}
 
     def _caller(self, hook: str, plugin: Plugin) -> pluggy.HookCaller:
@@ -265,7 +277,11 @@ class PluginSet:
         return None
 
     def ask(self, plugin: Plugin, asker: str, hook: str, /, **arguments: Any) -> Any:
-        """Call a hook of one plugin; what it raises carries its name and version."""
+        """Call a hook of one plugin.
+
+        Raises:
+            PluginError: the hook failed; the message names the plugin and its version.
+        """
         try:
             return self._caller(hook, plugin)(**arguments)
         except EngineError as exc:
@@ -277,7 +293,7 @@ class PluginSet:
 
 
 class _Loader:
-    """The loading of one ``PluginSet``: continues after a problem, so that all are found."""
+    """The loader of one ``PluginSet``; it continues after a problem, so that all problems are found."""
 
     def __init__(self, plugin_set: PluginSet) -> None:
         self.plugin_set = plugin_set
@@ -285,14 +301,14 @@ class _Loader:
         self.tables = dict.fromkeys(TABLE_SPECS)  # kinds whose hooks the manager knows, in order
         self.imported: dict[
             str, Plugin | None
-        ] = {}  # by module; None: failed in this call, and was reported once
+        ] = {}  # by module; None: the import failed in this call and was reported
         self.started = False
 
     def load(self, names: Mapping[str, Collection[str]]) -> list[tuple[str, str, str]]:
-        """Load what stands behind names, with the first call also ``plugins = [...]``, and return all problems.
+        """Load the plugins of names and return all problems; the first call also loads ``plugins = [...]``.
 
-        A later call looks at no file of ``plugins = [...]`` again, so an edit during a run changes nothing. It reports
-        again what failed before, where it is asked for it.
+        A later call does not read the files of ``plugins = [...]`` again, so an edit during a run has no effect. It
+        reports an earlier failure again if it needs the same plugin.
         """
         self.problems = []
         self.imported = {module: plugin for module, plugin in self.imported.items() if plugin is not None}
@@ -324,7 +340,7 @@ class _Loader:
             self.problems.append((kind, name, str(exc)))
 
     def _named(self, entry: str) -> Plugin | None:
-        """The plugin behind an entry of ``plugins = [...]``."""
+        """Import the plugin of an entry of ``plugins = [...]``; None if that failed."""
         if not entry.endswith(".py"):
             plugin = self._behind("plugins", entry)
             if plugin is None and not list(find("plugins", entry)):
@@ -338,7 +354,7 @@ class _Loader:
         return None
 
     def _behind(self, kind: str, name: str) -> Plugin | None:
-        """The plugin whose metadata offers a name, imported; None if there is none or it failed."""
+        """Import the plugin whose metadata offers a name; None if there is none or it failed."""
         offers = list(find(kind, name))
         if len(offers) > 1:
             self._ambiguous(kind, name, [str(offer.distribution) for offer in offers])
@@ -353,7 +369,7 @@ class _Loader:
         return self.imported[offer.module]
 
     def _define(self, kind: str) -> None:
-        """Add the hook of a table that a plugin defines to the manager."""
+        """Add the hook of a plugin's table to the manager."""
         if kind in self.tables or kind == "plugins" or (module := table_module(kind)) is None:
             return
         self.tables[kind] = None
@@ -365,7 +381,7 @@ class _Loader:
         self.problems.append((kind, name, f"{offered}. Write {choices}."))
 
     def _register(self, plugin: Plugin) -> None:
-        """Check the hooks of a plugin, register it, collect and check its tables."""
+        """Check the hooks of a plugin, register it, and collect and check its tables."""
         plugin_set, name = self.plugin_set, plugin.module.__name__
         try:
             for hook in dir(plugin.module):
@@ -387,7 +403,7 @@ class _Loader:
         self._collect(plugin, self.tables)
 
     def _collect(self, plugin: Plugin, kinds: Collection[str]) -> None:
-        """Ask a plugin for those of its tables that it has not given yet."""
+        """Collect the plugin's tables of ``kinds`` that were not collected yet."""
         here = (plugin.source, plugin.module.__name__)
         mine = [offer for offer in installed() if (offer.distribution.name, offer.module) == here]
         for kind in kinds:
@@ -397,12 +413,16 @@ class _Loader:
                     plugin.tables[kind] = self._table(plugin, kind, promised)
 
     def _table(self, plugin: Plugin, kind: str, promised: Set[str]) -> dict[str, Spec]:
-        """Return one table of one plugin; it must hold every name that the metadata promises."""
+        """Return one table of one plugin.
+
+        Raises:
+            PluginError: the table is malformed or lacks a name of the plugin's metadata.
+        """
         hook = f"engine_{kind}"
         offers = self.plugin_set._caller(hook, plugin).get_hookimpls()
         answers = self.plugin_set.ask(plugin, "while it was loaded", hook) if offers else [{}]
         table: dict[str, Spec] = {}
-        for answer in answers or [None]:  # pluggy leaves None out
+        for answer in answers or [None]:  # pluggy omits None
             check_table(plugin.label, kind, answer)
             table |= answer
         for name in sorted(promised - {*table}):
@@ -418,7 +438,7 @@ class _Loader:
         distribution, short = split(name)
         offers = list(find(kind, name))
         if len(offers) > 1 or any(self.imported[offer.module] is None for offer in offers):
-            return  # told already
+            return  # already reported
         candidates = [plugin for offer in offers if (plugin := self.imported[offer.module])]
         named = [plugin for plugin in self.plugin_set.named if plugin not in candidates]
         candidates += [
@@ -429,5 +449,5 @@ class _Loader:
         elif not candidates:
             also = {other for plugin in named for other in plugin.tables.get(kind, {})}
             self.problems.append((kind, name, unknown_name(kind, name, also)))
-        elif spec := candidates[0].tables.get(kind, {}).get(short):  # else: its table failed, told already
+        elif spec := candidates[0].tables.get(kind, {}).get(short):  # else: its table failed and was reported
             self.plugin_set.chosen[kind, name] = spec, candidates[0]

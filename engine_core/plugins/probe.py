@@ -1,4 +1,4 @@
-"""Load the names of installed plugins in the subprocess of ``engine plugins --check``, and print what is wrong with each."""
+"""The subprocess of ``engine plugins --check``, which loads the names of plugins and prints their problems."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from engine_core.specs import Spec, resolve
 
 
 def probe(targets: Sequence[str]) -> None:
-    """Load each name and print its problem and what it says of the machine, a line of JSON for each name.
+    """Load each name and print its problem and its health check's result, one line of JSON per name.
 
-    Each line is written at once: the next name may end the process. What plugins print goes to stderr.
+    Each line is written at once: the next name may end the process. Output of plugins goes to stderr.
 
     Args:
-        targets: ``kind=distribution:name`` each.
+        targets: names as ``kind=distribution:name``.
     """
-    gc.disable()  # a short life, nearly all of it imports: collecting takes a fifth of them
-    with os.fdopen(os.dup(1), "w", buffering=1) as told:
+    gc.disable()  # garbage collection takes a fifth of the import time in this short process
+    with os.fdopen(os.dup(1), "w", buffering=1) as output:
         os.dup2(2, 1)
         for target in targets:
             kind, _, name = target.partition("=")
@@ -36,16 +36,16 @@ def probe(targets: Sequence[str]) -> None:
                 else:
                     plugins = PluginSet.load({kind: [name]})
                     spec = plugins.spec(kind, name)
-                    if spec.load:  # a column that a role's `infer` gives has none
+                    if spec.load:  # a column that is an output of a role's `infer` has none
                         plugins.resolve(kind, name)
                     health = _health(spec)
             except EngineError as exc:
                 problem = str(exc)
-            print(json.dumps([target, problem, *health]), file=told)
+            print(json.dumps([target, problem, *health]), file=output)
 
 
 def _health(spec: Spec) -> tuple[str, bool]:
-    """Return what a spec says of this machine, and whether that is well."""
+    """Run a spec's health check; return its text and whether it passed."""
     if spec.health is None:
         return "", True
     try:

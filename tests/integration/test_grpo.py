@@ -106,8 +106,8 @@ def test_a_prompt_that_the_model_has_no_room_for_is_skipped_by_name_or_ends_the_
     run = trainer(grpo, changes, data=rows)
     run.train()
     assert [line["step"] for line in metrics_of(run)] == [1, 2]
-    assert "the longest prompt that model and sampler have room for with a response is" in caplog.text
-    said = r"tokens; the longest prompt that model and sampler have room for with a response is \d+\. Shorten the row, or set"
+    assert "the longest prompt that leaves model and sampler room for a response is" in caplog.text
+    said = r"tokens; the longest prompt that leaves model and sampler room for a response is \d+\. Shorten the row, or set"
     with pytest.raises(DataError, match=said):
         trainer(grpo, changes | {"data.over_long": "error", "run.name": "e"}, data=rows).train()
 

@@ -71,7 +71,7 @@ def test_a_row_longer_than_the_models_positions_goes_the_way_of_over_long_rows(m
     with pytest.raises(DataError) as caught:
         stopped.train()
     assert (
-        "the number of positions that the model has (max_position_embeddings) is 24. Shorten the row"
+        "the model's number of positions (max_position_embeddings) is 24. Shorten the row"
         in str(caught.value)
     )
 

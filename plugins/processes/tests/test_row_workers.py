@@ -113,7 +113,7 @@ def test_a_tokenizer_that_changes_when_it_is_saved_is_refused(config_of, tokeniz
     tokenizer.save_pretrained(tmp_path)
     setup = PromptSource(config_of(ROWS), tokenizer, seed=0)._preparer.setup()
     changed = {**setup, "tokenizer": str(tmp_path), "tokenizer_hash": "of another one"}
-    with pytest.raises(DataError, match=r"another one once saved and loaded\. Set num_workers = 0"):
+    with pytest.raises(DataError, match=r"changes when it is saved and loaded\. Set num_workers = 0"):
         Preparer.from_setup(changed)
 
 

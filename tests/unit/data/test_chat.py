@@ -367,5 +367,5 @@ def test_a_template_that_changes_contents_cannot_be_learned():
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] | length }}:{{ m['content'] }}{% endfor %}"
     )
-    with pytest.raises(BadRow, match=r"with more text in them otherwise.*\{% generation %\} marks"):
+    with pytest.raises(BadRow, match=r"differently if they have more text.*\{% generation %\} marks"):
         ChatFormat(tokenizer).conversation([HI, HELLO])

@@ -180,7 +180,7 @@ def test_a_bad_row_is_named_and_ends_the_run_by_default(config_of, tokenizer):
         source.take(1)
     assert str(caught.value) == (
         "train.jsonl:11: not valid JSON (Expecting property name enclosed in double quotes at column 2). "
-        "Unusable rows so far: 1; [data] max_bad_rows is 0. Mend the row, or raise max_bad_rows to skip such rows."
+        "Unusable rows so far: 1; [data] max_bad_rows is 0. Fix the row, or raise max_bad_rows to skip such rows."
     )
 
 
@@ -289,7 +289,7 @@ def test_a_state_of_something_else_is_refused(config_of, tokenizer, state):
 def test_no_files_are_an_error(tokenizer):
     with pytest.raises(DataError, match=r"\[data\] validation names no file\."):
         PromptSource(DataConfig(train="x"), tokenizer, seed=0, split="validation")
-    with pytest.raises(DataError, match="The train data given from Python has 0 rows"):
+    with pytest.raises(DataError, match="The train data passed from Python has 0 rows"):
         PromptSource(DataConfig(), tokenizer, seed=0, rows=[])
 
 
