@@ -73,6 +73,7 @@ def test_a_pair_loss_that_asks_for_what_it_is_not_given_is_refused():
     ):
         check_offered("mine", PairLoss(load=max, config=DPOOptions))
     with pytest.raises(
-        PluginError, match=r"reads 'simpo_gama', which pair losses do not receive\. Did you mean 'simpo_gamma'\?"
+        PluginError,
+        match=r"reads 'simpo_gama', which pair losses do not receive\. Did you mean 'simpo_gamma'\?",
     ):
         check_offered("mine", PairLoss(load=max, reads=frozenset({"simpo_gama"})))

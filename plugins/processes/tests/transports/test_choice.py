@@ -51,7 +51,11 @@ def gpu(name, nccl=True):
         (Topology(True, (CPU, CPU, CPU)), "broadcast", "2 separate processes"),
         (Topology(True, (CPU, CPU, CPU), True, True), "broadcast", "2 separate processes"),
         (Topology(True, (gpu("a"), gpu("b"))), "broadcast", "each of the 2 ends has its own GPU"),
-        (Topology(True, (gpu("a"), gpu("b"), gpu("c")), True), "broadcast", "each of the 3 ends has its own GPU"),
+        (
+            Topology(True, (gpu("a"), gpu("b"), gpu("c")), True),
+            "broadcast",
+            "each of the 3 ends has its own GPU",
+        ),
         (Topology(True, (gpu("a"), gpu("a")), True), "ipc", "ends share a GPU, which NCCL refuses"),
         (Topology(True, (gpu("a"), gpu("b"), gpu("b")), True), "ipc", "ends share a GPU"),
         (Topology(True, (gpu("a"), gpu("a"))), "tcp", "need not be on one machine"),
