@@ -60,7 +60,7 @@ def test_an_address_where_nobody_answers_is_refused(no_cluster):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert f"runtime.ray.address = '{address}': nobody answers there (" in refusal(address)
+        assert f"runtime.ray.address = '{address}': nothing answers there (" in refusal(address)
 
 
 ANSWERS = [

@@ -44,7 +44,7 @@ def capability(monkeypatch):
         (GPT2Config(), "varlen", "rectangles"),
         (Gemma2Config(), "varlen", "rectangles"),
         (Qwen3NextConfig(), "sdpa", "recurrent layers"),
-        (FalconConfig(), "sdpa", "attention code of its own"),
+        (FalconConfig(), "sdpa", "custom attention code"),
         (GptOssConfig(), "eager", "no fused attention"),
         (BloomConfig(), "eager", "no fused attention"),
         (MambaConfig(), "eager", "no fused attention"),

@@ -244,7 +244,9 @@ def test_a_head_of_several_labels_is_refused(make_critic, tmp_path, make_engine)
 
 
 def test_what_transformers_does_not_know_gets_no_head(make_critic):
-    with pytest.raises(ConfigError, match=r"Linear, which is no transformers model. Give the role a path"):
+    with pytest.raises(
+        ConfigError, match=r"Linear, which is no transformers model. Give the role a separate path"
+    ):
         make_critic(live={"model": torch.nn.Linear(2, 2)})
 
 

@@ -48,8 +48,8 @@ def check_same(module: nn.Module, ranks: Ranks, values: bool, role: str) -> None
         PluginError: the model differs; every rank raises.
     """
     own = own_weights(module)
-    told = ranks.texts(_digest(own, values))
-    other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
+    digests = ranks.texts(_digest(own, values))
+    other = next((rank for rank, text in enumerate(digests) if text != digests[0]), None)
     if other is None:
         return
     what = "weights" if values else "names or shapes of weights"
@@ -57,10 +57,10 @@ def check_same(module: nn.Module, ranks: Ranks, values: bool, role: str) -> None
     counts = ranks.texts(sum(tensor.numel() for tensor in own.values()))
     names = dict.fromkeys([*every[0], *every[other]])
     first = next(name for name in names if every[0].get(name) != every[other].get(name))
-    told_counts = f" ({counts[0]:,} parameters on rank 0, {counts[other]:,} on rank {other})"
+    counted = f" ({counts[0]:,} parameters on rank 0, {counts[other]:,} on rank {other})"
     raise PluginError(
         f"The model of role '{role}' has other {what} on rank {other} than on rank 0; the first is '{first}'"
-        f"{told_counts if counts[0] != counts[other] else ''}. What builds it must give the same on every rank: "
+        f"{counted if counts[0] != counts[other] else ''}. What builds it must give the same on every rank: "
         "draw first weights from model.seed, not from the process's own generator."
     )
 
@@ -118,17 +118,17 @@ class Probe:
             else:
                 fatal = error
         ranks.share(fatal, f"{self.key}: the model before it is sharded", PluginError)
-        values, told = ranks.texts([mine, cannot])[0]
+        values, reason = ranks.texts([mine, cannot])[0]
         if values is None and options.probe is True:
             raise ConfigError(
                 f"{self.key} = true: the whole model does not run on the first rank's CPU, so that nothing can be compared "
-                f"with it ({told}). Leave it out, or choose a model.attention that a CPU has."
+                f"with it ({reason}). Leave it out, or choose a model.attention that a CPU has."
             )
         if values is None:
             log.warning(
                 "%s: the whole model does not run on the CPU, so nothing is compared with it (%s).",
                 role,
-                told,
+                reason,
             )
             return
         self.expected = torch.tensor(values)
@@ -159,9 +159,9 @@ class Probe:
         allowed = (HALF if half else FULL) * max(spread, 1e-2)
         gap = (found - self.expected).abs().nan_to_num(torch.inf)
         at = int(gap.argmax())
-        told = self.ranks.texts([str(float(gap[at])), at, float(found[at].nan_to_num(1e30))])
-        worst = max(range(len(told)), key=lambda rank: float(told[rank][0]))
-        size, place, value = told[worst]
+        worst_gaps = self.ranks.texts([str(float(gap[at])), at, float(found[at].nan_to_num(1e30))])
+        worst = max(range(len(worst_gaps)), key=lambda rank: float(worst_gaps[rank][0]))
+        size, place, value = worst_gaps[worst]
         if float(size) > allowed:
             raise PluginError(
                 f"The model of role '{self.role}' computes something else sharded than whole: on rank {worst} "

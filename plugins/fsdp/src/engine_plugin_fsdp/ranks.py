@@ -67,8 +67,8 @@ class Ranks(RankGroup):
     def share_random_state(self) -> None:
         """Copy the leader's random state to the ranks that get the same data. Collective."""
         if self.slice is not None:
-            told = self.texts(random_state(self.device))
-            set_random_state(told[self.rank - self.slice.rank()], self.device)
+            states = self.texts(random_state(self.device))
+            set_random_state(states[self.rank - self.slice.rank()], self.device)
 
 
 def mesh_shape(options: FSDPOptions, size: int, role: str) -> tuple[int, int]:
@@ -105,10 +105,10 @@ def _check_groups(options: FSDPOptions, size: int, role: str) -> None:
                 f"{nearest_fit(asked, fits)} Or start another number of ranks."
             )
     if size % (options.tp * options.sp):
-        beside = [n for n in fits if size % (n * options.sp) == 0]
+        fits_with_sp = [n for n in fits if size % (n * options.sp) == 0]
         raise ConfigError(
             f"{key}.tp {options.tp} and {key}.sp {options.sp} make groups of {options.tp * options.sp} ranks, which do not "
-            f"divide the {size} ranks of this run. For {key}.tp: {nearest_fit(options.tp, beside)} Or start another "
+            f"divide the {size} ranks of this run. For {key}.tp: {nearest_fit(options.tp, fits_with_sp)} Or start another "
             "number of ranks."
         )
 

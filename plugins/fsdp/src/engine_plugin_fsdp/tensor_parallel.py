@@ -115,9 +115,9 @@ def check_config(config: Any, size: int, role: str) -> None:
     fits = [n for n in range(1, max(known.values(), default=1) + 1) if not any(c % n for c in known.values())]
     for what, count in known.items():
         if count % size:
-            told = f"{count} {what}" if what.endswith("heads") else f"{what} of {count}"
+            sized = f"{count} {what}" if what.endswith("heads") else f"{what} of {count}"
             raise ConfigError(
-                f"{key} is {size}, which does not divide the model's {told}. {nearest_fit(size, fits)}"
+                f"{key} is {size}, which does not divide the model's {sized}. {nearest_fit(size, fits)}"
             )
 
 
@@ -215,7 +215,7 @@ def check_units(module: nn.Module, plan: Plan, units: Collection[str], role: str
     for head in plan.heads:
         if any(head.startswith(f"{unit}.") and plan.splits(unit) for unit in units):
             raise ConfigError(
-                f"{role}.fsdp.wrap: a unit holds '{head}' beside layers that {role}.fsdp.tp splits. "
+                f"{role}.fsdp.wrap: a unit holds '{head}' together with layers that {role}.fsdp.tp splits. "
                 "Choose smaller units."
             )
     for name, part in module.named_modules():

@@ -275,8 +275,8 @@ def _short_folder() -> str | None:
 def _too_large(object_store_mib: int) -> str:
     free = psutil.virtual_memory().available >> 20
     return (
-        f"runtime.ray.object_store_mib is {object_store_mib}, and {free} MiB of this machine's memory are free: Ray wants "
-        "room for the workers beside the store. Lower it."
+        f"runtime.ray.object_store_mib is {object_store_mib}, and {free} MiB of this machine's memory are free: Ray needs "
+        "room for the workers in addition to the store. Lower it."
     )
 
 

@@ -125,7 +125,7 @@ def check(at: str, answer: Mapping[str, Any]) -> str:
     if mode == OPEN and wanted.lower() == TOKEN:
         raise ConfigError(
             f"{at}: RAY_AUTH_MODE is '{wanted}' here, and the cluster asks for no token. Start it with "
-            "RAY_AUTH_MODE=token too, or unset RAY_AUTH_MODE here to trust whoever reaches it."
+            "RAY_AUTH_MODE=token too, or unset RAY_AUTH_MODE here to trust every client that reaches it."
         )
     return mode
 
@@ -161,8 +161,8 @@ def _reach(at: str, found: str) -> None:
         socket.create_connection(host_and_port(found), CONNECT_SECONDS).close()
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"{at}: nobody answers there ({error}). Start the cluster (ray start --head), "
-            "look at the address, or leave it out for a cluster of the run's own."
+            f"{at}: nothing answers there ({error}). Start the cluster (ray start --head), "
+            "check the address, or leave it out for a private cluster of the run."
         ) from None
 
 

@@ -19,11 +19,11 @@ class RayOptions(ProcessOptions):
     renamed = {**ProcessOptions.renamed, "messages": "worker_transport"}
 
     address: str = ""
-    """``HOST:PORT`` of a cluster's head, or ``auto`` for the one that this machine belongs to; empty: a cluster of the run's own, on this machine."""
+    """``HOST:PORT`` of a cluster's head, or ``auto`` for the one that this machine belongs to; empty: a private cluster on this machine."""
     cpus_per_process: float = Field(1.0, gt=0)
-    """CPUs that a worker holds in the cluster, beside its accelerator where it has one."""
+    """CPUs that a worker reserves in the cluster, in addition to its accelerator if it has one."""
     strategy: dict[str, Literal["pack", "spread", "strict_pack", "strict_spread"]] = {}
-    """By pool of [placement]: processes near each other (``pack``, what a pool is without a word) or on different nodes; ``strict_`` refuses what else is only tried."""
+    """By pool of [placement]: place processes close together (``pack``, the default) or on different nodes (``spread``); ``strict_`` fails if that is impossible, the others only try."""
     env: dict[str, str] = {}
     """Environment variables of every worker."""
     python: dict[str, str] = {}

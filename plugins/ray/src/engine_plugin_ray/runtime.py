@@ -108,7 +108,7 @@ class RayRuntime(MultiProcessRuntime):
             self.cluster.start(own["CPU"], gpus, self.options.object_store_mib, size)
         elif not asks_for_token():
             log.warning(
-                "Ray: %s asks for no token: whoever reaches it can run programs on its nodes. Start it with "
+                "Ray: %s asks for no token: every client that reaches it can run programs on its nodes. Start it with "
                 "RAY_AUTH_MODE=token.",
                 self.cluster.shown,
             )

@@ -103,8 +103,8 @@ def _check_shown(path: str) -> None:
     said = f"[reward.code] readable: '{path}'"
     if not os.path.exists(path):
         parent = os.path.dirname(path.rstrip("/"))
-        beside = os.listdir(parent) if os.path.isdir(parent) else []
-        known = did_you_mean(os.path.basename(path.rstrip("/")), beside)
+        siblings = os.listdir(parent) if os.path.isdir(parent) else []
+        known = did_you_mean(os.path.basename(path.rstrip("/")), siblings)
         raise ConfigError(f"{said} does not exist on this machine.{known.partition(' Known:')[0]}")
     real = os.path.realpath(path)
     if real == "/" or any(f"{real}/".startswith(f"{open_}/") for open_ in NEVER_SHOWN):

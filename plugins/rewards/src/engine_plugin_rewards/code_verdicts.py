@@ -40,24 +40,24 @@ def verdict(case: Case, ended: Ended, tolerance: float, nonce: str = "") -> str:
         text = ended.output.decode(errors="replace")
         right = ended.code == 0 and same_text(text, case.stdout, tolerance)
     elif isinstance(case, Assertions):
-        said = _told(ended.told).get("nonce")
+        said = _message(ended.told).get("nonce")
         right = (
             ended.code == 0 and isinstance(said, str) and hmac.compare_digest(said.encode(), nonce.encode())
         )
     else:
-        right = ended.code == 0 and _right_value(case, _told(ended.told).get("value", MISSING), tolerance)
+        right = ended.code == 0 and _right_value(case, _message(ended.told).get("value", MISSING), tolerance)
     if right:
         return PASSED
     return "wrong" if ended.code == 0 else "error" if ended.code > 0 else "crashed"
 
 
-def _told(line: bytes) -> dict[str, Any]:
+def _message(line: bytes) -> dict[str, Any]:
     """Parse the message of the program's process; return an empty one if it is no JSON object."""
     try:
-        told = json.loads(line)
+        message = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return message if isinstance(message, dict) else {}
 
 
 def _right_value(case: Call | Expression, value: Any, tolerance: float) -> bool:

@@ -140,7 +140,7 @@ class HTTPOptions(ServerOptions):
 
 
 class PythonOptions(Options):
-    """``[reward.python]``: a function of yours, from a file beside the run file."""
+    """Options of the reward `python`, ``[reward.python]``: a function from a file next to the run file."""
 
     path: str
     """The ``.py`` file, relative to the run file's folder and inside it."""

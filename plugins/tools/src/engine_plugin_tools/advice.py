@@ -54,16 +54,16 @@ def _in_turn(medians: Mapping[str, float]) -> str:
     if step < WORTH * apart:
         slow = "more samplers" if sampling > rest else "more trainers"
         return (
-            f'{head} Rollouts that run ahead (trainer = "async") would gain little: {_times(step, apart)} at best, with devices '
-            f"of their own for the sampler; on the same devices they would be no quicker. What would help are {slow}."
+            f'{head} Rollouts that run ahead (trainer = "async") would gain little: {_times(step, apart)} at best, with '
+            f"separate devices for the sampler; on the same devices they would be no quicker. What would help are {slow}."
         )
     tail = (
-        f"at most {_times(step, shared)} by filling the sampler while the longest responses go on"
+        f"at most {_times(step, shared)} by filling the sampler while the longest responses finish"
         if step >= WORTH * shared
         else "no quicker, and slower where the two get in each other's way"
     )
     return (
-        f'{head} Rollouts that run ahead (trainer = "async") with a sampler on devices of its own: {apart:.3g} s at best, '
+        f'{head} Rollouts that run ahead (trainer = "async") with a sampler on separate devices: {apart:.3g} s at best, '
         f"{_times(step, apart)}. On the same devices, shared out: {tail}."
     )
 

@@ -55,11 +55,11 @@ def choose_attention(name: str, config: PretrainedConfig | None, device: torch.d
     if kind is None:
         return ("sdpa" if config is not None else "varlen"), "the model's class is not known here"
     if not kind._supports_sdpa:
-        return "eager", f"{kind.__name__} has no fused attention (attention sinks, or code of its own)"
+        return "eager", f"{kind.__name__} has no fused attention (attention sinks, or custom code)"
     if getattr(kind, "_is_stateful", False) or not attends_only(config):
         return "sdpa", "recurrent layers: one sequence at a time, nothing is packed"
     if not kind._supports_attention_backend:
-        return "sdpa", f"{kind.__name__} has attention code of its own"
+        return "sdpa", f"{kind.__name__} has custom attention code"
     if device.type != "cuda":
         return "varlen", "packed sequences as rectangles of similar lengths, exact"
     if reason := _no_kernel(config, device):

@@ -102,7 +102,7 @@ class MemoryBudget:
             return False
         self.engine.set_token_budget(tokens // 2)
         log.warning(
-            "Out of memory with %d tokens in a micro-batch; going on with %d. "
+            "Out of memory with %d tokens in a micro-batch; continuing with %d. "
             "Set %s.max_tokens_per_rank = %d to begin there. (%s)",
             tokens,
             tokens // 2,

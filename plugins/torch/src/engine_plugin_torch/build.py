@@ -105,8 +105,8 @@ class ModelBuilder:
         assert spread is not None
         if not spread.used:
             raise ConfigError(
-                f"{engine._table}.device_map: a plugin builds this model, and whole. Leave the key out, or place its layers in "
+                f"{engine._table}.device_map: a plugin builds the whole model. Remove the key, or place its layers in "
                 "engine_build_model."
             )
-        log.info("%s: %s; what is on disk is read in each pass.", engine.context.role, spread.told(module))
+        log.info("%s: %s; layers on disk are read in each pass.", engine.context.role, spread.told(module))
         return module

@@ -105,8 +105,8 @@ def _seconds(run: Callable[[], Any], group: dist.ProcessGroup, device: torch.dev
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the backend that sends tensors of a device in this group."""
-    told = str(dist.get_backend_config(group))  # "cpu:gloo,cuda:nccl"
-    return dict(pair.split(":") for pair in told.split(",")).get(device.type, told)
+    backends = str(dist.get_backend_config(group))  # "cpu:gloo,cuda:nccl"
+    return dict(pair.split(":") for pair in backends.split(",")).get(device.type, backends)
 
 
 def _settle(device: torch.device) -> None:

@@ -145,8 +145,8 @@ class DataParallelEngine(TorchEngine):
     def _over_ranks(self, output: TrainOutput) -> TrainOutput:
         """Reduce loss and metrics over the data-parallel ranks: sums or maxima. Ranks may have different metrics."""
         mine = [output.loss, *(output.metrics[n] for n in sorted(output.metrics))] if self._tells else []
-        told = self.ranks.texts({"names": sorted(output.metrics)})
-        names = sorted({name for one in told for name in one["names"]})
+        found = self.ranks.texts({"names": sorted(output.metrics)})
+        names = sorted({name for one in found for name in one["names"]})
         summed, largest = [n for n in names if not is_largest(n)], [n for n in names if is_largest(n)]
         held = output.metrics if mine else {}
         total = self.ranks.total(

@@ -117,8 +117,8 @@ def read_together(read: Callable[[], FolderParts], path: str, role: str, ranks: 
     except Exception as problem:
         error = problem
     ranks.share(error, f"Reading parts of '{path}'", DataError)
-    told = ranks.texts(found)
-    if other := next((rank for rank, text in enumerate(told) if text != told[0]), None):
+    prints = ranks.texts(found)
+    if other := next((rank for rank, text in enumerate(prints) if text != prints[0]), None):
         raise DataError(
             f"The folder '{path}' of role '{role}' holds other weights on the machine of rank {other} than on that of rank 0: "
             "the model would be a mixture. Copy one of them to all machines."

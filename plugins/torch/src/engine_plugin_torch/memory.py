@@ -272,11 +272,11 @@ class Estimate:
 
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes that can still be allocated on a device; None where it does not report them (the CPU)."""
-    told = getattr(torch.get_device_module(device), "mem_get_info", None) if device.type != "cpu" else None
-    if told is None:
+    report = getattr(torch.get_device_module(device), "mem_get_info", None) if device.type != "cpu" else None
+    if report is None:
         return None
     cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-    return int(told(device)[0]) + cached
+    return int(report(device)[0]) + cached
 
 
 def _bytes(parameters: Any) -> int:

@@ -26,33 +26,33 @@ def bytes_of(size: str) -> int:
 
 
 class ForwardOptions(Options):
-    """What every engine that runs a ``PackedForward`` has in its table."""
+    """The common options of engines that run a ``PackedForward``."""
 
     device: str = "auto"
-    """``auto`` takes the accelerator that torch finds, else the CPU; or a torch device string."""
+    """``auto``: the accelerator that torch finds, else the CPU; or a torch device string."""
     log_prob_chunk_tokens: int = Field(default=1024, gt=0)
-    """Response tokens whose logits exist at one time (that many times the vocabulary, in float32)."""
+    """Number of response tokens whose logits exist at one time (each has the size of the vocabulary, in float32)."""
     log_prob_recompute: bool | Literal["auto"] = "auto"
-    """Compute logits again in the backward pass; ``auto``: not on the CPU where those of a micro-batch take at most 256 MiB. Where there is memory for those of a whole micro-batch, in the compute type, ``false`` saves a fortieth to a twentieth of a step."""
+    """Compute logits again in the backward pass; ``auto``: always, except on the CPU if the logits of a micro-batch take at most 256 MiB. If memory suffices for the logits of a whole micro-batch in the compute type, ``false`` saves 2.5% to 5% of a step."""
     share_prefixes: bool = True
-    """What sequences of a micro-batch begin with alike, such as the prompt of a group, goes through the layers once: on the CPU, with `model.attention` ``varlen``; elsewhere nothing is shared."""
+    """Compute a common prefix of a micro-batch's sequences, such as the prompt of a group, only once. This applies on the CPU with `model.attention` ``varlen``; elsewhere nothing is shared."""
     sequence_chunk_tokens: int = Field(default=0, ge=0)
-    """Feed-forwards run at most this many tokens at a time and are computed again in the backward pass: for long sequences, less memory for about a tenth more time. 0: all at once."""
+    """Most tokens that feed-forward layers process at a time; they are recomputed in the backward pass. For long sequences this saves memory for about 10% more time. 0: all at once."""
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
-    """Of torch.compile: ``max-autotune-no-cudagraphs`` tries several kernels for each matrix product in the first steps, for minutes, and keeps the quickest."""
+    """Mode of torch.compile. ``max-autotune-no-cudagraphs`` tries several kernels for each matrix product, which takes minutes in the first steps, and keeps the fastest."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile each unit (decoder layers, see engine_wrap_policy) and the log-probs with torch.compile: ``auto`` on an accelerator where nothing is quantised. It takes seconds in the first step, then a small model is twice as fast."""
+    """Compile each unit (decoder layers, see engine_wrap_policy) and the log-probs with torch.compile: ``auto``: on an accelerator, if nothing is quantized. Compiling takes seconds in the first step; then a small model is twice as fast."""
 
 
 class DeviceMapOptions(Options):
-    """What the table of an engine has whose frozen models may be larger than a device."""
+    """The common options of engines whose frozen models may be larger than a device."""
 
     device_map: Literal["auto", "sequential"] | None = None
-    """Of a role that is not trained: its layers lie on all accelerators of the process, in host memory and on disk (needs the package accelerate). ``auto``: about as much on each accelerator; ``sequential``: each is filled before the next."""
+    """Placement of a frozen role's layers on all accelerators of the process, in host memory and on disk (needs the package accelerate). ``auto``: about as much on each accelerator; ``sequential``: each accelerator is filled before the next."""
     max_memory: dict[str, str] = {}
-    """Most bytes of weights by device, for `device_map`: ``{ 0 = "60GiB", cpu = "100GiB" }``; a device that is not named gets none. What fits nowhere is read of the disk in each pass. Empty: what is free."""
+    """Most bytes of weights by device, for `device_map`: ``{ 0 = "60GiB", cpu = "100GiB" }``; a device that is not named gets none. Weights that fit nowhere are read from disk in each pass. Empty: the free memory."""
     offload_folder: str = ""
-    """Folder on a local disk, for `device_map`: below it weights are written that cannot be read as the model folder has them (the experts of a mixture), and removed at the end. Empty: the system's folder for temporary files."""
+    """Folder on a local disk, for `device_map`. Weights that cannot be read directly from the model folder (experts of a mixture) are written below it and removed at the end. Empty: the system's folder for temporary files."""
 
     @field_validator("max_memory")
     @classmethod
@@ -77,13 +77,13 @@ class TorchOptions(ForwardOptions, DeviceMapOptions):
     """``[actor.torch]``: one process, no sharding."""
 
     param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Type of the weights, and of the optimizer's state: ``auto`` is fp32; of a role that is not trained and of the model below an adapter bf16, where the accelerator has it."""
+    """Type of the weights and of the optimizer's state. ``auto``: fp32, but bf16 for a frozen role and for the model below an adapter if the accelerator supports it."""
     compute_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Type of the forward pass: ``auto`` is bf16 where the accelerator has it and where the weights are bf16, else fp32; ``bf16`` over fp32 weights is autocast. Log-probs are always float32."""
+    """Type of the forward pass. ``auto``: bf16 if the accelerator supports it or the weights are bf16, else fp32; ``bf16`` with fp32 weights uses autocast. Log-probs are always float32."""
     quantize: Literal["int8", "fp8", "nf4", "fp4"] | None = None
-    """Keep the linear layers of weights that are not trained in 8 or 4 bits: of a reference, a teacher, the model below an adapter. What it changes is measured and said at the start."""
+    """Keep the linear layers of weights that are not trained in 8 or 4 bits: of a reference, a teacher, the model below an adapter. Its effect is measured and logged at the start."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute the activations of each unit in the backward pass: less memory, about a quarter more time. ``auto``: where by estimate `max_tokens_per_rank` tokens (16384 where that is ``auto``) would else not fit; not on the CPU."""
+    """Recompute the activations of each unit in the backward pass: less memory, about a quarter more time. ``auto``: if by estimate `max_tokens_per_rank` tokens (16384 if that is ``auto``) would not fit otherwise; never on the CPU."""
 
     @model_validator(mode="after")
     def _no_upcast(self) -> TorchOptions:
@@ -95,8 +95,8 @@ class TorchOptions(ForwardOptions, DeviceMapOptions):
 
     @model_validator(mode="after")
     def _spread_alone(self) -> TorchOptions:
-        beside = {"quantize": self.quantize is not None, "compile": self.compile is True}
-        if self.device_map and (name := next((name for name, used in beside.items() if used), None)):
+        conflicts = {"quantize": self.quantize is not None, "compile": self.compile is True}
+        if self.device_map and (name := next((name for name, used in conflicts.items() if used), None)):
             raise ValueError(
                 f"{name} cannot be combined with device_map, which moves weights while a layer computes: leave one out."
             )

@@ -72,10 +72,10 @@ class RankGroup:
         Raises:
             Exception: this rank's error, or one of class ``kind`` that names the failed rank.
         """
-        told = self.texts(None if error is None else f"{type(error).__name__}: {error}")
+        problems = self.texts(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
-        for rank, problem in enumerate(told):
+        for rank, problem in enumerate(problems):
             if problem is not None:
                 raise kind(f"{what} failed on rank {rank}: {problem}")
 
@@ -107,7 +107,7 @@ def join(size: int, device: torch.device) -> bool:
     if dist.is_initialized() and not _OWN_GROUP["users"]:
         if dist.get_world_size() != size:
             raise EnvironmentProblem(
-                f"This worker was told of {size} ranks, but its process group has {dist.get_world_size()}. "
+                f"This worker expects {size} ranks, but its process group has {dist.get_world_size()}. "
                 "A runtime joins all ranks of a role in one group."
             )
         return False

@@ -73,7 +73,7 @@ def load_value_model(
         if not isinstance(live, PreTrainedModel):
             raise ConfigError(
                 f"A value head cannot be put on {type(live).__name__}, which is no transformers model. "
-                "Give the role a path of its own, or build it in a plugin (engine_build_model)."
+                "Give the role a separate path, or build it in a plugin (engine_build_model)."
             )
         return _on(with_value_head(base_copy(live), model.seed), device)
     config = load_config(model)

@@ -1,7 +1,7 @@
 """A rollout engine that represents one or several engines in worker processes.
 
-The processes form a ``WorkerPool``. Requests are sent as a ``Flow``, weights over a transport. ``Replacements`` replaces
-a lost process and sends it the current weights. Lost requests are sent again, and each is answered exactly once.
+The processes form a ``WorkerPool``. Requests are sent as a ``Flow``, weights over a transport. ``Replacements``
+replaces a lost process and sends it the current weights. Lost requests are sent again, and each is answered exactly once.
 """
 
 from __future__ import annotations

@@ -203,12 +203,12 @@ class Box:
         for descriptor in reading:  # the end was reported before the last output was read
             while len(kept[descriptor]) <= most and self._read(descriptor, kept[descriptor]):
                 pass
-        output, errors, told = (bytes(kept[descriptor]) for descriptor in reading)
-        flooded |= max(len(output), len(told)) > most
+        output, errors, values = (bytes(kept[descriptor]) for descriptor in reading)
+        flooded |= max(len(output), len(values)) > most
         end = json.loads(answer)
         late = end["late"] and not flooded
         return Ended(
-            end["code"], late, flooded, output[:most], errors[-ERRORS_BYTES:], told[:most], end["cpu"]
+            end["code"], late, flooded, output[:most], errors[-ERRORS_BYTES:], values[:most], end["cpu"]
         )
 
     @staticmethod

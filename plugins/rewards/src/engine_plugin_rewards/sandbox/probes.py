@@ -128,7 +128,7 @@ ESSENTIAL = (
     Probe(
         "signal the engine or its own parent",
         "landlock",
-        "seccomp, Landlock; a process tree of its own",
+        "seccomp, Landlock; a separate process tree",
         SIGNAL,
     ),
     Probe(
@@ -232,7 +232,7 @@ if os.uname().machine == "x86_64":
     Probe(
         "unix sockets, abstract and named",
         "landlock",
-        "seccomp, Landlock; a network of its own",
+        "seccomp, Landlock; a separate network",
         """
 def abstract():
     s = socket.socket(socket.AF_UNIX)
@@ -271,7 +271,7 @@ for number in (0,):
 """,
     ),
     Probe(
-        "go on after its time, ignoring every signal",
+        "continue after its time limit, ignoring every signal",
         "limits",
         "killed by the box",
         """
@@ -354,7 +354,7 @@ if written >= 200_000_000 or files >= 100_000:
     Probe(
         "leave a file for the next program, delete its own folder",
         "landlock",
-        "each has a folder of its own",
+        "each has a separate folder",
         """
 import glob
 if glob.glob("left*"):

@@ -37,7 +37,7 @@ def replay(
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
-    """Do one step of a run again from its stored rollouts, and print its metrics beside the recorded ones.
+    """Do one step of a run again from its stored rollouts, and print its metrics next to the recorded ones.
 
     It starts from the newest checkpoint of an earlier step, or from the model, and learns the steps between
     from their rollouts first. With unchanged settings on the same machine the numbers are equal. Nothing is
@@ -58,13 +58,13 @@ def replay(
         )
         done = do_again(trainer, folder, step, start)
     changed = _changed(folder, config)
-    told = _plain(folder, step, done, changed)
+    report = _plain(folder, step, done, changed)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        (out / "replay.json").write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        (out / "replay.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
         (out / "config.resolved.toml").write_text(dump_toml(config, masked=True), encoding="utf-8")
     if as_json:
-        print_json(told)
+        print_json(report)
         return
     for difference in changed:
         print(f"changed: {difference}")

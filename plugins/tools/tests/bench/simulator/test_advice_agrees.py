@@ -47,7 +47,7 @@ def test_on_the_same_devices_the_advice_names_the_mode_that_the_simulator_finds_
 def test_with_devices_of_its_own_for_the_sampler_the_advised_bound_is_reached_by_equal_lengths():
     in_turn = of(EQUAL, 600.0)
     said = advice([{"step": 1}, *in_turn["lines"]])
-    bound = float(re.search(r"devices of its own: ([\d.]+) s at best", said)[1])
+    bound = float(re.search(r"separate devices: ([\d.]+) s at best", said)[1])
     full = dataclasses.replace(
         SPEED, capacity=4
     )  # more at a time would beat the bound, which assumes full batches

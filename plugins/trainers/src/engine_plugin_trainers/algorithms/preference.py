@@ -33,8 +33,8 @@ Differs (simpo): a loss of the trainer `dpo` (TRL: an option of the CPO trainer)
 Differs (cpo): the sum with the likelihood is `dpo.sft_coef` (TRL: a separate trainer)
 
 Names and defaults are TRL's. A statistic that compares a pair with others (``shift``) is a column that is computed
-before the update, so no loss depends on how the mini-batch is split (``preference_columns``). WPO's weights and LD-DPO's
-tail weights are columns too and combine with any loss.
+before the update, so no loss depends on how the mini-batch is split (``preference_columns``). WPO's weights and
+LD-DPO's tail weights are columns too and combine with any loss.
 """
 
 from __future__ import annotations

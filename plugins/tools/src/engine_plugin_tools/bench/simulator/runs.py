@@ -47,7 +47,7 @@ MODES: Mapping[str, Mode] = {
         Mode("sync", "in turn, on all devices"),
         Mode(
             "early-stop",
-            "in turn, 1.5 times the groups; what is unfinished goes on in the next step",
+            "in turn, 1.5 times the groups; unfinished responses resume in the next step",
             settings=EARLY_STOP,
         ),
         Mode(

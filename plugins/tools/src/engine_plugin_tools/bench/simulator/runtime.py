@@ -334,8 +334,8 @@ class SimulatedRuntime(Runtime):
 
     def memory_metrics(self) -> dict[str, float]:
         """Return the samplers' answer."""
-        told: dict[str, float] = self._tell("rollout", "memory").result()
-        return told
+        metrics: dict[str, float] = self._tell("rollout", "memory").result()
+        return metrics
 
     def close(self) -> None:
         """Do nothing."""
