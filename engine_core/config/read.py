@@ -11,7 +11,8 @@ A path names an element of such an array by that name: ``reward.math.weight``.
 Left out on purpose: interpolation. A file means what it says, whoever reads it.
 
 The line of each key is found by a scanner, because ``tomllib`` does not say it. The scanner runs first and enforces
-the limits on hostile files; where the text is no TOML it stops, and ``tomllib`` words the error."""
+the limits on hostile files; where the text is no TOML it stops, and ``tomllib`` words the error.
+"""
 
 from __future__ import annotations
 

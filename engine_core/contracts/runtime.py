@@ -32,7 +32,7 @@ class Role:
     trainable: bool = True  #: a train role with an optimizer
     refreshed: bool = False  #: not trained, but its weights change (a reference that follows the actor)
     idle_steps: int = 0  #: number of the run's optimizer steps in which it is not trained
-    told: str = ""  #: the role's name for its engine and hooks; "": its own name
+    engine_role: str = ""  #: the role's name for its engine and hooks; "": its own name
     phase: str = ""  #: the only phase in which it is used and needs device memory
 
     @property

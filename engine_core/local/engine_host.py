@@ -152,7 +152,7 @@ class EngineHost:
         return engine(config, self.config.model_of(name), context, trainable=role.trainable)
 
     def _train_context(self, name: str, role: Role, total_steps: int) -> WorkerContext:
-        context = self._context(name, max(total_steps - role.idle_steps, 0), role.told)
+        context = self._context(name, max(total_steps - role.idle_steps, 0), role.engine_role)
         return dataclasses.replace(context, frozen=total_steps > 0 and not role.saved)
 
     def _train_class(self, name: str) -> type[TrainEngine]:
@@ -161,11 +161,11 @@ class EngineHost:
 
     def _build_rollout(self, name: str, role: Role, total_steps: int) -> RolloutEngine:
         config, model = self.config.sampler(name), self.config.model_of(name)
-        context = self._context(name, total_steps, role.told)
+        context = self._context(name, total_steps, role.engine_role)
         if config.process is not None:
             return self._build_apart(config, model, context)
         build = self.plugins.resolve("rollout_engines", config.backend)
-        if role.told:  # a reward's sampler, with separate weights
+        if role.engine_role:  # a reward's sampler, with separate weights
             own: RolloutEngine = build(config, model, context)
             return own
         actor = self.engines.get("actor")

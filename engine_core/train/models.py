@@ -35,8 +35,8 @@ WITHOUT_WEIGHTS = frozenset(("", ".jinja", ".json", ".md", ".model", ".py", ".tx
 
 def held_tokens(run: TrainingRun) -> int:
     """Return the most tokens of prompt plus response that the model and the sampler (`max_model_len`) can hold."""
-    told = getattr(run.config.rollout.options, "max_model_len", None)
-    return min(model_length(run), told or 1 << 30)
+    limit = getattr(run.config.rollout.options, "max_model_len", None)
+    return min(model_length(run), limit or 1 << 30)
 
 
 def model_length(run: TrainingRun) -> int:

@@ -141,7 +141,7 @@ class CheckpointStatus:
     complete: bool = False  # the verification finished
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """The status in sentences; "" if the run has no checkpoint."""
         said = [f"{sentence} " for sentence in self.damaged]
         if self.good:
@@ -265,8 +265,8 @@ def verified(run: TrainingRun, seconds: float, **how: Callable[..., Any]) -> Che
     assert run.folder is not None
     checkpoints = Checkpoints(run.folder.checkpoints)
     known = standing(checkpoints, seconds, **how)
-    if known.told:
-        log.log(logging.INFO if known.good and not known.damaged else logging.WARNING, "%s", known.told)
+    if known.text:
+        log.log(logging.INFO if known.good and not known.damaged else logging.WARNING, "%s", known.text)
     run.verified = checkpoints.path(known.step) if known.good and known.step is not None else None
     return known
 

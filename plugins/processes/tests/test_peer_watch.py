@@ -44,7 +44,7 @@ def wire(monkeypatch):
         before = math.floor(at - clock.now) if clock.now and not stopped else 0
         for seconds in range(before, -1, -1):
             clock.now = at - seconds
-            told = silence.told
+            told = silence.failure
         return told
 
     made.look = look
@@ -109,7 +109,7 @@ def test_a_process_that_reads_nothing_is_not_silent_its_system_acknowledges(monk
                 sender.send(b"x" * 65536)
             except BlockingIOError:
                 time.sleep(0.02)
-            assert silence.told == ""
+            assert silence.failure == ""
 
 
 def test_connections_within_a_machine_and_none_at_all_are_never_silent():
@@ -117,7 +117,7 @@ def test_connections_within_a_machine_and_none_at_all_are_never_silent():
     with left, right:
         for connection in (left, None):
             assert not PeerWatch(connection).known
-            assert PeerWatch(connection).told == ""
+            assert PeerWatch(connection).failure == ""
             end_with(connection, lambda: pytest.fail("ended"))
 
 

@@ -11,9 +11,9 @@ from engine_plugin_rewards.sandbox.box import Ended
 from engine_plugin_rewards.sandbox.inside.python_tests import encode
 
 
-def ended(value=None, code=0, told=None, output=b"", late=False, flooded=False):
-    told = json.dumps({"value": encode(value)}).encode() if told is None else told
-    return Ended(code, late, flooded, output, b"", told, 0.0)
+def ended(value=None, code=0, values=None, output=b"", late=False, flooded=False):
+    values = json.dumps({"value": encode(value)}).encode() if values is None else values
+    return Ended(code, late, flooded, output, b"", values, 0.0)
 
 
 SAME = [
@@ -101,15 +101,15 @@ def test_a_value_may_be_wrapped_where_the_form_of_the_data_says_so():
     ],
 )
 def test_what_is_no_value_is_wrong(told, case):
-    assert verdict(case, ended(told=told), 1e-6, nonce="n") == "wrong"
+    assert verdict(case, ended(values=told), 1e-6, nonce="n") == "wrong"
 
 
 def test_the_end_of_assertions_is_told_by_their_nonce_and_a_clean_exit():
     case = Assertions("t")
 
-    assert verdict(case, ended(told=b'{"nonce": "abc"}'), 0, nonce="abc") == "passed"
-    assert verdict(case, ended(told=b'{"nonce": "abd"}'), 0, nonce="abc") == "wrong"
-    assert verdict(case, ended(told=b'{"nonce": "abc"}', code=1), 0, nonce="abc") == "error"
+    assert verdict(case, ended(values=b'{"nonce": "abc"}'), 0, nonce="abc") == "passed"
+    assert verdict(case, ended(values=b'{"nonce": "abd"}'), 0, nonce="abc") == "wrong"
+    assert verdict(case, ended(values=b'{"nonce": "abc"}', code=1), 0, nonce="abc") == "error"
 
 
 @pytest.mark.parametrize(

@@ -278,7 +278,7 @@ def test_values_that_are_too_long_end_a_program(box_of):
     )
 
     assert ended.flooded
-    assert len(ended.told) <= Limits().output_kb * 1024
+    assert len(ended.values) <= Limits().output_kb * 1024
 
 
 def test_a_program_cannot_answer_for_the_box(box_of):

@@ -35,7 +35,7 @@ def test_the_newest_one_that_is_whole_is_verified_and_its_size_told(tmp_path):
     assert (found.step, found.good, found.complete, found.damaged) == (2, True, True, [])
     assert found.files == 2
     assert found.read == found.total > 7
-    assert found.told.startswith(
+    assert found.text.startswith(
         "The checkpoint of step 2 is verified: all 2 files (0.0 MB) match their hashes, "
     )
 
@@ -46,7 +46,7 @@ def test_one_that_is_damaged_is_named_with_its_file_and_the_one_before_verified(
     (store.path(2) / "weights").write_text("weightz")
     found = standing(store, 60)
     assert (found.step, found.good) == (1, True)
-    assert found.told.startswith(
+    assert found.text.startswith(
         f"Checkpoint {store.path(3)} is not usable: weights is missing. "
         f"Checkpoint {store.path(2)} is not usable: weights does not match its hash. "
         "The checkpoint of step 1 is verified: "
@@ -55,7 +55,7 @@ def test_one_that_is_damaged_is_named_with_its_file_and_the_one_before_verified(
 
 def test_no_checkpoint_at_all_has_nothing_to_tell(tmp_path):
     found = standing(Checkpoints(tmp_path / "absent"), 60)
-    assert (found.step, found.good, found.complete, found.told) == (None, False, True, "")
+    assert (found.step, found.good, found.complete, found.text) == (None, False, True, "")
 
 
 def test_the_time_is_bounded_and_how_far_it_came_is_told(large):
@@ -63,8 +63,8 @@ def test_the_time_is_bounded_and_how_far_it_came_is_told(large):
     assert (found.step, found.good, found.complete) == (7, False, False)
     assert 0 < found.read < BIG
     assert (
-        f"verified in part: {found.read / 1e9:.1f} GB of" in found.told
-        or "MB of 6.4 GB were read" in found.told
+        f"verified in part: {found.read / 1e9:.1f} GB of" in found.text
+        or "MB of 6.4 GB were read" in found.text
     )
     reading = [thread for thread in threading.enumerate() if thread.name == "verify-checkpoint"]
     for thread in reading:

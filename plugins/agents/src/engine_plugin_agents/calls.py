@@ -55,7 +55,7 @@ def _read(text: str) -> ToolCall:
     return ToolCall(made["name"], arguments)
 
 
-def told(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error as text for the policy."""
     return f"error: {type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import did_you_mean
 from engine_core.types import SUPPORT, Rollout, padded_support
-from engine_plugin_agents.calls import ToolCall, json_calls, limited, told
+from engine_plugin_agents.calls import ToolCall, error_text, json_calls, limited
 from engine_plugin_agents.policy import LimitReached, Policy, Turn
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Episode:
             return f"error: {error}"
         except Exception as error:
             self.counts["tool_errors"] += 1
-            return told(error)
+            return error_text(error)
 
     async def answer_calls(self, turn: Turn, tools: Mapping[str, Callable[..., Any]]) -> int:
         """Run the JSON tool calls of a turn one after another and append the answers as ``tool`` messages.

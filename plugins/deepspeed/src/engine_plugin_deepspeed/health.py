@@ -23,8 +23,8 @@ def health() -> str:
             "deepspeed is not installed. Try: pip install engine-plugin-deepspeed"
         ) from error
     lacking = [f"{tool} ({cost})" for tool, cost in COSTS.items() if not found(tool)]
-    told = f"deepspeed {version}, ZeRO 0 to 3"
-    return told + (f"; not here: {', '.join(lacking)}" if lacking else "; its own operators can be built")
+    text = f"deepspeed {version}, ZeRO 0 to 3"
+    return text + (f"; not here: {', '.join(lacking)}" if lacking else "; its own operators can be built")
 
 
 COSTS = {

@@ -47,13 +47,13 @@ class OwnAdapter:
                 the error have been written.
         """
         items = iter(stream)
-        name, told = next(items, ("", None))
-        if name != ADAPTER_CONFIG or told is None:
+        name, value = next(items, ("", None))
+        if name != ADAPTER_CONFIG or value is None:
             raise DataError(
                 f"The update to version {version} is no adapter: expected {ADAPTER_CONFIG} first, got '{name or 'nothing'}'. "
                 "rollout.hf.adapter is for runs with [actor.lora]: remove the key, or add the table."
             )
-        config = bytes(told.cpu().numpy())
+        config = bytes(value.cpu().numpy())
         if self._adapter is None:
             self._adapter, self._config = self._attached(config, items), config
         elif config != self._config:

@@ -212,8 +212,8 @@ class _Batch:
         widest = max(map(len, ends))
         padded = [e + [-1] * (widest - len(e)) for e in ends]
         self.ends = torch.tensor(padded, dtype=torch.int64, device=device)  # [B, E]
-        self.told = [s.max_support if s.cuts else 0 for s in samplings]  # most tokens of a support
-        self.widths = torch.tensor(self.told, device=device)
+        self.support_limits = [s.max_support if s.cuts else 0 for s in samplings]  # most tokens of a support
+        self.widths = torch.tensor(self.support_limits, device=device)
         self.supports: list[tuple[Tensor, Tensor]] = []  # of each step: numbers [A] and tokens [A, K]
         self.stops = [s.stop for s in samplings]
         longest = max((len(stop) for stops in self.stops for stop in stops), default=0)
@@ -262,7 +262,7 @@ class _Batch:
         self.tokens[number, at] = token
         self.log_probs[number, at] = log_probs.gather(1, token[:, None]).squeeze(1)
         self.log_mass[number, at] = mass
-        if any(self.told):
+        if any(self.support_limits):
             self.supports.append((number.cpu(), support(log_probs, self.widths[number]).cpu()))
         return token
 
@@ -304,7 +304,7 @@ class _Batch:
                 log_probs[:count],
                 mass[:count],
                 "abort" if aborted[number] else "stop" if stopped else "length",
-                self._support(number, count) if self.told[number] else None,
+                self._support(number, count) if self.support_limits[number] else None,
             )
             for number, (tokens, log_probs, mass, count, stopped) in rows
         ]

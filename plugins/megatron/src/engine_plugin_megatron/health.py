@@ -25,7 +25,7 @@ def health() -> str:
             "megatron-core is not installed. Try: pip install engine-plugin-megatron"
         ) from error
     missing = [name for module, name in FASTER.items() if find_spec(module) is None]
-    told = f"; without {' and '.join(missing)}: AdamW is torch's, not fused" if missing else ""
+    without = f"; without {' and '.join(missing)}: AdamW is torch's, not fused" if missing else ""
     if not torch.cuda.is_available():
-        raise EnvironmentProblem(f"megatron-core {own}{told}; there is no CUDA device, which it needs")
-    return f"megatron-core {own}{told}; {torch.cuda.device_count()} CUDA devices"
+        raise EnvironmentProblem(f"megatron-core {own}{without}; there is no CUDA device, which it needs")
+    return f"megatron-core {own}{without}; {torch.cuda.device_count()} CUDA devices"

@@ -34,8 +34,8 @@ class MeshLayout:
 
     def __str__(self) -> str:
         axes = {"tp": self.tp, "pp": self.pp, "virtual pp": self.vp, "ep": self.ep, "cp": self.cp}
-        told = [f"{name} {count}" for name, count in axes.items() if count > 1]
-        return ", ".join([*told, f"dp {self.dp}"])
+        sizes = [f"{name} {count}" for name, count in axes.items() if count > 1]
+        return ", ".join([*sizes, f"dp {self.dp}"])
 
 
 def layout_of(options: MegatronOptions, size: int, role: str) -> MeshLayout:

@@ -43,7 +43,7 @@ class PeerWatch:
         return self._socket is not None
 
     @property
-    def told(self) -> str:
+    def failure(self) -> str:
         """The failure of a host that counts as lost; "" if it does not. Checks at most once in ``LOOK_SECONDS``."""
         now = time.monotonic()
         if self._socket is None or now - self._looked < LOOK_SECONDS:
@@ -84,7 +84,7 @@ def end_with(connection: socket.socket | None, end: Callable[[], object]) -> Non
     def watch() -> None:
         """Check the connection until it is closed or its host is lost."""
         while connection.fileno() >= 0:
-            if silence.told:
+            if silence.failure:
                 end()
                 return
             time.sleep(LOOK_SECONDS)

@@ -8,7 +8,7 @@ Stack = tuple[str, int, str]  # file, line, function
 COLLECTIVES = "torch/distributed/"
 
 
-def told(
+def diagnose(
     method: str,
     seconds: float,
     waiting: Sequence[int],

@@ -25,7 +25,7 @@ from engine_plugin_processes.channel import Closed
 from engine_plugin_processes.codec import DecodeError, Encoded, Texts, encode
 from engine_plugin_processes.remote_errors import unpack
 from engine_plugin_processes.split import Merge, merge_futures
-from engine_plugin_processes.stalls import Stack, told
+from engine_plugin_processes.stalls import Stack, diagnose
 
 if TYPE_CHECKING:
     from engine_plugin_processes.worker_process import WorkerHandle
@@ -470,7 +470,7 @@ class WorkerPool:
         deadline = time.monotonic() + STACK_SECONDS
         while len(self.stacks) < len(asked) and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS / 2)
-        blamed, cause, stacks = told(
+        blamed, cause, stacks = diagnose(
             command.what[1],
             command.deadline,
             command.waiting,

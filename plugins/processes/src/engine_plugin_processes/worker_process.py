@@ -130,7 +130,7 @@ class WorkerHandle:
             return (
                 f"it sent no heartbeat for {seconds:g} s: it is stopped, or its engine holds the interpreter"
             )
-        return self._silence.told
+        return self._silence.failure
 
     def how_it_ended(self, cause: str = "") -> str:
         """Return how the worker ended, with the last lines that it printed if it is a child process."""

@@ -40,12 +40,14 @@ def verdict(case: Case, ended: Ended, tolerance: float, nonce: str = "") -> str:
         text = ended.output.decode(errors="replace")
         right = ended.code == 0 and same_text(text, case.stdout, tolerance)
     elif isinstance(case, Assertions):
-        said = _message(ended.told).get("nonce")
+        said = _message(ended.values).get("nonce")
         right = (
             ended.code == 0 and isinstance(said, str) and hmac.compare_digest(said.encode(), nonce.encode())
         )
     else:
-        right = ended.code == 0 and _right_value(case, _message(ended.told).get("value", MISSING), tolerance)
+        right = ended.code == 0 and _right_value(
+            case, _message(ended.values).get("value", MISSING), tolerance
+        )
     if right:
         return PASSED
     return "wrong" if ended.code == 0 else "error" if ended.code > 0 else "crashed"

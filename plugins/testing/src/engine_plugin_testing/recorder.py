@@ -73,10 +73,10 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the outcome of a contract: of its three reports (setup, call, teardown) a failure takes precedence."""
-        for what, told in report.user_properties:
+        for what, value in report.user_properties:
             if what != "contract":
                 continue
-            key, name, entry, contracts = cast(tuple[str, str, dict[str, Any], list[str]], told)
+            key, name, entry, contracts = cast(tuple[str, str, dict[str, Any], list[str]], value)
             self.entries[key] = entry, contracts
             kept = self.outcomes.setdefault(key, {})
             outcome = _outcome(report)

@@ -112,9 +112,9 @@ def expected_log_probs(module: nn.Module, rollout: Rollout, sampling: Sampling) 
     logits = logits_of(module, rollout.token_ids)
     found = []
     for at in range(rollout.prompt_length, len(rollout.token_ids)):
-        token, told = int(rollout.token_ids[at]), rollout.rollout_log_probs[at : at + 1].double()
+        token, log_prob = int(rollout.token_ids[at]), rollout.rollout_log_probs[at : at + 1].double()
         right = cuts(logits[at - 1], sampling)
-        apart = [float((told - cut.log_probs[token]).abs().nan_to_num(torch.inf).sum()) for cut in right]
+        apart = [float((log_prob - cut.log_probs[token]).abs().nan_to_num(torch.inf).sum()) for cut in right]
         nearest = right[apart.index(min(apart))]
         found.append((float(nearest.log_probs[token]), nearest.log_mass))
     columns = list(zip(*found, strict=True)) or [(), ()]

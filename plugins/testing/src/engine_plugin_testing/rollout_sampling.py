@@ -71,9 +71,9 @@ def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
             for at in range(rollout.prompt_length, len(rollout.token_ids)):
                 right = [cut.keeps() for cut in cuts(logits[at - 1], request.sampling)]
                 expected = [sorted(kept) if len(kept) <= width else [] for kept in right]
-                told = sorted(token for token in ids[at].tolist() if token >= 0)
-                assert told in expected, (
-                    f"support_ids of token {at} of '{request.id}' with {sampling} are {told}; expected {expected[0]}."
+                support = sorted(token for token in ids[at].tolist() if token >= 0)
+                assert support in expected, (
+                    f"support_ids of token {at} of '{request.id}' with {sampling} are {support}; expected {expected[0]}."
                 )
     plain = bench.engine().generate(bench.requests(**CUTTING[0]))
     assert all("support_ids" not in rollout.extras for rollout in plain), "support_ids came unasked."

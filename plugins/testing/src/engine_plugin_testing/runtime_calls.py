@@ -120,13 +120,13 @@ def pushed_weights_reach_every_sampler_whole(bench: RuntimeBench) -> None:
     runtime, groups, journal = bench.shared
     groups["actor"].call("optimizer_step").result()
     steps = bench.written(journal, "actor", "optimizer_step")[0][-1]["number"]
-    told = runtime.push_weights("actor", "rollout", 7)
+    result = runtime.push_weights("actor", "rollout", 7)
     digest = hashlib.sha256()
     for name, size in WEIGHTS.items():
         digest.update(name.encode() + (torch.arange(size, dtype=torch.float32) + steps).numpy().tobytes())
     size = 4 * sum(WEIGHTS.values())
-    assert (told.version, told.checksum) == (7, digest.hexdigest()), told
-    assert told.bytes == size * bench.world_size, told
+    assert (result.version, result.checksum) == (7, digest.hexdigest()), result
+    assert result.bytes == size * bench.world_size, result
     for rank, lines in enumerate(bench.written(journal, "rollout", "update_weights")):
         assert (lines[-1]["bytes"], lines[-1]["checksum"]) == (size, digest.hexdigest()), rank
     answer = groups["rollout"].call("generate", requests=bench.requests(2)).result()
@@ -159,8 +159,8 @@ def pools_lie_in_processes_of_their_own(bench: RuntimeBench) -> None:
         }
         assert worlds == {"actor": [bench.world_size], "ref": [bench.world_size]}, worlds
         assert groups["rollout"].world_size == 1
-        told = runtime.push_weights("actor", "rollout", 3)
-        assert told.bytes == 4 * sum(WEIGHTS.values()), told
+        result = runtime.push_weights("actor", "rollout", 3)
+        assert result.bytes == 4 * sum(WEIGHTS.values()), result
         groups["rollout"].call("generate", requests=bench.requests(3)).result()
         pids = {
             role: {line["pid"] for lines in bench.written(journal, role) for line in lines}

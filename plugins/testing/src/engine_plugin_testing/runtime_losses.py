@@ -38,7 +38,7 @@ def an_error_comes_back_as_itself_and_the_workers_go_on(bench: RuntimeBench) -> 
 
         error = _raised(ask, kind)
         assert type(error) is kind, type(error)
-        assert "told to fail" in str(error), error
+        assert "requested failure" in str(error), error
     found = groups["actor"].call("infer", bench.batch([2]), split="all", outputs=("double",)).result()
     assert found["double"].tolist() == [0.0, 2.0]
 
@@ -52,7 +52,7 @@ def a_start_that_fails_tells_why(bench: RuntimeBench) -> None:
         with bench.started(engine={"fail": "ConfigError"}):
             pass
 
-    assert "told to fail" in str(_raised(start, ConfigError))
+    assert "requested failure" in str(_raised(start, ConfigError))
     _, groups, _ = bench.shared
     assert groups["actor"].call("optimizer_step").result().lr == 0.25
 
@@ -94,7 +94,7 @@ def a_rank_that_fails_while_others_wait_for_it_ends_the_call(bench: RuntimeBench
     with bench.started() as (_, groups, _):
         batch = bench.batch(LENGTHS)
         waiting = groups["actor"].call("infer", batch, outputs=("raise:DataError@0", "meet@"))
-        assert "told to fail" in str(_raised(waiting.result, DataError))
+        assert "requested failure" in str(_raised(waiting.result, DataError))
 
 
 @contract(capability="processes")

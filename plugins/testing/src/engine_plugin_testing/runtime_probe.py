@@ -38,7 +38,7 @@ class Journal:
     def __init__(self, options, role, rank):
         self.path = Path(options.folder) / f"{role}.{rank}.jsonl"
         if options.fail:
-            raise FAILURES[options.fail]("told to fail")
+            raise FAILURES[options.fail]("requested failure")
 
     def write(self, method, **fields):
         """Append a line: the method, this process's id and ``fields``."""
@@ -50,7 +50,7 @@ def happens(what):
     """Raise an error for ``raise:CLASS``, or run ``kill`` or ``sleep:SECONDS``; ignore other text."""
     kind, _, detail = what.partition(":")
     if kind == "raise":
-        raise FAILURES[detail]("told to fail")
+        raise FAILURES[detail]("requested failure")
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "sleep":

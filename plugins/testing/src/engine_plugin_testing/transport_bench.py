@@ -108,7 +108,7 @@ class TransportBench(EngineBench):
         )
         made: WeightTransport = plugins.resolve(self.kind, name)(options, endpoint)
         self.stack.callback(made.close)
-        made.join(self.told(f"open-{label}", made.open(), members))
+        made.join(self.exchange(f"open-{label}", made.open(), members))
         return made
 
     def update(
@@ -134,7 +134,7 @@ class TransportBench(EngineBench):
         """
         found = self.update(link, stream, update)
         members = self._members[link.endpoint.link_id]
-        self.told(f"whole-{link.endpoint.link_id}-{update.number}", True, members)
+        self.exchange(f"whole-{link.endpoint.link_id}-{update.number}", True, members)
         return found
 
     def goes_on(self, label: str = "again", ranks: Sequence[int] = ()) -> None:
@@ -183,7 +183,7 @@ class TransportBench(EngineBench):
 
     # -- ranks --------------------------------------------------------------
 
-    def told(self, what: str, value: Any, ranks: Sequence[int] = ()) -> list[Any]:
+    def exchange(self, what: str, value: Any, ranks: Sequence[int] = ()) -> list[Any]:
         """Exchange JSON values: wait for every rank's value and return them in the order of ``ranks``. Collective.
 
         Args:
@@ -210,7 +210,7 @@ class TransportBench(EngineBench):
 
     def all_here(self, what: str) -> None:
         """Wait until every rank has called this with the same ``what``."""
-        self.told(f"here-{what}", True)
+        self.exchange(f"here-{what}", True)
 
     def in_time(self, work: Callable[[], T]) -> T:
         """Run ``work`` in a thread and return its result or raise its error.

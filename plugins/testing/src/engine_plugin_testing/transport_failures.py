@@ -77,7 +77,7 @@ def a_stream_that_fails_is_told_to_every_receiver(bench: TransportBench) -> None
         assert raised == LOST, f"send raised '{raised}'; expected the error of its stream, '{LOST}'."
     else:
         refusal(bench, link, lambda: bench.update(link, (), UPDATE), "A stream that failed")
-    _again(bench, link, "told")
+    _again(bench, link, "reported")
 
 
 @contract()
@@ -154,7 +154,7 @@ def a_sender_that_dies_is_told_in_time(bench: TransportBench) -> None:
         assert link is not None
         refusal(bench, link, lambda: bench.update(link, (), UPDATE), "A sender that was killed")
         link.close()
-    bench.all_here("told")
+    bench.all_here("reported")
     bench.goes_on()
 
 
@@ -168,7 +168,7 @@ def a_receiver_that_dies_is_told_in_time(bench: TransportBench) -> None:
         link = bench.link(soon=True)
         assert link is not None
         _others(bench, link, "A receiver that was killed")
-    bench.all_here("told")
+    bench.all_here("reported")
     if link is not None:
         link.close()
     if len(bench.ranks) > 2:

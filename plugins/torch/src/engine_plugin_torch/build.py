@@ -108,5 +108,7 @@ class ModelBuilder:
                 f"{engine._table}.device_map: a plugin builds the whole model. Remove the key, or place its layers in "
                 "engine_build_model."
             )
-        log.info("%s: %s; layers on disk are read in each pass.", engine.context.role, spread.told(module))
+        log.info(
+            "%s: %s; layers on disk are read in each pass.", engine.context.role, spread.describe(module)
+        )
         return module

@@ -112,7 +112,7 @@ class SpreadModel:
             found |= _split(found.get(DISK, 0), _on_disk(module, placed))
         return {name: size for name, size in found.items() if size}
 
-    def told(self, module: nn.Module) -> str:
+    def describe(self, module: nn.Module) -> str:
         """Return the bytes by device as text for logs."""
         sizes = self.bytes_by_device(module)
         return ", ".join(f"{size / MIB:.1f} MiB on {name}" for name, size in sizes.items())

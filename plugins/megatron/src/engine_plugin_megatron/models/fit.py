@@ -28,10 +28,10 @@ def misfits(hf: PretrainedConfig, layout: MeshLayout, *, sequence_parallel: bool
         n for n in divisors(heads) if not (groups % n and n % groups) and not any(each % n for each in wides)
     ]
     if layout.tp not in fits:
-        told = " and ".join(str(each) for each in wides)
+        sizes = " and ".join(str(each) for each in wides)
         found.append(
             f"tp is {layout.tp}, which does not divide {heads} heads with {groups} heads of keys and a feed-forward of "
-            f"{told}. {nearest_fit(layout.tp, fits)}"
+            f"{sizes}. {nearest_fit(layout.tp, fits)}"
         )
     layers = hf.num_hidden_layers
     if layers % layout.pp:

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from engine_core.types import Batch, Request, Rollout
 
 ROLES: Mapping[str, Role] = {
-    "model": Role("train", trainable=False, told="reward_model", phase=PHASE),
-    "judge": Role("rollout", told="judge", phase=PHASE),
-    "verdict": Role("train", trainable=False, told="judge", phase=PHASE),
+    "model": Role("train", trainable=False, engine_role="reward_model", phase=PHASE),
+    "judge": Role("rollout", engine_role="judge", phase=PHASE),
+    "verdict": Role("train", trainable=False, engine_role="judge", phase=PHASE),
 }
 """Roles by the table of a reward."""
 

@@ -68,7 +68,7 @@ class Ended:
     flooded: bool  # killed because it printed too much
     output: bytes
     errors: bytes  # the end of stderr
-    told: bytes  # from the pipe for values
+    values: bytes  # from the pipe for values
     cpu: float  # seconds
 
 
@@ -106,7 +106,7 @@ class Box:
             "parent": os.getpid(),
         }
         self.jobs = 0
-        self.told: Mapping[str, Any] = {}
+        self.report: Mapping[str, Any] = {}
         self._start()
 
     def _start(self) -> None:
@@ -122,15 +122,15 @@ class Box:
             inner.close()
             self.channel.settimeout(START_SECONDS)
             try:
-                self.told = self._answer()
+                self.report = self._answer()
             except (BoxProblem, OSError) as exc:
                 self.close()
                 said.seek(0)
                 last = said.read()[-500:].decode(errors="replace").strip().splitlines()[-1:]
                 raise BoxProblem(f"the box does not start: {(last or [exc])[0]}") from exc
-        if "failed" in self.told:
+        if "failed" in self.report:
             self.close()
-            raise BoxProblem(str(self.told["failed"]))
+            raise BoxProblem(str(self.report["failed"]))
 
     def _command(self) -> list[str]:
         python = os.path.realpath(sys.executable)
