@@ -181,10 +181,10 @@ class RewardRunner:
         given: Mapping[str, float] | None = None,
     ) -> None:
         self.tokenizer, self.given = tokenizer, dict(given or {})
-        told = [with_defaults(config, plugins) for config in configs]
+        complete = [with_defaults(config, plugins) for config in configs]
         self.pools: list[RewardPool] = []
         self._workers: RewardWorkers | None = None
-        self.scorers = [Scorer(config, self._runner(config, plugins, models or {})) for config in told]
+        self.scorers = [Scorer(config, self._runner(config, plugins, models or {})) for config in complete]
         self.scorers += [_live(function) for function in live]
         names = [*(scorer.config.name for scorer in self.scorers), *self.given]
         for name in names:

@@ -70,9 +70,8 @@ def test_a_row_longer_than_the_models_positions_goes_the_way_of_over_long_rows(m
     stopped = made(name, [long, FITS[name]], **{"data.over_long": "error", "data.shuffle": False})
     with pytest.raises(DataError) as caught:
         stopped.train()
-    assert (
-        "the model's number of positions (max_position_embeddings) is 24. Shorten the row"
-        in str(caught.value)
+    assert "the model's number of positions (max_position_embeddings) is 24. Shorten the row" in str(
+        caught.value
     )
 
 
