@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""In a stream of an adapter, before its tensors: the bytes [n] uint8 of the file that peft writes beside them."""
+"""The first name in an adapter's stream: the bytes ([n] uint8) of the config file that peft writes with an adapter."""
 ADAPTER_PREFIX = "base_model.model."
-"""Of the names of an adapter's tensors."""
+"""The prefix of the names of an adapter's tensors."""
 
 
 def sends_adapter(config: EngineConfig) -> bool:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from engine_core.plugins.plugin_set import PluginSet
 
 ROWS = 1000
-"""Rows that are looked at."""
+"""Maximum number of rows that are checked."""
 
 MOST_WORKERS = 16
-"""Where nobody says how many: each takes memory."""
+"""Maximum number of workers if `workers` is not set: each worker takes memory."""
 
 RowCheck = Callable[[Mapping[str, Any]], None]
 

@@ -124,10 +124,10 @@ def replace_text(path: Path, text: str) -> None:
 def exists_already(path: Path) -> ConfigError:
     """Return the error for a run name whose folder exists and cannot be reused."""
     started = any((path / "checkpoints").glob("step_*"))
-    way = f"go on with that run: engine resume {path}" if started else "delete it: it holds no checkpoint."
+    remedy = f"resume that run: engine resume {path}" if started else "delete it: it holds no checkpoint."
     return ConfigError(
         f"run.name: '{path.name}' exists already in {path.parent}, and a run folder is never overwritten. "
-        f"Choose another name, or {way}"
+        f"Choose another name, or {remedy}"
     )
 
 
@@ -212,8 +212,8 @@ class PendingWrites:
         first, more = self.waiting[0], len(self.waiting) - 1
         others = f" and {more} more" if more else ""
         return (
-            f"{_capital(first)}{others} could not be written: {error}. Free some space; the run goes on from its last "
-            "checkpoint with `engine resume`."
+            f"{_capital(first)}{others} could not be written: {error}. Free some space; `engine resume` continues the "
+            "run from its last checkpoint."
         )
 
 

@@ -366,7 +366,7 @@ class _Feeder(threading.Thread):
             self.failed = True
             logger.error("Tracker '%s' failed.", self.label, exc_info=True, extra=FILE_ONLY)
             logger.error(
-                "Tracker '%s' failed and is off for the rest of the run; training goes on. %s: %s",
+                "Tracker '%s' failed and is off for the rest of the run; training continues. %s: %s",
                 self.label, type(error).__name__, error,
             )  # fmt: skip
 

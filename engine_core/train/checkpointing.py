@@ -202,7 +202,7 @@ class Saver:
         if must or self.failures >= self.config.max_failures:
             count = "" if must else f" ({self.failures} times in a row, checkpoint.max_failures)"
             raise EnvironmentProblem(f"{what}{kept}{count}") from error
-        log.warning("%s%s Training goes on; the next save tries again.", what, kept)
+        log.warning("%s%s Training continues; the next save tries again.", what, kept)
 
     def _room(self) -> str:
         """Return a sentence on the free disk space and the size of the newest checkpoint."""
@@ -353,8 +353,8 @@ class Resume:
         missing = [name for name, role in roles.items() if role.saved and not (self.path / name).is_dir()]
         if missing:
             raise ConfigError(
-                f"{self.path.name} holds no role '{missing[0]}': the run had none until now, so there is nothing to go on "
-                "with for it. That is a new run: `engine export RUN OUT`, then start one with model.path = 'OUT'."
+                f"{self.path.name} holds no role '{missing[0]}': the run had no such role until now, so it cannot be "
+                "resumed. Start a new run: `engine export RUN OUT`, then train with model.path = 'OUT'."
             )
         run.source.load_state(self.state["data"])
 

@@ -84,8 +84,8 @@ class Evaluation:
             metrics |= {
                 held_out.prefix + name: value for name, value in set_metrics(rollouts, held_out).items()
             }
-            values = self.run.measured(rollouts)
-            metrics |= {held_out.prefix + name: value for name, value in values.items()}
+            measured = self.run.measured(rollouts)
+            metrics |= {held_out.prefix + name: value for name, value in measured.items()}
             if environment := self.sampling.environment:
                 metrics |= {held_out.prefix + name: value for name, value in environment.metrics().items()}
             if out is not None:

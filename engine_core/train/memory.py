@@ -1,4 +1,4 @@
-"""Memory of the controller process: reuse of freed memory, pacing of garbage collection, advice when memory runs out."""
+"""Memory of the controller process: reuse of freed memory, garbage collection pacing, advice when memory runs out."""
 
 from __future__ import annotations
 
@@ -122,6 +122,6 @@ def out_of_memory_explained(run: TrainingRun) -> Iterator[None]:
         )
         raise EnvironmentProblem(
             f"Out of memory{where} in step {run.step_now}: {str(error).partition(chr(10))[0][:200]} "
-            f"Lower {budgets}; where one sequence is too long for the device, lower {longest}; "
-            "recompute activations or offload, as the table of the backend offers it; or use more processes. `engine resume RUN --set KEY=VALUE` goes on from the newest checkpoint."
+            f"Lower {budgets}; if one sequence is too long for the device, lower {longest}; recompute activations or "
+            "offload, if the backend has the option; or use more processes. Then: `engine resume RUN --set KEY=VALUE`."
         ) from error

@@ -26,21 +26,21 @@ log = logging.getLogger("engine")
 POSITION_TABLES = frozenset(
     {"biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt"}
 )
-"""Decoders (``model_type``) that are known to look positions up in a table of ``max_position_embeddings`` rows, and to fail beyond it.
-Where positions are computed, the number is what the model was trained for, and longer sequences can be learned."""
+"""Decoders (``model_type``) with a position table of ``max_position_embeddings`` rows, which fail on longer sequences.
+For other decoders, which compute positions, the number is the length in training; longer sequences can be learned."""
 
 WITHOUT_WEIGHTS = frozenset(("", ".jinja", ".json", ".md", ".model", ".py", ".txt"))
-"""Endings of the files of a model folder that hold no weights."""
+"""Suffixes of the files of a model folder that hold no weights."""
 
 
 def held_tokens(run: TrainingRun) -> int:
-    """Return the most tokens of prompt plus response that the model and the sampler (`max_model_len`) can hold."""
+    """Return the maximum tokens of prompt plus response that the model and the sampler (`max_model_len`) support."""
     limit = getattr(run.config.rollout.options, "max_model_len", None)
     return min(model_length(run), limit or 1 << 30)
 
 
 def model_length(run: TrainingRun) -> int:
-    """Return the longest sequence of the model in tokens; 2**30 if its config does not say."""
+    """Return the maximum sequence length of the model in tokens; 2**30 if its config does not have it."""
     return getattr(_text_config(run), "max_position_embeddings", None) or 1 << 30
 
 
@@ -162,14 +162,14 @@ def start_groups(
     """Start the workers of these roles; a reference that is the actor's base shares the actor's workers.
 
     Raises:
-        ConfigError: such a reference has to follow the actor (`ref_refresh_steps`), which it cannot.
+        ConfigError: such a reference should follow the actor (`ref_refresh_steps`), which is impossible.
     """
     if "ref" not in roles or not config.ref_is_base:
         return runtime.start(roles, total_steps)
     if roles["ref"].refreshed:
         raise ConfigError(
             "The reference is the actor without its adapter ([actor.lora]), and the weights below an adapter never "
-            "change, so it cannot follow the actor. Give it a model of its own: [ref] path."
+            "change, so it cannot follow the actor. Give it a separate model: [ref] path."
         )
     groups = runtime.start({name: role for name, role in roles.items() if name != "ref"}, total_steps)
     log.info("The reference is the actor without its adapter: no second model is built.")

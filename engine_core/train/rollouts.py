@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 Seen = Callable[[Sequence["Rollout"]], None]
-"""Is told of rollouts as they finish."""
+"""A callback that receives rollouts as they finish."""
 
 
 class RolloutSource:

@@ -148,7 +148,7 @@ class TrainingRun(abc.ABC):
         if self._trained and not self.groups:
             raise ConfigError(
                 "This trainer was closed after training, and its weights with it. Make a new one: "
-                "load_checkpoint(FOLDER) takes the weights of a run, train(resume=RUN) goes on with it."
+                "load_checkpoint(FOLDER) loads the weights of a run, train(resume=RUN) resumes a run."
             )
         if self.groups and (self._trains or not training):
             return
@@ -224,7 +224,7 @@ class TrainingRun(abc.ABC):
         """
         if self._trained:
             raise ConfigError(
-                "This trainer has trained already. Make a new one; train(resume=RUN) goes on with a run."
+                "This trainer has trained already. Make a new one; train(resume=RUN) resumes a run."
             )
         return train(self, resume)
 

@@ -149,10 +149,10 @@ class CheckpointStatus:
             said.append(f"The checkpoint of step {self.step} is verified: {read}")
         elif self.step is not None:
             part = f"{_bytes(self.read)} of {_bytes(self.total)} were read in {self.seconds:.1f} s"
-            rest = "`engine resume` verifies it before it goes on."
+            rest = "`engine resume` verifies it before training continues."
             said.append(f"The checkpoint of step {self.step} is verified in part: {part}. {rest}")
         elif not self.complete and not self.damaged:
-            said.append(f"The folder of the checkpoints did not answer in {self.seconds:.1f} s.")
+            said.append(f"The checkpoint folder did not respond in {self.seconds:.1f} s.")
         return "".join(said).rstrip()
 
 
@@ -234,7 +234,7 @@ def resume_hint(run: TrainingRun, known: CheckpointStatus | None = None) -> str:
     known = known or _seen(Checkpoints(run.folder.checkpoints))
     command = resume_command(run.folder.path)
     if known.newest is None and not known.complete:
-        return f"Its checkpoints could not be looked at. Once they can: {command}"
+        return f"Its checkpoints could not be read. Once they can: {command}"
     if known.newest is None:
         often = run.config.checkpoint.every_steps or run.config.checkpoint.every_minutes
         return "No checkpoint was saved" + ("." if often else ": set checkpoint.every_steps to keep work.")
@@ -242,7 +242,7 @@ def resume_hint(run: TrainingRun, known: CheckpointStatus | None = None) -> str:
         return "None of its checkpoints can be used: restore one from a copy."
     step = known.newest if known.step is None else known.step
     newest = "newest" if step == known.newest else "newest good"
-    return f"The {newest} checkpoint is of step {step}. Go on: {command}"
+    return f"The {newest} checkpoint is of step {step}. Resume: {command}"
 
 
 def _seen(checkpoints: Checkpoints) -> CheckpointStatus:

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.chaos
 
 VERIFIED = r"The checkpoint of step (\d+) is verified: all \d+ files \([\d.]+ MB\) match their hashes"
 WAY_ON = re.compile(
-    r"The newest (?:good )?checkpoint is of step (\d+)\. Go on: engine (resume .+)$", re.MULTILINE
+    r"The newest (?:good )?checkpoint is of step (\d+)\. Resume: engine (resume .+)$", re.MULTILINE
 )
 
 DAMAGING = '''
@@ -93,8 +93,8 @@ def test_a_failure_whose_newest_checkpoint_is_damaged_names_the_file_and_the_old
         f"Checkpoint {damaged} is not usable: actor/weights.safetensors does not match its hash." in run.err
     )
     assert "The checkpoint of step 1 is verified: all " in run.err
-    assert "The newest good checkpoint is of step 1. Go on: engine resume " in run.err
-    assert "Go on: engine resume " in run.err.splitlines()[-1]  # below the traceback of a bug
+    assert "The newest good checkpoint is of step 1. Resume: engine resume " in run.err
+    assert "Resume: engine resume " in run.err.splitlines()[-1]  # below the traceback of a bug
     goes_on(engine, run, 1)
 
 
@@ -131,7 +131,7 @@ def test_a_stop_whose_checkpoint_a_disk_has_damaged_names_the_one_before(engine,
     run = engine("train", path, env={"ENGINE_FAULT": "step.generate@3:term"})
     assert run.code == 75
     assert "step_00000002 is not usable: actor/weights.safetensors does not match its hash." in run.err
-    assert "The newest good checkpoint is of step 1. Go on: engine resume " in run.err
+    assert "The newest good checkpoint is of step 1. Resume: engine resume " in run.err
 
 
 def test_a_start_that_is_refused_late_is_not_in_the_way_of_the_next_one(engine, tiny, tiny_plugin):

@@ -82,7 +82,7 @@ def test_one_that_dies_again_and_again_ends_the_run_with_its_cause_and_a_checkpo
     assert "killed by SIGKILL" in run.err
     assert "last words of the sampler" in run.err
     assert "Traceback" not in run.err
-    assert "The newest checkpoint is of step 1. Go on: engine resume" in run.err
+    assert "The newest checkpoint is of step 1. Resume: engine resume" in run.err
     (tmp_path / "often").unlink()
     resumed = ended(engine.start("resume", "r"))
     assert resumed.code == 0, resumed.err

@@ -32,7 +32,7 @@ def test_a_save_that_fails_is_a_warning_and_training_goes_on(engine, tiny, strai
     run = engine("train", tiny(), env={"ENGINE_FAULT": f"{point}@2:{action}"})
     assert run.code == 0, run.err
     assert "Step 2 could not be saved" in run.err
-    assert "The checkpoint of step 1 is untouched. Training goes on" in run.err
+    assert "The checkpoint of step 1 is untouched. Training continues" in run.err
     assert "A checkpoint needs 0." in run.err  # MB, and what is free
     assert checkpoints(engine) == ["step_00000003", "step_00000004"]
     assert result() == straight()
@@ -121,7 +121,7 @@ def test_on_a_disk_that_is_really_full_older_checkpoints_stay_and_metrics_go_on(
     run = engine("train", tiny(changes))
     assert run.code == 5, run.err
     assert "Disk:" in run.err  # said at the start: so little is free
-    assert "Training goes on" in run.err
+    assert "Training continues" in run.err
     assert "No space left on device" in run.err
     folder = full_disk / "r"
     kept = sorted((folder / "checkpoints").glob("step_*"))

@@ -119,7 +119,7 @@ def test_no_memory_on_one_rank_ends_the_run_with_advice_and_a_checkpoint_to_go_o
     assert "Traceback" not in run.err
     assert "engine: Out of memory on rank 1 in step " in run.err
     assert "Lower actor.max_tokens_per_rank (now auto; the log says what it came to)" in run.err
-    assert "Go on: engine resume" in run.err
+    assert "Resume: engine resume" in run.err
     resumed = hurting.ended(engine.start("resume", "r"))
     assert resumed.code == 0, resumed.err
     assert result() == straight_ranks(SHARDED)

@@ -164,7 +164,7 @@ def test_a_stop_does_no_further_step_and_names_the_way_on(train, fault, caplog, 
     assert [line["step"] for line in lines_of(folder)] == [0, 1]
     assert Checkpoints(folder / "checkpoints").steps() == [1]
     assert (
-        f"Stopped by Ctrl-C after step 1. The newest checkpoint is of step 1. Go on: engine resume {folder}"
+        f"Stopped by Ctrl-C after step 1. The newest checkpoint is of step 1. Resume: engine resume {folder}"
         in caplog.text
     )
 
@@ -183,7 +183,7 @@ def test_a_save_that_fails_is_a_warning_with_the_space_and_the_next_one_succeeds
     assert Checkpoints(run.folder.checkpoints).steps() == [1, 3]
     said = re.search(r"Step 2 could not be saved: .*No space left on device.*", caplog.text)[0]
     assert re.search(r"A checkpoint needs [\d.]+ MB, [\d,.]+ MB are free", said)
-    assert "The checkpoint of step 1 is untouched. Training goes on" in said
+    assert "The checkpoint of step 1 is untouched. Training continues" in said
     assert Checkpoints(run.folder.checkpoints).leftovers() == []
 
 

@@ -151,7 +151,7 @@ def test_a_signal_saves_and_ends_training_and_its_reward_workers(rl_run, number,
         assert child.wait(timeout=30) == code
     assert "Traceback" not in said
     assert "Stopped by" in said
-    assert "Go on: engine resume" in said
+    assert "Resume: engine resume" in said
 
 
 def test_a_signal_while_plugins_are_imported_is_no_plugin_that_is_broken(rl_run):

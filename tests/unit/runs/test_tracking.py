@@ -382,9 +382,7 @@ def test_a_tracker_that_raises_is_switched_off_and_training_goes_on(tmp_path, ru
         time.sleep(0.01)
     hub.log(2, {"x": 1.0})
     hub.close()
-    said = (
-        "Tracker 'broken' failed and is off for the rest of the run; training goes on. {}: 503 from upstream"
-    )
+    said = "Tracker 'broken' failed and is off for the rest of the run; training continues. {}: 503 from upstream"
     shown = [record for record in caplog.records if not getattr(record, "file_only", False)]
     assert [record.getMessage() for record in shown if "failed" in record.getMessage()] == [
         said.format(kind.__name__)

@@ -38,7 +38,7 @@ def told(error, samples=True):
 def test_the_key_of_each_trained_role_is_named_with_its_value_and_the_way_on():
     text = told(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"))
     assert text.startswith("Out of memory in step 4: CUDA out of memory. Tried to allocate 2.00 GiB. Lower ")
-    assert "Lower actor.max_tokens_per_rank (now 77); where one sequence" in text
+    assert "Lower actor.max_tokens_per_rank (now 77); if one sequence" in text
     assert "ref." not in text
     assert "rollout.max_response_tokens" in text
     assert "engine resume" in text

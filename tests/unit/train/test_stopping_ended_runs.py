@@ -119,7 +119,7 @@ def test_a_folder_that_cannot_be_read_does_not_hide_the_cause(stale, caplog, mon
     said = [record.getMessage() for record in caplog.records]
     assert said[0] == "the cause"
     assert said[1].endswith("checkpoints cannot be read: [Errno 116] Stale file handle.")
-    way = f"Its checkpoints could not be looked at. Once they can: engine resume {stale.folder.path}"
+    way = f"Its checkpoints could not be read. Once they can: engine resume {stale.folder.path}"
     assert said[2] == f"The run failed in step 3. {way}"
     assert cause.__notes__ == [way]
     assert resume_hint(stale) == way  # after a first signal, and one that ends the run at once
