@@ -1,7 +1,8 @@
-"""What a run needs and its files do not say, or what its backends cannot do together; found without torch.
+"""The checks for missing settings and incompatible backends of a run, without torch.
 
-``check_complete`` collects every problem: missing keys, roles whose weights cannot be as asked (adapters, ``quantize``,
-``device_map``), samplers that cannot share weights, columns that nothing computes, parts that are not installed.
+``check_complete`` collects every problem: missing keys, roles whose weights cannot be as requested (adapters,
+``quantize``, ``device_map``), samplers that cannot share weights, columns that nothing computes, parts that are not
+installed.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ if TYPE_CHECKING:
 def check_complete(
     config: EngineConfig, live: Collection[str] = (), plugins: PluginSet | None = None
 ) -> None:
-    """What a run needs and no file said.
+    """Raise one error for everything that a run needs and no file set.
 
     Args:
         config: from ``load_config``.
         live: which of ``model``, ``tokenizer``, ``data``, ``rewards`` are objects of the program.
-        plugins: those of the config, where they are loaded already.
+        plugins: the plugins of the config, if they are loaded already.
 
     Raises:
-        ConfigError: every missing thing.
+        ConfigError: every missing setting.
         PluginError: a part that the run needs is not installed; nothing else was wrong.
     """
     plugins = plugins or plugins_for(config)
@@ -100,7 +101,7 @@ def check_complete(
 
 
 def _runtime_problems(config: EngineConfig, plugins: PluginSet) -> Iterable[str]:
-    """What the runtime itself finds wrong with its options."""
+    """Yield what the runtime itself finds wrong with its options."""
     spec: Any = plugins.spec("runtimes", config.runtime.backend)
     return resolve(spec.check)(config) if spec.check is not None else ()
 
@@ -111,7 +112,7 @@ def _rewarded(config: EngineConfig, plugins: PluginSet) -> bool:
 
 
 def _of_episodes(config: EngineConfig, plugins: PluginSet) -> list[str]:
-    """Names of the rewards that the environment sets."""
+    """Return the names of the rewards that the environment sets."""
     named = config.environment and config.environment.name
     spec: Any = plugins.find("environments", named) if named else None
     return sorted(spec.rewards) if spec else []
@@ -126,14 +127,14 @@ def _reads_rewards(config: EngineConfig, plugins: PluginSet, reads: Collection[s
 
 
 def _teacher_missing(config: EngineConfig, who: str) -> list[str]:
-    """What to say to a run that learns from a teacher and names none."""
+    """Return the problem of a run that learns from a teacher and names none."""
     if config.teacher is not None and config.teacher.path:
         return []
     return [f"teacher.path: missing. {who} learns from a teacher: name its folder or hub name in [teacher]."]
 
 
 def peft_missing(role: str) -> str | None:
-    """What to say to a role that asks for LoRA where peft is not installed."""
+    """Return the problem of a role with LoRA if peft is not installed; else None."""
     if importlib.util.find_spec("peft") is not None:
         return None
     return (
@@ -143,7 +144,7 @@ def peft_missing(role: str) -> str | None:
 
 
 def _frozen_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
-    """Roles whose weights change, with a backend for weights that never do."""
+    """Yield a problem for each role whose weights change but whose backend is for frozen models."""
     for role in (role for role in ("actor", "critic", "ref", "rollout") if role in reads):
         table = getattr(config, role)
         kind = "rollout_engines" if role == "rollout" else "train_engines"
@@ -156,7 +157,7 @@ def _frozen_problems(config: EngineConfig, plugins: PluginSet, reads: Collection
 
 
 def _lora_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
-    """Roles with an adapter that cannot have one here."""
+    """Yield a problem for each role whose adapter is not possible here."""
     for role in (role for role in ("actor", *OPTIONAL_ROLES) if role in reads):
         holder = getattr(config, role)
         if holder is None or holder.lora is None:
@@ -172,11 +173,11 @@ def _lora_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[s
 
 
 def _unjudged(config: EngineConfig, plugins: PluginSet, more: bool) -> Iterator[str]:
-    """Sets whose score or vote is of a reward that the run has not, or that extracts no answers.
+    """Yield a problem for each set whose score or vote is of an unknown reward, or of one that extracts no answers.
 
     Args:
-        config: with its rewards.
-        plugins: that offer them.
+        config: the config with its rewards.
+        plugins: the plugins that offer them.
         more: the program brings rewards, whose names are not known here.
     """
     names = [*(reward.name for reward in config.reward), *_of_episodes(config, plugins)]
@@ -194,7 +195,7 @@ def _unjudged(config: EngineConfig, plugins: PluginSet, more: bool) -> Iterator[
 
 
 def _unmet(config: EngineConfig, plugins: PluginSet) -> Sequence[str]:
-    """Columns and outputs that the algorithm needs and nothing makes."""
+    """Return a problem for each column and output that the algorithm needs and nothing computes."""
     advantage: Any = plugins.spec("advantages", config.algorithm.advantage)
     loss: Any = plugins.spec("losses", config.algorithm.loss)
     try:
@@ -206,7 +207,7 @@ def _unmet(config: EngineConfig, plugins: PluginSet) -> Sequence[str]:
 
 
 def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
-    """Stages that bring in older rollouts where groups are still to be replaced, or which have no log-probs."""
+    """Yield problems of stages with older rollouts: before a stage that refills, or without log-probs."""
     refills = [isinstance(stage.options, RefillOptions) for stage in config.stage]
     for number, stage in enumerate(config.stage):
         spec: Any = plugins.spec("stages", stage.name)
@@ -224,9 +225,10 @@ def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
 
 
 def frozen_role_problems(config: EngineConfig, reads: Collection[str]) -> Iterator[str]:
-    """Roles whose tables ask of their weights what only frozen ones can have.
+    """Yield a problem for each role whose table asks for what only frozen weights can have.
 
     Args:
+        config: the config.
         reads: sections that the run's trainer reads.
     """
     follows = "algorithm" in reads and config.algorithm.ref_refresh_steps > 0
@@ -247,12 +249,12 @@ def frozen_role_problems(config: EngineConfig, reads: Collection[str]) -> Iterat
 
 
 def quantize_problem(method: str, table: str, frozen: bool) -> str | None:
-    """What to say to a role whose weights cannot be kept in few bits, as far as it is seen without torch.
+    """Return why a role's weights cannot be quantized, as far as can be decided without torch; None if they can.
 
     Args:
         method: `quantize` of the backend's table.
-        table: where it stands: ``actor.torch``.
-        frozen: the weights are not trained: no role's, or those below an adapter.
+        table: the table with the key: ``actor.torch``.
+        frozen: the weights are not trained: those of a frozen role, or those below an adapter.
     """
     role = table.partition(".")[0]
     if not frozen:
@@ -269,12 +271,12 @@ def quantize_problem(method: str, table: str, frozen: bool) -> str | None:
 
 
 def device_map_problem(table: str, frozen: bool, lora: bool) -> str | None:
-    """What to say to a role whose layers cannot be spread over devices, as far as it is seen without torch.
+    """Return why a role's layers cannot be spread over devices, as far as is known without torch; None if they can.
 
     Args:
-        table: where `device_map` stands: ``ref.torch``.
-        frozen: its weights never change.
-        lora: it has an adapter.
+        table: the table with `device_map`: ``ref.torch``.
+        frozen: the weights never change.
+        lora: the role has an adapter.
     """
     role = table.rpartition(".")[0]
     if not frozen:
@@ -284,7 +286,7 @@ def device_map_problem(table: str, frozen: bool, lora: bool) -> str | None:
         )
     if lora:
         return (
-            f"{table}.device_map: the role has an adapter ([{role}.lora]), which lies beside its layers. Export the adapter "
+            f"{table}.device_map: the role has an adapter ([{role}.lora]), next to its layers. Export the adapter "
             f"merged (`engine export`) and name that folder in {role}.path, or leave the key out."
         )
     if importlib.util.find_spec("accelerate") is None:
@@ -301,11 +303,11 @@ def sharing_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
     sampler: Any = plugins.spec("rollout_engines", config.rollout.backend)
     remedy = 'Set rollout.weights = "own" or "auto".'
     if config.rollout.process is not None:
-        yield f"rollout.weights = 'shared': with [rollout.process] the sampler is in a process of its own. {remedy}"
+        yield f"rollout.weights = 'shared': with [rollout.process] the sampler is in a separate process. {remedy}"
         return
     if "share_module" not in sampler.capabilities:
         yield (
-            f"rollout.weights = 'shared': backend '{config.rollout.backend}' has weights of its own (no capability "
+            f"rollout.weights = 'shared': backend '{config.rollout.backend}' has separate weights (no capability "
             f"'share_module'). {remedy}"
         )
     if "generation_module" not in trainer.capabilities:
@@ -322,7 +324,7 @@ def sharing_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
 
 
 def custom_model_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
-    """Why a sampler with weights of its own cannot have the actor's model, where a plugin builds that."""
+    """Yield why a sampler with separate weights cannot have the actor's model, if a plugin builds that."""
     backends = (("rollout_engines", config.rollout.backend), ("train_engines", config.actor.backend))
     sampler, trainer = (plugins.find(*backend) for backend in backends)
     if sampler is None or trainer is None:  # the trainer samples nothing
@@ -333,7 +335,7 @@ def custom_model_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[
     builders = [plugin.label for plugin in asked if hasattr(plugin.module, "engine_build_model")]
     if any(hasattr(plugin.module, "engine_map_weights") for plugin in asked):
         return
-    who, what = f"rollout.backend = '{config.rollout.backend}'", "has weights of its own here"
+    who, what = f"rollout.backend = '{config.rollout.backend}'", "has separate weights here"
     if "custom_model" in getattr(sampler, "capabilities", ()):
         if getattr(trainer, "own_model", False) and not builders:
             yield (
@@ -375,7 +377,7 @@ def transport_problem(config: EngineConfig, plugins: PluginSet, apart: bool) -> 
         )
     return (
         f"rollout.transport: got '{wanted}', which carries weights to processes of another pool, but the sampler is in the "
-        "actor's processes. Use 'same_process' or 'auto', or give the sampler a pool of its own ([placement], in a runtime "
+        "actor's processes. Use 'same_process' or 'auto', or give the sampler its own pool ([placement], in a runtime "
         "that has pools)."
     )
 

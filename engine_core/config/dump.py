@@ -43,10 +43,10 @@ def _plain(model: BaseModel) -> dict[str, Any]:
 
 
 def dump_toml(config: EngineConfig, masked: bool = False) -> str:
-    """The resolved config: every key with its value, read back as an equal config.
+    """Return the resolved config as TOML: every key with its value, read back as an equal config.
 
-    Relative paths were resolved when it was loaded, so the text means the same from any folder.
-    ``masked`` replaces the values of keys that are named like a secret: for eyes, not to be read back.
+    Relative paths were resolved when it was loaded, so the text means the same in any folder. ``masked`` replaces the
+    values of keys that are named like a secret; such a text is for display only.
     """
     data = as_data(config)
     return "\n".join(_table_lines(_masked(data) if masked else data, ())).lstrip("\n") + "\n"
@@ -65,6 +65,7 @@ def _masked(node: Any) -> Any:
 
 def _table_lines(table: Mapping[str, Any], path: Path_) -> Iterator[str]:
     def is_tables(value: Any) -> bool:
+        """Return whether a value is a list of tables."""
         return isinstance(value, list) and bool(value) and all(isinstance(entry, dict) for entry in value)
 
     below = {key: value for key, value in table.items() if isinstance(value, dict) or is_tables(value)}
@@ -104,6 +105,7 @@ def origins(config: EngineConfig) -> list[tuple[str, Any, str]]:
 
 
 def leaves(node: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
+    """Yield the path and the value of every key; lists of tables are entered by number."""
     if isinstance(node, dict):
         for key, value in node.items():
             yield from leaves(value, (*path, key))
@@ -128,7 +130,7 @@ RULES: tuple[tuple[str, Verdict, str], ...] = (
         for kind in MODELS
     ),
     ("eval.*", "allowed", ""),
-    ("*.backend", "refused", "each engine writes state of its own"),
+    ("*.backend", "refused", "each engine writes its own state"),
     ("*.path", "refused", "a checkpoint fits the model that wrote it"),
     ("*.lora.*", "refused", "a checkpoint fits the model that wrote it"),
     ("ref.*.quantize", "warned", "later steps are held against a reference that is rounded in another way"),
@@ -185,16 +187,15 @@ def differences(
     roles: Collection[str] | None = None,
     movable: Collection[str] = (),
 ) -> list[Difference]:
-    """The keys that differ between two configs as plain data, in the order of the tables.
+    """Return the keys that differ between two configs as plain data, in the order of the tables.
 
-    Of a backend that changed, its options are compared with those of the same name of the other one.
+    If a backend changed, options of the same name in both backends are compared.
 
     Args:
         was: the config then.
         now: the config now.
-        roles: those that the run had then. The table of another one cannot contradict what was done;
-            whether that role can join is not a matter of keys. None: any role may have been there.
-        movable: roles whose engine may be another one now: it reads what the one then has saved.
+        roles: the roles that the run had then; tables of other roles are not compared. None: all roles.
+        movable: roles whose engine may change, because the new one reads what the old one saved.
     """
     before, after = _flat(was), _flat(now)
     _align_backends(before, after)
@@ -207,9 +208,9 @@ def differences(
 
 
 def _align_backends(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Where a backend changed, leave of the two tables of options what both have, under the name of the new one.
+    """Reduce the option tables of a changed backend to their common options, under the name of the new one.
 
-    The change of the backend is told by its own key; that options of the old one are unset now adds nothing.
+    The backend's own key reports the change; options of the old backend that are unset now add nothing.
     """
     for key in [
         key for key in before if key.endswith(".backend") and after.get(key, before[key]) != before[key]
@@ -236,14 +237,14 @@ def _judged(key: str, new: Collection[str], movable: Collection[str]) -> tuple[V
 
 
 def judge(key: str) -> tuple[Verdict, str]:
-    """What a change of ``key`` means."""
+    """Return whether a change of ``key`` is allowed, warned about or refused, and why."""
     if key in EXCEPT:
         return EXCEPT[key], ""
     return next((verdict, why) for pattern, verdict, why in RULES if fnmatch.fnmatchcase(key, pattern))
 
 
 def check(found: Sequence[Difference], force: Sequence[str]) -> list[Difference]:
-    """The differences to report, after refused ones that are not forced ended it.
+    """Return the differences to report.
 
     Args:
         found: all differences.

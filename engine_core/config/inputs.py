@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine_core.config.evaluation import EvalSetConfig
 
 SCAN_BYTES = 1_000_000  # about 50 ms a file
-SHOWN = 5  # problems told of one file
+SHOWN = 5  # problems reported for one file
 
 KINDS = (".jsonl", ".json", ".csv", ".parquet")
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -31,7 +31,7 @@ Rows = Iterator[tuple[int, dict[str, Any] | str]]  # line, and the row or what i
 
 
 def files_of(value: str | list[str]) -> list[str]:
-    """The files of ``data.train`` or ``data.validation``."""
+    """Return the files of ``data.train`` or ``data.validation``."""
     return [file for file in ([value] if isinstance(value, str) else value) if file]
 
 
@@ -97,7 +97,7 @@ def _neighbour(path: Path) -> str:
 
 
 def stored_files(path: Path) -> list[Path]:
-    """Files of rollouts: the file itself, those of a folder by name, those of a run's steps."""
+    """Return files of rollouts: the file itself, those of a folder by name, those of a run's steps."""
     if not path.is_dir():
         return [path]
     inner = path / "rollouts"
@@ -107,7 +107,7 @@ def stored_files(path: Path) -> list[Path]:
 def data_problems(
     data: DataConfig, held_out: Sequence[EvalSetConfig] = (), stored: bool = False
 ) -> Iterator[str]:
-    """Files that are absent, empty, of an unknown kind, or whose rows cannot be used.
+    """Yield a problem for each file that is missing, empty, of an unknown kind, or has unusable rows.
 
     Args:
         data: ``[data]``.
@@ -157,7 +157,7 @@ def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[str]:
 
 
 def _row_problems(path: Path, rows: Rows, data: DataConfig) -> Iterator[str]:
-    """Rows that cannot be used, where they are more than may be."""
+    """Yield the rows that cannot be used, if they are more than allowed."""
     bad, empty = [], True
     for line, row in rows:
         empty = False
@@ -229,13 +229,13 @@ def _is_parquet(path: Path) -> bool:
 
 
 def _is_array(path: Path) -> bool:
-    """A JSON file that is one list is left to the loader."""
+    """Return whether a JSON file is one list, which the loader reads."""
     with path.open("rb") as file:
         return file.read(64).lstrip().startswith(b"[")
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines from 1 of the part that is looked at; a last line cut by the limit is left out.
+    """Yield number (from 1) and text of the lines in the checked part; a last line cut by the limit is left out.
 
     A byte that is not UTF-8 becomes a lone surrogate, which ``_not_utf8`` finds.
     """

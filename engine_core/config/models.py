@@ -1,7 +1,8 @@
-"""The TOML as typed models: one class a table, one docstring a key, one source of defaults.
+"""The TOML as typed models: one class per table, one docstring per key, one source of defaults.
 
-The tables of models and sampler stand in ``roles``, those of evaluations in ``evaluation``. Unknown keys are refused. A table that belongs to a chosen name (``[actor.torch]`` beside
-``backend = "torch"``) is checked against that plugin's own model and lies in ``options``.
+The tables of models and samplers are in ``roles``, those of evaluations in ``evaluation``. Unknown keys are refused.
+A table that belongs to a chosen name (``[actor.torch]`` next to ``backend = "torch"``) is checked against that
+plugin's own model and is in ``options``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class EnvironmentConfig(Table):
     timeout_seconds: PositiveFloat = 600.0
     """Time for one episode from its start, waiting for the sampler included; after it the episode follows `on_timeout`."""
     tool_timeout_seconds: PositiveFloat = 10.0
-    """Time for one call of a tool; after it the policy is told that there was no answer."""
+    """Time for one call of a tool; after it the policy reads that there was no answer."""
     max_concurrent: NonNegativeInt = 0
     """Episodes that run at once; 0: all of a step."""
     on_error: Literal["drop", "zero", "fail"] = "drop"
@@ -288,7 +289,7 @@ class PlacementConfig(Table):
     """Pool of the models of rewards."""
 
     def pool_of(self, role: str) -> str | None:
-        """A role's own pool; without one, the actor's; without that, the first. None: there are no pools."""
+        """Return a role's own pool, else the actor's, else the first one; None without pools."""
         own = getattr(self, role.partition(".")[0], None) or (None if role == "rollout" else self.actor)
         return own or next(iter(self.pools), None)
 
@@ -305,7 +306,7 @@ class EngineConfig(Table):
     ref: RoleConfig | None = None
     """Reference model; default: like `actor`. Built only when the algorithm needs it."""
     critic: CriticConfig | None = None
-    """Critic; default: like `actor`, with an optimizer of its own. Built only when the advantage needs values."""
+    """Critic; default: like `actor`, with its own optimizer. Built only when the advantage needs values."""
     teacher: RoleConfig | None = None
     """Teacher of a distillation, a model that is not trained; `path` must be set. Built only when something learns from it."""
     rollout: RolloutConfig = RolloutConfig()
@@ -330,7 +331,7 @@ class EngineConfig(Table):
 
     @property
     def ref_is_base(self) -> bool:
-        """The reference is the actor without its adapter: LoRA, and no `[ref]` with a model of its own."""
+        """Whether the reference is the actor without its adapter: LoRA, and no `[ref]` with its own model."""
         if self.actor.lora is None:
             return False
         ref = self.ref or self.actor
@@ -339,12 +340,12 @@ class EngineConfig(Table):
 
     @property
     def unread(self) -> list[str]:
-        """Tables that are present and that this run does not read, with the reason."""
+        """The tables that are present and that this run does not read, with the reason."""
         return list(self._source.unread) if self._source is not None else []
 
     @property
     def warnings(self) -> list[str]:
-        """What the files and the environment say that is allowed and hardly meant."""
+        """The settings of files and environment that are allowed but probably not intended."""
         return list(self._source.warnings) if self._source is not None else []
 
     @property
@@ -355,13 +356,13 @@ class EngineConfig(Table):
         return [*bounded, ("checkpoint.best_metric", best)] if best else bounded
 
     def rewarding(self, role: str) -> RewardConfig | None:
-        """The reward whose model has this role; None for a role of another kind."""
+        """Return the reward whose model has this role; None for other roles."""
         return next((reward for reward in self.reward if f"{PREFIX}{reward.name}" == role), None)
 
     def model_of(self, role: str) -> ModelConfig:
-        """What a role's model is built from: `[model]`, but a reward's model is one of its own.
+        """Return what a role's model is built from: `[model]`, or the table of a reward's model.
 
-        `override` changes the config of the model that is trained, not the teacher's.
+        `override` changes the config of the trained model, not the teacher's.
         """
         if role == "teacher":
             return self.model.model_copy(update={"override": {}})
@@ -369,12 +370,12 @@ class EngineConfig(Table):
         return self.model if reward is None else reward.own_model.as_model(self.model)
 
     def sampler(self, role: str) -> RolloutConfig:
-        """The table of a role that samples."""
+        """Return the table of a role that samples."""
         reward = self.rewarding(role)
         return self.rollout if reward is None or reward.judge is None else reward.judge.as_sampler()
 
     def role(self, name: str) -> RoleConfig:
-        """The table of a train role; a role without one is like the actor."""
+        """Return the table of a train role; a role without one is like the actor."""
         if (reward := self.rewarding(name)) is not None:
             assert isinstance(reward.own_model, FrozenScorer)
             return reward.own_model.as_role()

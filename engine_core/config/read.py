@@ -1,17 +1,17 @@
-"""TOML files, environment and overrides become one tree that knows where each key came from.
+"""The merge of TOML files, environment and overrides to one tree that knows the origin of each key.
 
-Precedence, later wins: defaults < ``extends`` < the file < later files < environment < ``--set``.
-Tables merge deeply; arrays are replaced, but arrays whose tables all have a ``name`` merge by name.
-A path names an element of such an array by that name: ``reward.math.weight``.
+Precedence, later wins: defaults < ``extends`` < the file < later files < environment < ``--set``. Tables merge
+deeply; arrays are replaced, but arrays whose tables all have a ``name`` merge by name. A path names an element of
+such an array by that name: ``reward.math.weight``::
 
     extends = ["base.toml"]              # relative to this file, below the given file's folder
     ENGINE__ACTOR__OPTIM__LR=1e-6        # environment: any case, lowered
     --set actor.optim.lr=1e-6            # values are TOML; what is not TOML is a text
 
-Left out on purpose: interpolation. A file means what it says, whoever reads it.
+There is no interpolation: the meaning of a file does not depend on its reader.
 
-The line of each key is found by a scanner, because ``tomllib`` does not say it. The scanner runs first and enforces
-the limits on hostile files; where the text is no TOML it stops, and ``tomllib`` words the error.
+A scanner finds the line of each key, because ``tomllib`` does not return it. The scanner runs first and enforces the
+limits on hostile files. If the text is no TOML it stops, and ``tomllib`` words the error.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ _TOKEN = re.compile(rf"(?:[ \t]|#[^\n]*+)*+({_STRING}|[{re.escape(_SIGNS)}]|{_BA
 
 
 def key_lines(text: str, file: str) -> dict[KeyPath, int]:
-    """The line (from 1) of every key and table header; elements of arrays have their number in the path.
+    r"""Return the line (from 1) of every key and table header; elements of arrays have their number in the path.
 
     Args:
-        text: with ``\\n`` line ends.
+        text: with ``\n`` line ends.
         file: for messages.
 
     Raises:
@@ -65,6 +65,7 @@ class _Scanner:
         self.last: dict[KeyPath, int] = {}  # array of tables -> number of its latest element
 
     def document(self) -> None:
+        """Scan the whole text."""
         table: KeyPath = ()
         self.take()
         while self.after_newlines():
@@ -93,9 +94,11 @@ class _Scanner:
         return path
 
     def element(self, path: KeyPath) -> KeyPath:
+        """Record one more element of an array of tables; return its path."""
         return (*path, self.last[path]) if path in self.last else path
 
     def pair(self, table: KeyPath) -> None:
+        """Scan a key and its value."""
         parts = self.key()
         for count in range(1, len(parts) + 1):
             self.record((*table, *parts[:count]))
@@ -103,6 +106,7 @@ class _Scanner:
         self.value((*table, *parts))
 
     def value(self, path: KeyPath) -> None:
+        """Scan a value."""
         self.check_depth(path)
         closing = {"[": "]", "{": "}"}.get(self.token)
         if closing is None:
@@ -122,6 +126,7 @@ class _Scanner:
         self.take(closing)
 
     def key(self) -> list[str]:
+        """Scan a dotted key and return its parts; raise ``ValueError`` if there is none."""
         parts: list[str] = []
         while not parts or self.token == ".":
             if parts:
@@ -134,18 +139,20 @@ class _Scanner:
         return parts
 
     def record(self, path: KeyPath) -> None:
+        """Record the line of a path."""
         self.lines.setdefault(path, self.line)
         self.check_depth(path)
         if len(self.lines) > MAX_KEYS:
             self.refuse(f"more than {MAX_KEYS} keys. Keep data in data files, named under [data]")
 
     def after_newlines(self) -> str:
+        """Skip newlines and comments; return the next token."""
         while self.token == "\n":
             self.take()
         return self.token
 
     def take(self, expected: str | None = None) -> str:
-        """Go to the next token; it is empty at the end, and where nothing of TOML follows."""
+        """Advance to the next token, which is empty at the end; raise ``ValueError`` if it is not the expected one."""
         token = self.token
         if expected not in (None, token):
             raise ValueError
@@ -156,10 +163,12 @@ class _Scanner:
         return token
 
     def check_depth(self, path: Sequence[str | int]) -> None:
+        """Refuse a path that is nested too deep."""
         if len(path) > MAX_DEPTH:
             self.refuse(f"nested deeper than {MAX_DEPTH} levels. Nothing in a run needs that")
 
     def refuse(self, what: str) -> None:
+        """Raise ``ConfigError`` with file and line."""
         raise ConfigError(f"{self.file}:{self.line}: {what}.")
 
 
@@ -186,7 +195,7 @@ _OVERRIDE = re.compile(r"""((?:"(?:[^"\\]|\\.)*"|[^"=])+)=(.*)""", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a key was set: in a file at a line, by an environment variable, or by an override."""
+    """The origin of a key: a file and line, an environment variable, or an override."""
 
     file: str | None = None
     line: int | None = None
@@ -219,11 +228,11 @@ class RawConfig:
 
     @property
     def folder(self) -> Path:
-        """Of the first file; the working directory without one."""
+        """The folder of the first file; the working directory without files."""
         return self.files[0].resolve().parent if self.files else Path.cwd()
 
     def origin(self, path: Sequence[str]) -> Origin | None:
-        """Where ``path``, or else the table around it, was set; None: a default."""
+        """Return where ``path``, or else the table around it, was set; None: a default."""
         for count in range(len(path), 0, -1):
             for key in (key_text(path[:count]), ".".join(path[:count])):  # [schedule] is flattened
                 if found := self.origins.get(key):
@@ -232,12 +241,12 @@ class RawConfig:
 
 
 def key_text(path: Sequence[str]) -> str:
-    """A path as TOML writes it: ``schedule."rollout.temperature"``."""
+    """Return a path as TOML writes it: ``schedule."rollout.temperature"``."""
     return ".".join(part if _BARE_KEY.fullmatch(part) else quoted(part) for part in path)
 
 
 def quoted(text: str) -> str:
-    """A TOML string: JSON's escapes are TOML's, which asks for one more."""
+    """Return a TOML string: JSON's escapes, and one more."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -288,7 +297,11 @@ class _Tree:
         self.reads = 0
 
     def merge_file(self, file: Path, shown: str, chain: tuple[Path, ...]) -> None:
-        """Merge a file over the tree, those that it extends first."""
+        """Merge a file over the tree, after the files that it extends.
+
+        Raises:
+            ConfigError: files extend each other in a circle, or too many are extended.
+        """
         resolved = file.resolve()
         if resolved in chain:
             circle = " -> ".join(link.name for link in (*chain[chain.index(resolved) :], resolved))
@@ -312,6 +325,11 @@ class _Tree:
                 self.origins[_named(data, key)] = Origin(file=shown, line=line)
 
     def check_inside(self, path: Path, base: str, where: str) -> None:
+        """Refuse an extended file outside the allowed folders.
+
+        Raises:
+            ConfigError: the file is outside.
+        """
         if self.allow_code or any(path.resolve().is_relative_to(root) for root in self.roots):
             return
         folders = ", ".join(sorted({str(root) for root in self.roots}))
@@ -321,7 +339,11 @@ class _Tree:
         )
 
     def assign(self, path: Path_, value: Any, origin: Origin) -> None:
-        """Set one key; a table merges, everything else replaces."""
+        """Set one key; a table merges, everything else replaces.
+
+        Raises:
+            ConfigError: the path has an empty part or too many, or names a table.
+        """
         if not all(path):
             raise ConfigError(f"{origin}: the key has an empty part. Expected one like actor.optim.lr.")
         if len(path) > MAX_DEPTH:
@@ -340,7 +362,7 @@ class _Tree:
 
 
 def _enter(node: Any, part: str, path: Path_, origin: Origin) -> Any:
-    """The table ``part`` of a table, made where it is missing; or the element of that name of an array."""
+    """Return the table ``part`` of a table, created if missing; or the element of that name of an array."""
     inner = _elements(node).get(part) if isinstance(node, list) else node.setdefault(part, {})
     if inner is None:
         names = did_you_mean(part, _elements(node))
@@ -428,7 +450,7 @@ def _parse_value(text: str) -> Any:
 
 
 def _is_named(value: Any) -> bool:
-    """An array of tables that all have a name."""
+    """Return whether a value is an array of tables that all have a name."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -437,7 +459,7 @@ def _is_named(value: Any) -> bool:
 
 
 def _elements(array: Any) -> dict[str, Any]:
-    """Elements of an array by their names; none where they have no names."""
+    """Return the elements of an array by their names; empty if they have no names."""
     return {element["name"]: element for element in array} if _is_named(array) else {}
 
 
@@ -458,7 +480,7 @@ def _merge_tables(into: dict[str, Any], over: Mapping[str, Any]) -> None:
 
 
 def _named(data: Any, path: KeyPath) -> Path_:
-    """A path of the scanner with the numbers of named elements replaced by their names."""
+    """Return a path of the scanner with the numbers of named elements replaced by their names."""
     named: list[str] = []
     node = data
     for part in path:
@@ -469,7 +491,7 @@ def _named(data: Any, path: KeyPath) -> Path_:
 
 
 def _paths(value: Any) -> Iterator[Path_]:
-    """The path of ``value`` and of every key below it."""
+    """Yield the path of ``value`` and of every key below it."""
     yield ()
     for key, inner in (value if isinstance(value, dict) else _elements(value)).items():
         for path in _paths(inner):

@@ -1,8 +1,8 @@
-"""What an algorithm needs and who makes it: planned before anything is built.
+"""The columns that an algorithm needs and what computes them, planned before anything is built.
 
-A loss and an advantage estimator declare columns. Some come with every rollout, one is sampled for
-it (``greedy_rewards``), some are computed after the rollouts (``COLUMNS`` and those of plugins), the advantages
-come from the estimator. A column that nobody makes is refused here, with its name.
+A loss and an advantage estimator declare columns. Some come with every rollout, one is sampled for it
+(``greedy_rewards``), some are computed after the rollouts (``COLUMNS`` and those of plugins), the advantages come from
+the estimator. A column that nothing computes is refused here, by name.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ MEASURED = {"current_log_probs": "log_probs", "current_entropy": "entropy"}
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a step has to do for its algorithm."""
+    """The work of a step for its algorithm."""
 
     columns: tuple[str, ...]  # to be made by `infer`, in the order of ``producers``
     outputs: tuple[str, ...]  # computed with gradient
@@ -69,9 +69,13 @@ class Plan:
     producers: Mapping[str, Column] = field(default_factory=lambda: COLUMNS)
 
     def columns_for(self, group_ids: Tensor, algorithm: AlgorithmConfig) -> tuple[str, ...]:
-        """``columns``, and ``old_log_probs`` where a stage made so many groups that there is more than one update.
+        """Return ``columns``, and ``old_log_probs`` if a stage made so many groups that there is more than one update.
 
         With `correction.bypass` the old log-probs are the sampler's: nothing is computed.
+
+        Args:
+            group_ids: [B] group of each rollout.
+            algorithm: ``[algorithm]``.
         """
         if algorithm.correction.bypass:
             return tuple(column for column in self.columns if column != "old_log_probs")
@@ -81,7 +85,12 @@ class Plan:
         return (("old_log_probs",) if added else ()) + self.columns
 
     def inferred(self, group_ids: Tensor, algorithm: AlgorithmConfig) -> dict[str, dict[str, str]]:
-        """Return by role which column is which output of its ``infer``: one call for each role."""
+        """Return, by role, which column is which output of its ``infer``: one call per role.
+
+        Args:
+            group_ids: [B] group of each rollout.
+            algorithm: ``[algorithm]``.
+        """
         calls: dict[str, dict[str, str]] = {}
         for column in self.columns_for(group_ids, algorithm):
             made = self.producers[column]
@@ -90,17 +99,17 @@ class Plan:
 
     @property
     def needs_ref(self) -> bool:
-        """A reference model must be built."""
+        """Whether a reference model must be built."""
         return self._asks("ref")
 
     @property
     def needs_teacher(self) -> bool:
-        """A teacher must be built."""
+        """Whether a teacher must be built."""
         return self._asks("teacher")
 
     @property
     def needs_critic(self) -> bool:
-        """A critic must be built and trained."""
+        """Whether a critic must be built and trained."""
         return self._asks("critic")
 
     def _asks(self, role: str) -> bool:
@@ -117,6 +126,7 @@ def producers_of(plugins: PluginSet, advantage: Advantage, loss: Loss) -> dict[s
     found: dict[str, Column] = dict(COLUMNS)
 
     def add(name: str, wanted_by: tuple[str, ...]) -> None:
+        """Add a column and what it needs; raise ``ConfigError`` if a column needs itself."""
         if name in wanted_by:
             raise ConfigError(f"The column '{name}' needs itself, by way of {' and '.join(wanted_by)}.")
         if name in found or name in ROLLOUT_COLUMNS or (spec := plugins.offered("columns", name)) is None:
@@ -134,15 +144,16 @@ def producers_of(plugins: PluginSet, advantage: Advantage, loss: Loss) -> dict[s
 def plan_run(
     config: EngineConfig, advantage: Advantage, loss: Loss, producers: Mapping[str, Column] = COLUMNS
 ) -> Plan:
-    """What serves every step of a run, also where ``[schedule]`` changes what its algorithm needs.
+    """Return a plan that serves every step of a run, even if ``[schedule]`` changes what its algorithm needs.
 
     Args:
-        config: of the run.
-        advantage, loss: of its algorithm.
+        config: the run's config.
+        advantage: its advantage estimator.
+        loss: its policy loss.
         producers: the columns that can be computed, see ``producers_of``.
 
     Raises:
-        ConfigError: a column that nobody makes, or not in every step.
+        ConfigError: a column that nothing computes, or not in every step.
     """
     if config.rollout.log_probs_every_steps > 1:
         for key, spec in (("advantage", advantage), ("loss", loss)):
@@ -173,14 +184,14 @@ def plan(
     prompts_per_step: int,
     producers: Mapping[str, Column] = COLUMNS,
 ) -> Plan:
-    """Work out the columns and outputs of an algorithm.
+    """Return the columns and outputs of an algorithm.
 
-    ``old_log_probs`` are made only when the policy moves while they are needed: more than one
-    optimizer step on the same rollouts, or a KL in the reward. Otherwise the ratio of the first and
-    only update is exactly 1 and its log-probs are those of the training forward.
+    ``old_log_probs`` are computed only if the policy moves while they are needed: more than one optimizer step on the
+    same rollouts, or a KL in the reward. Otherwise the ratio of the only update is exactly 1 and its log-probs are
+    those of the training forward pass.
 
     Raises:
-        ConfigError: a column that nobody makes.
+        ConfigError: a column that nothing computes.
     """
     mini = algorithm.mini_batch_prompts or prompts_per_step
     updates = algorithm.epochs * -(-prompts_per_step // mini)
@@ -211,7 +222,7 @@ def plan(
 def _missing(
     algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss, producers: Mapping[str, Column]
 ) -> Iterator[str]:
-    """A problem for each column and output that nobody makes."""
+    """Yield a problem for each column and output that nothing computes."""
     made = ROLLOUT_COLUMNS | set(producers)
     chosen = (
         ("advantage", algorithm.advantage, advantage, made | {GREEDY}),

@@ -27,7 +27,7 @@ PREFIX = "reward."
 
 
 class FrozenModel(Table):
-    """What every model of a reward has: it is loaded once and never trained."""
+    """The options of every model of a reward: it is loaded once and never trained."""
 
     path: str
     """Model folder or hub name. Relative to the folder of the TOML that names it when it exists there."""
@@ -39,7 +39,7 @@ class FrozenModel(Table):
     """Run Python code that comes with the model folder. It is executed with your rights; said in the log."""
 
     def as_model(self, model: ModelConfig) -> ModelConfig:
-        """As a ``[model]`` table of its own; what `[model]` overrides is the actor's alone."""
+        """Return the table as a ``[model]`` table; overrides of `[model]` apply only to the actor."""
         return ModelConfig(
             path=self.path,
             tokenizer=self.tokenizer,
@@ -70,14 +70,14 @@ class FrozenScorer(FrozenModel):
     backend: str = "torch"
     """Train engine that runs it, by name; its options stand in the table of that name."""
     max_tokens_per_rank: PositiveInt = 8192
-    """Token budget of one micro-batch on one rank; a longer sequence has a micro-batch of its own."""
+    """Token budget of one micro-batch on one rank; a longer sequence has its own micro-batch."""
     max_tokens: PositiveInt | None = None
     """Longest sequence; a longer one fails by `on_error`. Default: what the model's config says."""
     options: Any = Field(default=None, exclude=True)
     """The backend's own table, filled in by the loader."""
 
     def as_role(self) -> RoleConfig:
-        """As the table of a train role."""
+        """Return the table as that of a train role."""
         role = RoleConfig(backend=self.backend, max_tokens_per_rank=self.max_tokens_per_rank, path=self.path)
         role.options = self.options
         return role
@@ -91,7 +91,7 @@ class RewardModelConfig(FrozenScorer):
     chat_template: bool | None = None
     """Render conversations with the reward model's own chat template; default: where the row is one and it has one."""
     reuse_token_ids: bool = True
-    """Score the sampled tokens themselves where its tokenizer is the actor's. False always renders the text anew."""
+    """Score the sampled tokens themselves where its tokenizer is the actor's. False always renders the text again."""
     score_at: Literal["end", "sampled"] = "end"
     """``end``: read the score where the chat template (plain text: the end of sequence) ends a response, which is added where it lacks that. ``sampled``: at the last sampled token."""
 
@@ -151,7 +151,7 @@ class JudgeConfig(Asked, FrozenModel):
             )
         if self.scale is not None and (self.verdicts or self.scale[0] >= self.scale[1]):
             why = (
-                "verdicts have values of their own"
+                "verdicts have their own values"
                 if self.verdicts
                 else "expected [low, high] with low below high"
             )
@@ -159,7 +159,7 @@ class JudgeConfig(Asked, FrozenModel):
         return self
 
     def as_sampler(self) -> RolloutConfig:
-        """As a ``[rollout]`` table."""
+        """Return the table as a ``[rollout]`` table."""
         table = RolloutConfig(
             backend=self.backend,
             group_size=self.votes,
@@ -178,7 +178,7 @@ class RewardConfig(Table):
     """``[[reward]]``: one reward; several are summed by weight."""
 
     name: str
-    """The reward, by name (``engine plugins``); its options stand in ``[reward.NAME]`` below. With a model of its own: any name."""
+    """The reward, by name (``engine plugins``); its options are in ``[reward.NAME]`` below. With a dedicated model: any name."""
     weight: float = 1.0
     """Factor in the sum of rewards. 0 only measures."""
     clip: tuple[float, float] | None = None
@@ -215,17 +215,17 @@ class RewardConfig(Table):
 
     @property
     def role(self) -> str:
-        """The role of its model, where it has one."""
+        """The role of its model; empty without one."""
         return f"{PREFIX}{self.name}"
 
     @property
     def models(self) -> dict[str, FrozenModel]:
-        """The tables of models that it has, by name; one at most in a valid file."""
+        """The tables of its models, by name; at most one in a valid file."""
         return {kind: getattr(self, kind) for kind in MODELS if getattr(self, kind) is not None}
 
     @property
     def has_model(self) -> bool:
-        """Whether a model of its own gives the reward, instead of a function."""
+        """Whether a dedicated model gives the reward, instead of a function."""
         return bool(self.models)
 
     @property

@@ -71,7 +71,7 @@ class LoRAConfig(Table):
     target_modules: str | list[str] = "all-linear"
     """``all-linear``: every linear layer but the head. Or the ends of module names, ``["q_proj", "v_proj"]``, or one regular expression for whole names."""
     modules_to_save: list[str] = []
-    """Ends of names of modules that are trained whole, beside the adapter."""
+    """Ends of names of modules that are trained whole, in addition to the adapter."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank): larger ranks then learn as fast (https://arxiv.org/abs/2312.03732)."""
     dora: bool = False
@@ -89,7 +89,7 @@ class LoRAConfig(Table):
         if value != 0:
             raise ValueError(
                 "dropout must be 0: engines run in eval mode, so that the log-probs of an unchanged policy are the "
-                "same in each pass. Leave the key out; weight_decay in [actor.optim] is there against overfitting."
+                "same in each pass. Leave the key out; weight_decay in [actor.optim] works against overfitting."
             )
         return value
 
@@ -100,7 +100,7 @@ class RoleConfig(Table):
     backend: str = "torch"
     """Train engine, by name (``engine plugins``); its options stand in the table of that name."""
     max_tokens_per_rank: PositiveInt | Literal["auto"] = "auto"
-    """Token budget of one micro-batch on one rank; a longer sequence has a micro-batch of its own. ``auto``: as many as fit by an estimate, at most 65536, settled at the first use, when every role and the sampler hold their memory; 8192 on the CPU and for models without an estimate."""
+    """Token budget of one micro-batch on one rank; a longer sequence has its own micro-batch. ``auto``: as many as fit by an estimate, at most 65536, settled at the first use, when every role and the sampler hold their memory; 8192 on the CPU and for models without an estimate."""
     path: str | None = None
     """Model folder of this role; default: `[model] path`."""
     optim: OptimConfig = OptimConfig()
@@ -140,7 +140,7 @@ class CriticConfig(RoleConfig):
 
     @classmethod
     def like(cls, actor: RoleConfig) -> CriticConfig:
-        """What a run without the table uses: the defaults, on the actor's backend."""
+        """Return the critic of a run without the table: the defaults, on the actor's backend."""
         made = cls(backend=actor.backend, max_tokens_per_rank=actor.max_tokens_per_rank)
         made.take_options(actor)
         return made
@@ -152,7 +152,7 @@ class CriticConfig(RoleConfig):
 
 
 class ProcessConfig(Table):
-    """``[rollout.process]``: where the table is present, the rollout engine runs in a process of its own."""
+    """The table ``[rollout.process]``: with it the rollout engine runs in a separate process."""
 
     renamed = {
         "silent_seconds": "heartbeat_timeout_seconds",
@@ -163,7 +163,7 @@ class ProcessConfig(Table):
     python: str = ""
     """Interpreter of another environment, with engine-core-rl of the same version and the rollout plugin; empty: the run's own. Relative to the folder of the TOML that names it."""
     engines: PositiveInt = 1
-    """Engines, each in a process of its own, among which requests are dealt out by load; the responses of one prompt go to one. On GPUs each has a device of its own."""
+    """Engines, each in a separate process; requests are distributed by load, and the responses of one prompt go to one engine. On GPUs each has its own device."""
     startup_timeout_minutes: PositiveFloat = 15.0
     """Time for the engine to be built."""
     heartbeat_timeout_seconds: PositiveFloat = 60.0
@@ -197,7 +197,7 @@ class RolloutConfig(Table, SamplingOptions):  # type: ignore[misc]  # a table is
     weights: Literal["auto", "shared", "own"] = "auto"
     """``shared``: the sampler uses the actor's module, which a sharded actor gathers on each rank while samples are drawn. ``own``: it has a copy, updated after each step. ``auto``: shared, where both backends can, they are on the same processes and the whole model fits beside what the actor holds."""
     transport: str = "auto"
-    """How weights come to a sampler with a copy of its own, by name, options in the table of that name: ``same_process`` (it is in the actor's processes), ``tcp``, ``broadcast`` (a process group), ``ipc`` (memory that both see), ``folder`` (a disk that both see). ``auto`` chooses by where the two are, and the log says what and why."""
+    """How weights are sent to a sampler with a separate copy, by name, options in the table of that name: ``same_process`` (it is in the actor's processes), ``tcp``, ``broadcast`` (a process group), ``ipc`` (memory that both see), ``folder`` (a disk that both see). ``auto`` chooses by where the two are, and the log says what and why."""
     overlap_rewards: bool = True
     """Rewards of a group are worked out as soon as it is complete, while others are still sampled. The results are the same; rewards that see all samples at once (``group_ids``), those of a model and those with `workers = 0` wait."""
     request_timeout_seconds: NonNegativeFloat = 0.0
@@ -207,7 +207,7 @@ class RolloutConfig(Table, SamplingOptions):  # type: ignore[misc]  # a table is
     over_sampling: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     """A step samples this many times its prompts and ends as soon as it has all its groups; responses of the others are stopped. See `partial_rollouts`."""
     partial_rollouts: bool = False
-    """What `over_sampling` stopped goes on in the next step from where it was, before new prompts; each token keeps its log-prob and policy version. Else it is dropped, and long responses are rarer in the update than they are."""
+    """What `over_sampling` stopped continues in the next step from where it was, before new prompts; each token keeps its log-prob and policy version. Else it is dropped, and long responses are rarer in the update than they are."""
     partial_max_staleness: PositiveInt = 8
     """With `partial_rollouts`: a group whose oldest token is of more policy versions ago than this is dropped and counted."""
     max_log_prob_gap: NonNegativeFloat = 1.0
@@ -215,7 +215,7 @@ class RolloutConfig(Table, SamplingOptions):  # type: ignore[misc]  # a table is
     log_probs_every_steps: PositiveInt = 1
     """Ask the sampler for log-probs in each n-th step alone, the first among them: a sampler such as vLLM takes up to a fifth longer with them. The gap to the trainer is then measured, and bounded, in those steps. Over 1 only where nothing else reads them: with `algorithm.correction.level = "off"`."""
     process: ProcessConfig | None = None
-    """Run the engine in a process of its own: in another Python environment, started again when it dies or hangs."""
+    """Run the engine in a separate process: in another Python environment, started again when it dies or hangs."""
     options: Any = Field(default=None, exclude=True)
     """The backend's own table, filled in by the loader."""
     transport_options: Any = Field(default=None, exclude=True)
@@ -224,15 +224,15 @@ class RolloutConfig(Table, SamplingOptions):  # type: ignore[misc]  # a table is
     _updates_under_way: bool = PrivateAttr(default=False)
 
     def expect_updates(self) -> None:
-        """Weights may change while responses are being sampled: the trainer's table says so."""
+        """Record that weights may change during sampling, as the trainer's table says."""
         self._updates_under_way = True
 
     @property
     def stops_responses(self) -> bool:
-        """Responses may be stopped before their end."""
+        """Whether responses may be stopped before their end."""
         return self.request_timeout_seconds > 0 or self.over_sampling > 1
 
     @property
     def steps_are_short(self) -> bool:
-        """An engine that samples in rounds ends its steps before their responses: these may be stopped, or go on with other weights."""
+        """Whether engines that sample in rounds end a step before its responses, to stop them or to change weights."""
         return self.stops_responses or self._updates_under_way

@@ -34,14 +34,15 @@ FIXED_SETTINGS = (
     "critic.optim.lr",
     "critic.max_tokens_per_rank",
 )
-"""Numbers of these are settings, besides every number and switch of ``[algorithm]`` and its option tables, and every number that is no count of
+"""Numbers of these are settings, besides every number and switch of ``[algorithm]`` and its option tables, and every
+number that is no count of
 the trainer's own table (``dpo.beta``): what that table switches or counts is built at the start."""
 
 _WORDS: dict[type | None, str] = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def config_at(config: EngineConfig, step: int) -> EngineConfig:
-    """The config as it is during ``step`` (from 1); ``config`` itself where nothing is scheduled."""
+    """Return the config during ``step`` (from 1); ``config`` itself if nothing is scheduled."""
     for key, entries in config.schedule.items():
         if held := [value for start, value in entries if start <= max(step, 1)]:
             config = with_setting(config, key, held[-1])
@@ -49,13 +50,13 @@ def config_at(config: EngineConfig, step: int) -> EngineConfig:
 
 
 def changes(config: EngineConfig, step: int) -> dict[str, Any]:
-    """Settings that have another value in ``step`` than in the step before; in step 1, than in the file."""
+    """Return the settings that have another value than in the step before; in step 1, than in the file."""
     now, before = config_at(config, step), config_at(config, step - 1) if step > 1 else config
     return {key: setting(now, key) for key in config.schedule if setting(now, key) != setting(before, key)}
 
 
 def boundaries(config: EngineConfig) -> list[int]:
-    """The first step and every step in which a scheduled setting may change."""
+    """Return the first step and every step in which a scheduled setting may change."""
     return sorted({1} | {max(1, start) for entries in config.schedule.values() for start, _ in entries})
 
 
@@ -69,16 +70,16 @@ def settings(config: EngineConfig) -> dict[str, type]:
 
 
 def setting(config: EngineConfig, key: str) -> Any:
-    """The value of a key that can be scheduled."""
+    """Return the value of a key that can be scheduled."""
     *tables, field = _path(config, key)
     return getattr(_inside(config, tables), field)
 
 
 def with_setting(config: EngineConfig, key: str, value: float | bool) -> EngineConfig:
-    """A copy with one setting changed; everything else is shared with ``config``.
+    """Return a copy with one setting changed; everything else is shared with ``config``.
 
     Raises:
-        ConfigError: the value is none for this setting.
+        ConfigError: the value is not valid for this setting.
     """
     kind = _kind(config, key)
     if kind is int and isinstance(value, float) and value.is_integer():

@@ -104,6 +104,11 @@ class _Validation:
         self.tables = dict(_tables_in((), EngineConfig))  # models by header, for hints
 
     def run(self) -> EngineConfig:
+        """Validate the tree and return the config.
+
+        Raises:
+            ConfigError: every problem, in the order of the files.
+        """
         sections = self.sections_read()
         for place in list(places(self.data)):
             self.take_options(place, place.in_any(sections))
@@ -124,7 +129,7 @@ class _Validation:
         return config
 
     def sections_read(self) -> Collection[str]:
-        """The core's tables that the trainer reads; those that are present all the same are noted."""
+        """Return the core's tables that the trainer reads; record others that are present."""
         for chosen in self.places[()].chosen:
             spec = self.spec_of(chosen.kind, chosen.name)
             if isinstance(spec, TrainerSpec) and spec.sections:
@@ -158,7 +163,7 @@ class _Validation:
         path = (*place.path, table)
         for number, (chosen, spec) in enumerate(users):
             mine, own = data, set(spec.config.model_fields)
-            if isinstance(data, dict) and len(users) > 1:  # unknown keys are told by the first
+            if isinstance(data, dict) and len(users) > 1:  # the first one reports unknown keys
                 foreign = {key for _, other in users for key in other.config.model_fields} - own
                 mine = {k: v for k, v in data.items() if (k in own if number else k not in foreign)}
             self.tables |= _tables_in(_header(path), spec.config)
@@ -198,7 +203,7 @@ class _Validation:
                 role.take_options(actor)
 
     def judge_critic(self, config: EngineConfig, sections: Collection[str]) -> None:
-        """A run whose algorithm needs values has a critic, by default one like the actor; another has none."""
+        """Set the critic of a run whose algorithm needs values, by default like the actor; remove it from others."""
         algorithm = config.algorithm
         specs = [self.spec_of("advantages", algorithm.advantage), self.spec_of("losses", algorithm.loss)]
         needs: set[str] = {column for spec in specs for column in getattr(spec, "needs", ())}
@@ -257,7 +262,7 @@ class _Validation:
                 yield f"{variable} sets nothing: the environment variable of {key_text(path)} is {right}."
 
     def unknown(self, path: Path_, owner: str = "") -> None:
-        """An unknown key: its new name, or the nearest known one, the tables that do have it, who owns this one."""
+        """Report an unknown key: its new name, the nearest known one, the tables that have it, and its owner."""
         key, model, place = path[-1], self.tables.get(_header(path[:-1])), self.places.get(path[:-1])
         owner = owner or _core_owner(path)
         if new := getattr(model, "renamed", {}).get(key):
@@ -273,7 +278,7 @@ class _Validation:
 
 
 def _header(path: Path_) -> Path_:
-    """A table as the file writes it: ``[reward.format]``, whichever reward it belongs to."""
+    """Return a table as the file writes it: ``[reward.format]``, for any reward."""
     if path and path[0] == "schedule":  # its keys are settings of other tables
         return path[:1]
     if path[:2] == ("eval", "set"):
@@ -282,7 +287,7 @@ def _header(path: Path_) -> Path_:
 
 
 def _core_owner(path: Path_) -> str:
-    """The end of a message about a key of the core."""
+    """Return the end of a message about a key of the core."""
     table = key_text(_header(path[:-1]))
     return f" Table of the core; see: engine schema {table}" if table else " See: engine schema"
 
@@ -290,7 +295,7 @@ def _core_owner(path: Path_) -> str:
 def _tables_in(
     header: Path_, model: type[BaseModel], above: tuple[type[BaseModel], ...] = ()
 ) -> Iterator[tuple[Path_, type[BaseModel]]]:
-    """A table and those in it, by header; a model that holds itself is entered once."""
+    """Yield a table and those in it, by header; a model that contains itself is entered once."""
     yield header, model
     for name in keys_of(model):
         inner = model_in(model.model_fields[name].annotation)

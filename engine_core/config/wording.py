@@ -1,4 +1,4 @@
-"""What pydantic found, in our words: file and line, key, value, what was expected, who owns the key."""
+"""The messages for what pydantic found: file and line, key, value, what was expected, who owns the key."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Problem:
     text: str
 
     def line(self, raw: RawConfig) -> str:
-        """``run.toml:14: actor.optim.lr: ...``"""
+        """Return the message with its place: ``run.toml:14: actor.optim.lr: ...``."""
         return f"{place_of(raw.origin(self.path), key_text(self.path))}{self.text}"
 
 
@@ -58,6 +58,7 @@ def in_order(problems: Sequence[Problem], raw: RawConfig) -> list[str]:
     """Their lines: by file and line, then those of the environment and overrides."""
 
     def place(problem: Problem) -> tuple[bool, str, int]:
+        """Return the sort key of a problem: its file and line."""
         origin = raw.origin(problem.path) or Origin()
         return not origin.line, origin.file or "", origin.line or 0
 
@@ -65,7 +66,7 @@ def in_order(problems: Sequence[Problem], raw: RawConfig) -> list[str]:
 
 
 def shown(value: Any, path: Path_, raw: RawConfig) -> str:
-    """A value for a message: short, and nothing that may be a secret."""
+    """Return a value for a message: short, without secrets."""
     origin = raw.origin(path)
     if (origin and origin.env) or (path and any(secrets_in({path[-1]: value}))):
         return "a value that is not shown"
@@ -74,7 +75,7 @@ def shown(value: Any, path: Path_, raw: RawConfig) -> str:
 
 
 def located(error: ValidationError, data: Any) -> dict[Path_, tuple[Any, list[Any]]]:
-    """What pydantic found, by the key in ``data``: its value, and the details of each finding."""
+    """Return pydantic's findings by the key in ``data``: the value, and the details of each finding."""
     found: dict[Path_, tuple[Any, list[Any]]] = {}
     for detail in error.errors(include_url=False):
         path, value = _locate(data, detail["loc"], detail["type"] == "missing")
@@ -83,7 +84,7 @@ def located(error: ValidationError, data: Any) -> dict[Path_, tuple[Any, list[An
 
 
 def _locate(data: Any, loc: Sequence[int | str], missing: bool) -> tuple[Path_, Any]:
-    """The part of pydantic's location that exists in the data, list entries by their names."""
+    """Return the part of pydantic's location that exists in the data, with names of list entries."""
     path: list[str] = []
     node = data
     for part in loc:
@@ -102,7 +103,7 @@ def _locate(data: Any, loc: Sequence[int | str], missing: bool) -> tuple[Path_, 
 
 
 def sentence(value: Any, path: Path_, details: list[Any], raw: RawConfig) -> str:
-    """``got '8', expected a number.``"""
+    """Return what is wrong with a value: ``got '8', expected a number.``."""
     kinds = {detail["type"] for detail in details}
     if kinds == {"missing"}:
         return "too few entries." if isinstance(value, list) else "missing, and it has no default."
@@ -112,9 +113,9 @@ def sentence(value: Any, path: Path_, details: list[Any], raw: RawConfig) -> str
     expected = " or ".join(dict.fromkeys(expectation(detail) for detail in details))
     origin, quoted = raw.origin(path), ""
     if "string_type" in kinds and origin and not origin.file:
-        quoted = f" (a text that looks like something else needs quotes of its own: '\"{value}\"')"
+        quoted = f" (a text that looks like something else needs its own quotes: '\"{value}\"')"
     if kinds == {"list_type"} and isinstance(value, dict):
-        expected += f" of tables, each below a header of its own: [[{key_text(path)}]]"
+        expected += f" of tables, each below its own header: [[{key_text(path)}]]"
     return f"{got}, expected {expected}{quoted}."
 
 

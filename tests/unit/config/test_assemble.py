@@ -299,7 +299,7 @@ def test_a_sampler_that_cannot_use_the_actors_module_is_told_with_both_keys(run)
     with pytest.raises(ConfigError) as error:
         check_complete(load_config(run(shared + SFT.partition("\n")[2])))
     told = str(error.value)
-    assert "rollout.weights = 'shared': backend 'echo' has weights of its own" in told
+    assert "rollout.weights = 'shared': backend 'echo' has separate weights" in told
     assert (
         "the sampler is in pool 'b' and the actor in 'a'. Place them together, or set rollout.weights" in told
     )

@@ -61,7 +61,7 @@ def problem(tmp_path):
 @pytest.mark.parametrize("how", [OWN, PROCESS, POOLS])
 def test_a_sampler_that_asks_for_the_module_needs_one_who_answers(problem, how):
     found = problem([], "mine", "asks", how)
-    assert "run.toml: rollout.backend = 'asks' has weights of its own here" in found
+    assert "run.toml: rollout.backend = 'asks' has separate weights here" in found
     assert "actor.backend 'mine' builds a model" in found
     assert TO_BUILD in found
     assert not problem(["build"], "mine", "asks", how)

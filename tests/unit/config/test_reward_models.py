@@ -119,7 +119,7 @@ def test_judges_are_roles_of_their_own_kind(config_of, good):
         (JUDGE + "votes = 2\n", "votes = 2 with temperature = 0 gives the same answer each time"),
         (JUDGE + 'pattern = "("\n', "reward.j.judge.pattern: got '('"),
         (JUDGE + "scale = [5.0, 1.0]\n", "expected [low, high] with low below high"),
-        (JUDGE + "scale = [0.0, 1.0]\nverdicts = { a = 1.0 }\n", "verdicts have values of their own"),
+        (JUDGE + "scale = [0.0, 1.0]\nverdicts = { a = 1.0 }\n", "verdicts have their own values"),
         (
             JUDGE + VERDICT.partition("\n")[2].partition("\n")[2],
             "[reward.judge] and [reward.verdict] stand in one",

@@ -230,7 +230,7 @@ def test_a_value_of_the_environment_or_of_a_secret_key_is_not_shown(problems_of)
 def test_a_text_that_looks_like_a_number_needs_quotes_on_the_command_line(problems_of):
     (problem,) = problems_of("", "run.name=7")
     assert (
-        "got 7, expected a text in quotes (a text that looks like something else needs quotes of its own: '\"7\"')"
+        "got 7, expected a text in quotes (a text that looks like something else needs its own quotes: '\"7\"')"
         in problem
     )
 
@@ -331,7 +331,7 @@ def test_a_trainer_that_names_no_sections_reads_all(specs):
     [
         (
             "[reward]\nname = 'math'",
-            "1: reward: got {'name': 'math'}, expected a list of tables, each below a header of its own: [[reward]].",
+            "1: reward: got {'name': 'math'}, expected a list of tables, each below its own header: [[reward]].",
         ),
         (
             "[actor.optim]\nlearning_rate = 1e-6",
