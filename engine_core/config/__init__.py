@@ -1,6 +1,6 @@
-"""TOML to typed config: the models of every table, and what reads, checks and writes them.
+"""The typed config of a run: models of all TOML tables, and the code that reads, checks and writes them.
 
-What plugins and the rest of the core name most; other tables stand in ``models`` and ``roles``.
+This package exports the most used names. The other tables are in ``models`` and ``roles``.
 """
 
 from engine_core.config.dump import dump_toml

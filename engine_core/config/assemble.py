@@ -1,6 +1,6 @@
-"""From a run file to a config and its plugins: read, load what is named, validate, test the inputs.
+"""Loading of a config and its plugins from run files: read, load plugins, validate, check the inputs.
 
-Nothing here imports torch, transformers or datasets, so that ``engine validate`` answers at once.
+This module imports neither torch, transformers nor datasets, so ``engine validate`` is fast.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ def load_config(
     overrides: Mapping[str, Any] | Sequence[str] | None = None,
     allow_code: bool = False,
 ) -> EngineConfig:
-    """Read, merge and validate run files; the plugins that they name are loaded for their tables.
+    """Read, merge and validate run files. The plugins that the files name are loaded, to validate their tables.
 
     Args:
-        files: TOML files, a later one over an earlier one. A mapping among them counts as
+        files: TOML files; a later one takes precedence over an earlier one. A mapping among them counts as
             ``overrides``: ``load_config("run.toml", {"actor.optim.lr": 1e-6})``.
-        overrides: keys with dots and their values, or ``["actor.optim.lr=1e-6"]``.
-        allow_code: plugin files and extended files outside the run file's folder are accepted.
+        overrides: a mapping from dotted keys to values, or ``["actor.optim.lr=1e-6"]``.
+        allow_code: accept plugin files and extended files outside the run file's folder.
 
     Returns:
-        The config. What may be missing because a live object stands for it is tested by
-        ``check_complete``, what is on the disk by ``check_inputs``.
+        The config. ``check_complete`` checks for missing keys, which Python objects may replace;
+        ``check_inputs`` checks files and folders.
 
     Raises:
         ConfigError: every problem, with file and line.
-        PluginError: something that the run names cannot be had; nothing else was wrong.
+        PluginError: a plugin that the run names cannot be loaded, and there is no other problem.
     """
     mappings = [file for file in files if isinstance(file, Mapping)]
     given = [overrides] if isinstance(overrides, Mapping) else overrides or ()
@@ -54,7 +54,7 @@ def load_config(
     lines: list[str] = []
     try:
         plugins = _load(raw)
-    except PluginProblems as error:  # everything else can be judged all the same
+    except PluginProblems as error:  # the rest of the config can still be validated
         plugins = error.loaded
         lines = [f"{_where(raw, kind, name)}{message}" for kind, name, message in error.problems]
     try:
@@ -69,22 +69,22 @@ def load_config(
 
 
 def plugins_for(config: EngineConfig) -> PluginSet:
-    """The plugins that a config names, loaded in this process."""
+    """Load the plugins that a config names into this process and return them."""
     return _load(_source(config))
 
 
 def portable(config: EngineConfig) -> dict[str, Any]:
-    """Plain values from which ``rebuild`` makes the same config in another process."""
+    """Return plain values from which ``rebuild`` makes the same config in another process."""
     raw = _source(config)
     files = [str(file.resolve()) for file in raw.files]
     return {"data": raw.data, "files": files, "allow_code": raw.allow_code}
 
 
 def rebuild(values: Mapping[str, Any]) -> tuple[EngineConfig, PluginSet]:
-    """The config that ``portable`` told, and its plugins, loaded in this process.
+    """Return the config that ``portable`` described and its plugins, loaded in this process.
 
     Raises:
-        ConfigError, PluginError: what is installed here is not what the other process has.
+        ConfigError, PluginError: the installed plugins differ from those of the other process.
     """
     raw = RawConfig(dict(values["data"]), {}, [Path(file) for file in values["files"]], values["allow_code"])
     plugins = _load(raw)
@@ -93,25 +93,26 @@ def rebuild(values: Mapping[str, Any]) -> tuple[EngineConfig, PluginSet]:
 
 
 def check_inputs(config: EngineConfig) -> list[str]:
-    """Problems of the folders and files that a config names, as far as they can be seen without torch."""
+    """Return the problems of the folders and files that a config names, as far as they show without torch."""
     trainer: Any = plugins_for(config).spec("trainers", config.trainer)
     return [*model_problems(config), *data_problems(config.data, config.eval.set, trainer.stored)]
 
 
 def _source(config: EngineConfig) -> RawConfig:
-    """What the config holds now, with the files and permissions that it was read with."""
+    """Return the current values of the config, with the files and permissions that it was read with."""
     source = config._source or RawConfig({})
     return RawConfig(as_data(config), source.origins, source.files, source.allow_code)
 
 
 def _load(raw: RawConfig) -> PluginSet:
-    """The trainer first: it says which sections of the file are read."""
+    """Load the trainer, then the plugins of the sections that the trainer reads."""
     entries = raw.data.get("plugins")
     modules = [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, list) else []
 
     def load(
         sections: Collection[str] | None, trainer: TrainerSpec | None = None
     ) -> tuple[PluginSet, list[tuple[str, str, str]]]:
+        """Load the plugins that ``sections`` name; return them and the problems as (kind, name, message)."""
         names = used_names(raw.data, sections)
         if trainer is not None:
             names |= {kind: {name} for _, kind, name in _chosen_by_trainer(raw, trainer)}
@@ -135,18 +136,18 @@ def _load(raw: RawConfig) -> PluginSet:
     sections = trainers[0].sections if trainers else frozenset()
     if trainers and not _asks_for_scores(raw):
         sections -= trainers[0].for_eval
-    plugins, more = load(sections or None, trainers[0] if trainers else None)  # one that names none reads all
+    plugins, more = load(sections or None, trainers[0] if trainers else None)  # none: it reads all
     if trainers:
         problems = more
-    if problems:  # without a trainer nobody knows what else the run needs: that is judged, not asked for
+    if problems:  # without a trainer: only its problems, as the other needs are unknown
         raise PluginProblems(problems, plugins)
     return plugins
 
 
 def _foreign_sampler(raw: RawConfig, names: dict[str, set[str]]) -> tuple[str, str] | None:
-    """Interpreter and name of a rollout engine that another environment offers; taken out of ``names``.
+    """Return the interpreter and name of a rollout engine in another Python environment; remove it from ``names``.
 
-    One that a reward's model uses too is loaded here, and judged here.
+    An engine that a reward's judge uses as well is loaded in this process: return None.
     """
     python = interpreter_of(raw)
     table = raw.data.get("rollout")
@@ -161,7 +162,7 @@ def _foreign_sampler(raw: RawConfig, names: dict[str, set[str]]) -> tuple[str, s
 
 
 def interpreter_of(raw: RawConfig) -> str | None:
-    """The other interpreter that a run file names for its sampler: a path, or a command."""
+    """Return the interpreter that a run file names for its sampler, a path or a command; None without one."""
     node: Any = raw.data
     for key in ("rollout", "process", "python"):
         node = node.get(key) if isinstance(node, dict) else None
@@ -173,7 +174,7 @@ def interpreter_of(raw: RawConfig) -> str | None:
 
 
 def _chosen_by_trainer(raw: RawConfig, trainer: TrainerSpec) -> Iterator[tuple[str, str, str]]:
-    """Key, kind and name of what the trainer's own table chooses: ``dpo.loss``."""
+    """Yield key (``dpo.loss``), kind and name of each plugin that the trainer's own table chooses."""
     table = bare(str(raw.data.get("trainer", "rl")))
     given = raw.data.get(table)
     for key, kind in getattr(trainer.config, "chooses", {}).items():
@@ -183,15 +184,19 @@ def _chosen_by_trainer(raw: RawConfig, trainer: TrainerSpec) -> Iterator[tuple[s
 
 
 def _asks_for_scores(raw: RawConfig) -> bool:
-    """As ``EvalConfig.during_training``, of a tree that is not checked yet."""
+    """Return ``EvalConfig.during_training`` for a tree that is not validated yet."""
     table = raw.data.get("eval")
     return isinstance(table, dict) and any(table.get(key) for key in ("every_steps", "at_start", "at_end"))
 
 
 def _known(plugins: PluginSet) -> Callable[[str], Collection[str]]:
-    """Kind -> names whose tables may stand in a file: installed, of one-file plugins, or published by us."""
+    """Return a function from a kind to the names that may have a table in a run file.
+
+    These are installed names, names of one-file plugins, and names that this project publishes.
+    """
 
     def known(kind: str) -> Collection[str]:
+        """Return the names of a kind that may have a table."""
         local = {name for plugin in plugins.named for name in plugin.tables.get(kind, {})}
         return {*known_names(kind), *local, *(name for our_kind, name in our_plugins() if our_kind == kind)}
 
@@ -199,7 +204,7 @@ def _known(plugins: PluginSet) -> Callable[[str], Collection[str]]:
 
 
 def _where(raw: RawConfig, kind: str, name: str) -> str:
-    """``run.toml:14: rollout.backend: `` for the key that chose a name."""
+    """Return the message prefix for the key that chose a name: ``run.toml:14: rollout.backend: ``."""
     for place in places(prepared(raw.data)):
         for chosen in place.chosen:
             if (chosen.kind, chosen.name) == (kind, name):
@@ -210,17 +215,17 @@ def _where(raw: RawConfig, kind: str, name: str) -> str:
         return place_of(origin, "plugins")
     table = bare(str(raw.data.get("trainer", "")))
     given = raw.data.get(table)
-    for key, value in given.items() if isinstance(given, dict) else ():  # what a trainer's own table chooses
+    for key, value in given.items() if isinstance(given, dict) else ():  # the trainer's choices
         if value == name and (origin := raw.origins.get(f"{table}.{key}")):
             return place_of(origin, f"{table}.{key}")
     return ""
 
 
 def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
-    """Paths of a file are relative to that file's folder, others to the working directory; plugin files
-    to the first file's folder.
+    """Make the paths of a config absolute.
 
-    ``a/b`` stays as it is where no folder ``a`` lies there: it is a hub name.
+    A path in a file is relative to that file's folder, any other path to the working directory. Plugin files
+    are relative to the first file's folder. ``a/b`` is kept as a hub name if no folder ``a`` exists there.
     """
     holders: list[tuple[str, Any, str]] = [("model", config.model, "tokenizer")]
     holders += [(role, getattr(config, role), "path") for role in ("model", "actor", *OPTIONAL_ROLES)]
@@ -253,4 +258,4 @@ def _absolute(raw: RawConfig, key: str, text: str) -> Path:
     origin = raw.origins.get(key)
     folder = Path(origin.file).resolve().parent if origin and origin.file else Path.cwd()
     path = folder / Path(text).expanduser()
-    return path.parent.resolve() / path.name  # a link keeps its own name, and so its ending
+    return path.parent.resolve() / path.name  # a symbolic link keeps its name, and so its suffix

@@ -1,4 +1,4 @@
-"""What must hold between keys of a config, beyond the type of each."""
+"""Checks across the keys of a config, beyond the type of each key."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine_core.config.roles import OptimConfig, RoleConfig
 
 FROZEN_READERS = ("ref", "teacher")
-"""Roles whose model may be a frozen one of an inference engine, and which read what was sampled."""
+"""Roles that score the sampled sequences and whose frozen model may run in an inference engine."""
 
 RENAMED_METRICS = {
     "async/cut": "async/aborted",
@@ -30,15 +30,15 @@ RENAMED_METRICS = {
     "time/annotate": "time/log_probs",
     "time/switch": "time/offload_and_sync",
 }
-"""Old names of metrics, each with its new name; a run file with an old name is refused with an error that names the new one."""
+"""Old metric names and their new names. A run file with an old name is refused; the error names the new one."""
 
 
 def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Problem]:
-    """Every problem between keys.
+    """Return every problem between keys.
 
     Args:
-        config: with ``options`` filled in where they were valid.
-        sections: top-level tables that the trainer reads; others are not judged.
+        config: the config, with each valid option table in ``options``.
+        sections: top-level tables that the trainer reads; others are not checked.
     """
     problems = [*_duplicates(config), *_placement(config), *_values(config), *_renamed_metrics(config)]
     if "algorithm" in sections:
@@ -62,11 +62,11 @@ def _duplicates(config: EngineConfig) -> Iterator[Problem]:
     chosen += [(("tracking", "trackers"), tracker) for tracker in config.tracking.trackers]
     for (path, name), count in Counter(chosen).items():
         if count > 1:
-            yield Problem(path, f"'{name}' stands {count} times; each name may stand once. Remove one.")
+            yield Problem(path, f"'{name}' is listed {count} times, expected once. Remove the others.")
 
 
 def _renamed_metrics(config: EngineConfig) -> Iterator[Problem]:
-    """Yield old names of metrics where a file names one."""
+    """Yield a problem for each old metric name that the config uses."""
     named: dict[tuple[str, ...], str | None] = {
         ("run", "stop_above", name): name for name in config.run.stop_above
     }
@@ -83,12 +83,12 @@ def _placement(config: EngineConfig) -> Iterator[Problem]:
         if pool is not None and pool not in placement.pools:
             yield Problem(
                 ("placement", role),
-                f"got '{pool}', which is no pool of placement.pools.{did_you_mean(pool, placement.pools)}",
+                f"got '{pool}', expected a pool of placement.pools.{did_you_mean(pool, placement.pools)}",
             )
         elif pool is None and len(placement.pools) > 1 and role not in (*OPTIONAL_ROLES, "reward"):
             names = ", ".join(placement.pools)
             yield Problem(
-                ("placement", role), f"missing. With several pools ({names}) each role names its own."
+                ("placement", role), f"missing. With several pools ({names}) each role must name its pool."
             )
 
 
@@ -96,7 +96,7 @@ def _values(config: EngineConfig) -> Iterator[Problem]:
     if config.data.source and any(config.data.train):
         yield Problem(
             ("data", "source"),
-            f"got '{config.data.source}', and data.train names files. Rows come from one of the two: remove the other, "
+            f"got '{config.data.source}', but data.train names files. Rows come from one of them: remove the other, "
             'or empty it (train = [], source = "").',
         )
     for reward in config.reward:
@@ -107,12 +107,12 @@ def _values(config: EngineConfig) -> Iterator[Problem]:
             )
         if len(kinds := list(reward.models)) > 1:
             tables = " and ".join(f"[reward.{kind}]" for kind in kinds)
-            yield Problem(("reward", reward.name, kinds[1]), f"{tables} stand in one [[reward]]. Keep one.")
+            yield Problem(("reward", reward.name, kinds[1]), f"{tables} are in one [[reward]]. Keep one.")
     for role, optim in _optims(config):
         if optim.decay_steps and optim.warmup_steps >= optim.decay_steps:
             yield Problem(
                 (role, "optim", "decay_steps"),
-                f"got {optim.decay_steps}, expected more than warmup_steps ({optim.warmup_steps}), which it includes; or 0.",
+                f"got {optim.decay_steps}, expected more than warmup_steps ({optim.warmup_steps}, included in it); or 0.",
             )
     if config.critic and config.run.steps and config.critic.warmup_steps >= config.run.steps:
         yield Problem(
@@ -123,7 +123,7 @@ def _values(config: EngineConfig) -> Iterator[Problem]:
 
 
 def _optims(config: EngineConfig) -> Iterator[tuple[str, OptimConfig]]:
-    """Role and optimizer table of each trained model."""
+    """Yield the role and the optimizer table of each trained model."""
     yield "actor", config.actor.optim
     if config.critic:
         yield "critic", config.critic.optim
@@ -133,8 +133,8 @@ def _each_step(config: EngineConfig, sections: Collection[str]) -> Iterator[Prob
     if "rollout" in sections and config.rollout.temperature == 0:
         yield Problem(
             ("rollout", "temperature"),
-            "got 0, expected more: a greedy sampler gives a prompt the same response every time, and nothing is "
-            "learned from it. For greedy evaluation set eval.temperature = 0.",
+            "got 0, expected more than 0: a greedy sampler gives a prompt the same response every time, so the "
+            "responses of a group are equal. For greedy evaluation set eval.temperature = 0.",
         )
     if "rollout" in sections:
         yield from _room(config, sections)
@@ -145,7 +145,7 @@ def _each_step(config: EngineConfig, sections: Collection[str]) -> Iterator[Prob
         yield Problem(
             ("algorithm", "ref_refresh_steps"),
             "the reference is the actor without its adapter ([actor.lora]), and the weights below an adapter never "
-            "change. Set it to 0, or give the reference a model of its own: [ref] path.",
+            "change. Set it to 0, or give the reference a separate model: [ref] path.",
         )
     mini, prompts = config.algorithm.mini_batch_prompts, config.data.prompts_per_step
     if mini and prompts % mini:
@@ -153,15 +153,15 @@ def _each_step(config: EngineConfig, sections: Collection[str]) -> Iterator[Prob
         nearest = min(fits, key=lambda size: (abs(size - mini), size))
         yield Problem(
             ("algorithm", "mini_batch_prompts"),
-            f"got {mini}, expected a divisor of data.prompts_per_step ({prompts}), such as {nearest}; 0 takes all.",
+            f"got {mini}, expected a divisor of data.prompts_per_step ({prompts}), such as {nearest}; or 0 for all.",
         )
 
 
 def _room(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
-    """Engines that are told how many tokens they hold: a prompt and its response together.
+    """Yield a problem for each engine whose `max_model_len` is less than a prompt and its response.
 
-    A sampler would cut responses short without a word, and a frozen model, which needs room for a token more, would end the run
-    at the first long one.
+    Without this check a sampler would silently cut responses. A frozen model needs one more token; it would
+    end the run at the first long sequence.
     """
     responses = {"rollout.max_response_tokens": config.rollout.max_response_tokens}
     if "eval" in sections and config.eval.max_response_tokens:
@@ -179,14 +179,14 @@ def _room(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
 def _too_short(
     role: str, table: RolloutConfig | RoleConfig, more: int, prompt: int, responses: Mapping[str, int]
 ) -> Iterator[Problem]:
-    """Of one engine.
+    """Yield a problem if the `max_model_len` of one engine is too small.
 
     Args:
-        role: name of its table.
-        table: with its backend and options.
-        more: tokens that it holds beside prompt and response.
-        prompt: tokens of the longest.
-        responses: tokens of the longest, by the key that says so.
+        role: name of the engine's table.
+        table: the table, with its backend and options.
+        more: tokens that the engine needs in addition to prompt and response.
+        prompt: length of the longest prompt, in tokens.
+        responses: length of the longest response, in tokens, by the key that sets it.
     """
     held = getattr(table.options, "max_model_len", None)
     key, response = max(responses.items(), key=lambda item: item[1])
@@ -194,49 +194,51 @@ def _too_short(
     if isinstance(held, int) and needed > held:
         room = held - response - more
         instead = f"data.max_prompt_tokens to {room}" if room > 0 else f"lower {key}"
-        one_more = " and a token more" if more else ""
+        one_more = " and one more token" if more else ""
         yield Problem(
             (role, table.backend.rpartition(":")[2], "max_model_len"),
             f"got {held}, but the longest prompt (data.max_prompt_tokens = {prompt}) and its response ({key} = {response})"
-            f"{one_more} have {needed} tokens: long ones would be cut short or refused. Set it to {needed}, or {instead}.",
+            f"{one_more} have {needed} tokens: long sequences would be cut or refused. Set it to {needed}, or {instead}.",
         )
 
 
 def _stopping(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
-    """Responses that are stopped before their end."""
+    """Yield the problems of options that stop responses before their end."""
     rollout, correction = config.rollout, config.algorithm.correction
     if config.environment is not None and "environment" in sections:
         for key in ("request_timeout_seconds", "over_sampling"):
             if getattr(rollout, key) != RolloutConfig.model_fields[key].default:
                 yield Problem(
                     ("rollout", key),
-                    "is of single responses, and [environment] samples episodes. Remove it; environment.timeout_seconds "
-                    "limits an episode.",
+                    "applies to single responses, but [environment] samples episodes. Remove it; "
+                    "environment.timeout_seconds limits an episode.",
                 )
     if not (rollout.partial_rollouts and rollout.over_sampling > 1):
         return
     if "algorithm" not in sections:
         yield Problem(
             ("rollout", "partial_rollouts"),
-            f"brings tokens of older policies, which trainer '{config.trainer}' does not correct for. Remove it: what "
-            "is stopped is then dropped.",
+            f"keeps tokens of older policies, which trainer '{config.trainer}' does not correct for. Remove it: "
+            "stopped responses are then dropped.",
         )
     elif correction.level == "off" and not correction.bypass:
         yield Problem(
             ("algorithm", "correction", "level"),
-            "got 'off', but rollout.partial_rollouts brings responses whose tokens are of several policies. Use 'token' (or "
+            "got 'off', but rollout.partial_rollouts makes responses with tokens of several policies. Use 'token' (or "
             "'auto'), or set algorithm.correction.bypass = true.",
         )
 
 
 def _sparse_log_probs(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
-    """Log-probs of the sampler may be missing only in steps that would measure the gap with them and do nothing else."""
+    """Yield a problem if a step without the sampler's log-probs uses them for more than measuring the gap."""
     every, correction = config.rollout.log_probs_every_steps, config.algorithm.correction
     if every == 1:
         return
     where = ("rollout", "log_probs_every_steps")
     if "algorithm" not in sections or config.trainer != "rl":
-        yield Problem(where, f"got {every}, expected 1: trainer '{config.trainer}' reads them in every step.")
+        yield Problem(
+            where, f"got {every}, expected 1: trainer '{config.trainer}' reads log-probs in every step."
+        )
     elif correction.bypass:
         yield Problem(
             where,
@@ -246,36 +248,39 @@ def _sparse_log_probs(config: EngineConfig, sections: Collection[str]) -> Iterat
         key = wanted[0]
         yield Problem(
             where,
-            f"got {every}, but algorithm.correction.{key} = '{getattr(correction, key)}' weighs tokens by them in every "
+            f"got {every}, but algorithm.correction.{key} = '{getattr(correction, key)}' reads log-probs in every "
             f"step. Set algorithm.correction.{key} = 'off' (the gap is then measured and not corrected), or leave this at 1.",
         )
     elif correction.off_policy_threshold is not None:
         yield Problem(
-            where, f"got {every}, but algorithm.correction.off_policy_threshold reads them in every step."
+            where,
+            f"got {every}, but algorithm.correction.off_policy_threshold reads log-probs in every step.",
         )
     elif cutting := config.rollout.cutting:
         kept = " and ".join(f"rollout.{key}" for key in cutting)
-        yield Problem(where, f"got {every}, expected 1: what {kept} kept is sent with the log-probs.")
+        yield Problem(where, f"got {every}, expected 1: the tokens that {kept} kept are sent with log-probs.")
     elif moved := [
         key
         for key in config.schedule
         if key.startswith("algorithm.correction.") or key in {f"rollout.{name}" for name in CUTTING}
     ]:
-        yield Problem(where, f"got {every}, expected 1: [schedule] changes {moved[0]}, which reads them.")
+        yield Problem(
+            where, f"got {every}, expected 1: [schedule] changes {moved[0]}, which needs the log-probs."
+        )
     elif config.rollout.over_sampling > 1 or config.environment is not None:
         table = "[environment]" if config.environment is not None else "rollout.over_sampling"
         yield Problem(
-            where, f"got {every}, expected 1: responses of {table} go on from one step into the next."
+            where, f"got {every}, expected 1: responses of {table} continue from one step into the next."
         )
 
 
 def _adaptive(config: EngineConfig) -> Iterator[Problem]:
-    """A weight that adapts is set by nothing else."""
+    """Yield a problem for each adaptive weight that [schedule] sets as well."""
     for target, weight in (("kl_target", "kl_coef"), ("entropy_target", "entropy_coef")):
         if getattr(config.algorithm, target) is not None and f"algorithm.{weight}" in config.schedule:
             yield Problem(
                 ("schedule", f"algorithm.{weight}"),
-                f"algorithm.{target} adapts this weight: remove one of the two.",
+                f"algorithm.{target} adapts this weight. Remove one of the two.",
             )
 
 
@@ -283,7 +288,7 @@ def _algorithm(algorithm: AlgorithmConfig) -> Iterator[Problem]:
     if algorithm.kl_target is not None and algorithm.kl_coef == 0:
         yield Problem(
             ("algorithm", "kl_target"),
-            "the weight of the KL starts at algorithm.kl_coef and is multiplied, so 0 stays 0. Set kl_coef.",
+            "the KL weight starts at algorithm.kl_coef and is only multiplied, so 0 stays 0. Set algorithm.kl_coef.",
         )
     low, high = algorithm.correction.mask_low, algorithm.correction.mask_high
     if low is not None and high is not None and low >= high:
@@ -293,7 +298,7 @@ def _algorithm(algorithm: AlgorithmConfig) -> Iterator[Problem]:
 
 
 def without_effect(config: EngineConfig) -> dict[str, str]:
-    """Keys that are meaningless in every step, and why; harmless, but said when a file sets them."""
+    """Return the keys that have no effect in any step, each with the reason. They are reported if a file sets them."""
     first, *later = [dict(_idle(config_at(config, step))) for step in boundaries(config)]
     return {key: why for key, why in first.items() if all(key in idle for idle in later)}
 

@@ -1,7 +1,7 @@
-"""Where a run file chooses something by name, and where the chosen one's options stand.
+"""The keys of a run file that choose a plugin by name, and the tables of the chosen plugins' options.
 
-The rule is the same everywhere: beside the choice, in the table of its bare name
-(``backend = "torch"`` and ``[actor.torch]``; ``"dist:torch"`` has the same table).
+An option table is in the same table as the choosing key, under the plugin's bare name: ``backend = "torch"``
+and ``[actor.torch]``. ``"dist:torch"`` has the same option table.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from engine_core.config.models import EngineConfig
 from engine_core.config.rewards import MODELS
 
-# section -> its choices: (key, kind of name, field of the model that takes the options); "reward.model" is the
-# table `model` in any element of the array `reward`
+# section -> its choices: (key, kind of name, field of the model that holds the options); "reward.model" means the
+# table `model` in each element of the array `reward`
 CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "": (("trainer", "trainers", "options"),),
     "actor": (("backend", "train_engines", "options"),),
@@ -42,66 +42,66 @@ CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
 }
 
 AUTO = {"weight_transports": "auto", "data_sources": ""}
-"""Kinds of which a run may choose nothing, and the value that says so, which is not a name."""
+"""Kinds for which a run may choose no plugin, and the value that means this. The value is not a name."""
 
 LIKE_ACTOR = ("backend", "max_tokens_per_rank")
-"""Keys that ``[ref]``, ``[critic]`` and ``[teacher]`` take from ``[actor]`` where they have none of their own."""
+"""Keys that ``[ref]``, ``[critic]`` and ``[teacher]`` take from ``[actor]`` if they do not set them."""
 
 OPTIONAL_ROLES = ("ref", "critic", "teacher")
-"""Tables of models that a run may have besides the actor; nothing is chosen in one that is absent."""
+"""Tables of optional models besides the actor. An absent table chooses no plugin."""
 
 OPTIONAL = (*OPTIONAL_ROLES, "environment")
-"""Tables in which nothing is chosen where they are absent."""
+"""Optional tables. An absent table chooses no plugin."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """One name that a run chose."""
+    """A plugin name that a run chose."""
 
-    key: str  # that chose it
+    key: str  # the choosing key
     kind: str
     name: str  # as written, perhaps "dist:name"
-    field: str  # of the section's model
+    field: str  # field of the section's model that holds the options
 
     @property
     def table(self) -> str:
-        """The name of its option table."""
+        """Name of the plugin's option table."""
         return bare(self.name)
 
 
 @dataclass(frozen=True)
 class ChoiceTable:
-    """One table in which something is chosen."""
+    """A table of a run file that chooses plugins."""
 
-    section: str  # of CHOICES, "" for the top itself
+    section: str  # key of CHOICES; "" is the top level
     path: tuple[str, ...]  # ("reward", "math")
     table: dict[str, Any]
     chosen: tuple[Chosen, ...]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Kinds of names whose option tables may stand here."""
+        """Kinds of names whose option tables may be in this table."""
         return tuple(kind for _, kind, _ in CHOICES[self.section])
 
     def in_any(self, sections: Collection[str]) -> bool:
-        """Whether it is the top of the file, or in one of these top-level tables."""
+        """Return whether this table is the top level, or in one of these top-level tables."""
         return self.section.partition(".")[0] in ("", *sections)
 
 
 def bare(name: str) -> str:
-    """``"dist:name"`` without its distribution."""
+    """Return a name without its distribution: ``"name"`` for ``"dist:name"``."""
     return name.rpartition(":")[2]
 
 
 def model_in(annotation: Any) -> type[BaseModel] | None:
-    """The model in ``M``, ``M | None`` or ``list[M]``."""
+    """Return the model in ``M``, ``M | None`` or ``list[M]``."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((model for arg in typing.get_args(annotation) if (model := model_in(arg))), None)
 
 
 def model_of(section: str) -> type[BaseModel]:
-    """The model of a section."""
+    """Return the model of a section of ``CHOICES``."""
     model: type[BaseModel] = EngineConfig
     for key in filter(None, section.split(".")):
         inner = model_in(model.model_fields[key].annotation)
@@ -111,12 +111,12 @@ def model_of(section: str) -> type[BaseModel]:
 
 
 def keys_of(model: type[BaseModel]) -> list[str]:
-    """Keys that a file may set: not those that the loader fills in."""
+    """Return the keys that a file may set, without those that the loader fills in."""
     return [name for name, info in model.model_fields.items() if not info.exclude]
 
 
 def prepared(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which ``OPTIONAL_ROLES`` have what they take from ``[actor]``, and ``[schedule]`` is flat."""
+    """Return a copy of a tree with the ``LIKE_ACTOR`` keys filled in and ``[schedule]`` flattened."""
     tree = copy.deepcopy(dict(data))
     actor = tree.get("actor")
     for role in (tree.get(name) for name in OPTIONAL_ROLES):
@@ -138,7 +138,7 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def places(data: dict[str, Any]) -> Iterator[ChoiceTable]:
-    """Every table of ``data`` in which something is chosen; a table that is no table is left out."""
+    """Yield each table of ``data`` that chooses plugins. A value of another type than table is left out."""
     for section in CHOICES:
         top, _, inner = section.partition(".")
         node = data if not section else data.get(top, None if section in OPTIONAL else {})
@@ -156,7 +156,7 @@ def places(data: dict[str, Any]) -> Iterator[ChoiceTable]:
 
 def _place(section: str, path: tuple[str, ...], table: dict[str, Any]) -> ChoiceTable:
     chosen = []
-    own = section == "reward" and any(kind in table for kind in MODELS)  # a model gives it, its name is free
+    own = section == "reward" and any(kind in table for kind in MODELS)  # its name is not a plugin's
     for key, kind, field in () if own else CHOICES[section]:
         value = table.get(key, model_of(section).model_fields[key].default)
         names = value if isinstance(value, list) else [value]
@@ -166,7 +166,7 @@ def _place(section: str, path: tuple[str, ...], table: dict[str, Any]) -> Choice
 
 
 def holder_of(config: EngineConfig, path: tuple[str, ...]) -> Any:
-    """The model of the table of a ``ChoiceTable``."""
+    """Return the config object of the table at ``ChoiceTable.path``."""
     holder: Any = config
     for part in path:
         is_array = isinstance(holder, list)
@@ -175,10 +175,10 @@ def holder_of(config: EngineConfig, path: tuple[str, ...]) -> Any:
 
 
 def used_names(data: Mapping[str, Any], sections: Collection[str] | None = None) -> dict[str, set[str]]:
-    """The names that a run uses, by kind.
+    """Return the plugin names that a run uses, by kind.
 
     Args:
-        data: ``RawConfig.data``.
+        data: the tree of ``RawConfig.data``.
         sections: top-level tables that the trainer reads; default: all.
     """
     names: dict[str, set[str]] = {}

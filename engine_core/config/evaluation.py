@@ -1,4 +1,4 @@
-"""``[eval]`` and ``[[eval.set]]``: what is evaluated, how it is sampled, what is told of it."""
+"""``[eval]`` and ``[[eval.set]]``: held-out sets, sampling and metrics of evaluations."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from engine_core.config.models import DataConfig, EngineConfig
 
 UNNAMED = "validation"
-"""What files call the set of `data.validation`."""
+"""Name of the set of `data.validation` in files."""
 
 
 class SetOptions(Table, Distribution):  # type: ignore[misc]  # a table is not frozen
-    """Keys of ``[eval]`` that a set may have for itself."""
+    """Keys of ``[eval]`` that each ``[[eval.set]]`` may set too."""
 
     max_prompts: PositiveInt | None = None
-    """Only the first n prompts of a set."""
+    """Evaluate only the first n prompts of a set; default: all."""
     max_response_tokens: PositiveInt | None = None
     """A response is cut after this many tokens; default: `rollout.max_response_tokens`."""
     samples_per_prompt: PositiveInt = 1
@@ -30,15 +30,15 @@ class SetOptions(Table, Distribution):  # type: ignore[misc]  # a table is not f
     k: list[PositiveInt] = []
     """Measure pass@k for each of these k, at most `samples_per_prompt`: one of k responses passes (https://arxiv.org/abs/2107.03374)."""
     majority: str = "off"
-    """Measure maj@k too, the most frequent answer of k responses: ``text`` votes on whole responses, the name of a reward on the answers that it extracts."""
+    """Measure maj@k too: how often the most frequent answer of k responses is right. ``text`` compares whole responses, the name of a reward compares the answers that this reward extracts."""
     score: str | None = None
-    """The reward that a response is judged by in accuracy, pass@k and maj@k; default: the first of the file."""
+    """Name of the reward that scores responses for accuracy, pass@k and maj@k; default: the file's first."""
     pass_threshold: float = 1.0
-    """A response passes where its score is at least this."""
+    """A response passes if its score is at least this."""
 
 
 def _with_set_options(table: type[EvalSetConfig]) -> type[EvalSetConfig]:
-    """Add ``SetOptions`` without their defaults: a key that is not given is that of ``[eval]``."""
+    """Add the fields of ``SetOptions`` without their defaults. An unset key takes the value of ``[eval]``."""
     fields: dict[str, Any] = {
         name: (field.rebuild_annotation() | None, Field(default=None, description=field.description))
         for name, field in SetOptions.model_fields.items()
@@ -50,16 +50,16 @@ def _with_set_options(table: type[EvalSetConfig]) -> type[EvalSetConfig]:
 
 @_with_set_options
 class EvalSetConfig(Table):
-    """``[[eval.set]]``: one held-out set with metrics of its own, ``eval/NAME/...``; a key that it lacks is that of ``[eval]``."""
+    """``[[eval.set]]``: a held-out set with its own metrics, ``eval/NAME/...``. An unset key takes the value of ``[eval]``."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     """Name of the set in metrics and files."""
     path: str | list[str]
-    """Files, of the layout of ``[data]``. Relative to the folder of the TOML that names them."""
+    """Files, in the layout of ``[data]``. Relative to the folder of the TOML that names them."""
 
     @property
     def own(self) -> dict[str, Any]:
-        """The keys that are given."""
+        """Keys that are set, with their values."""
         return {key: value for key, value in self if value is not None}
 
 
@@ -69,7 +69,7 @@ class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
     temperature: NonNegativeFloat = (
         0.0  # not in SetOptions: pydantic would take the default of Distribution here
     )
-    """Sampling temperature; 0 is greedy. What `[rollout]` says of the distribution has no effect here."""
+    """Sampling temperature; 0 is greedy. The sampling options of `[rollout]` have no effect here."""
     every_steps: NonNegativeInt = 0
     """Evaluate after every n steps; 0: never."""
     at_start: bool = False
@@ -77,37 +77,40 @@ class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
     at_end: bool = False
     """Evaluate after the last step."""
     set: list[EvalSetConfig] = []
-    """Held-out sets beside `data.validation`."""
+    """Held-out sets in addition to `data.validation`."""
 
     @property
     def during_training(self) -> bool:
-        """A run evaluates."""
+        """Whether a run evaluates during training."""
         return bool(self.every_steps or self.at_start or self.at_end)
 
 
 class HeldOut(SetOptions):  # type: ignore[misc]  # a table is not frozen
-    """One set to evaluate with every key filled in; the keys of ``[[eval.set]]``."""
+    """A held-out set with every key of ``[[eval.set]]`` filled in."""
 
-    name: str  # empty: that of data.validation
+    name: str  # empty: the set of data.validation
     path: str | list[str]
     max_response_tokens: PositiveInt
 
     @property
     def prefix(self) -> str:
-        """Of its metrics."""
+        """Prefix of the set's metrics."""
         return f"eval/{self.name}/" if self.name else "eval/"
 
     def data(self, config: EngineConfig) -> DataConfig:
-        """``[data]`` with the files of this set as its validation files."""
+        """Return ``[data]`` with the files of this set as its validation files."""
         return config.data.model_copy(update={"validation": self.path})
 
     def key(self, key: str) -> tuple[str, ...]:
-        """Where a key of this set stands in a run file."""
+        """Return the path of a key of this set in a run file."""
         return ("eval", "set", self.name, key) if self.name else ("eval", key)
 
 
 def held_out_sets(config: EngineConfig) -> list[HeldOut]:
-    """Return ``data.validation`` (or the set that ``data.source`` may give: it has no path), then every ``[[eval.set]]``."""
+    """Return the set of ``data.validation`` or ``data.source``, then each ``[[eval.set]]``.
+
+    The set of ``data.source`` has no path.
+    """
     evaluation, sets = config.eval, []
     shared = {key: getattr(evaluation, key) for key in SetOptions.model_fields}
     shared["max_response_tokens"] = evaluation.max_response_tokens or config.rollout.max_response_tokens
@@ -117,10 +120,10 @@ def held_out_sets(config: EngineConfig) -> list[HeldOut]:
 
 
 def evaluation_problems(config: EngineConfig) -> Iterator[Problem]:
-    """What cannot be measured as it is asked for."""
+    """Yield the problems of ``[eval]`` and its sets."""
     for name, count in Counter(each.name for each in config.eval.set).items():
         if count > 1:
-            text = f"'{name}' stands {count} times; each name may stand once. Rename one."
+            text = f"'{name}' is listed {count} times, expected once. Rename the others."
             yield Problem(("eval", "set", name), text)
         if name == UNNAMED:
             text = f"'{name}' is the name of data.validation in files. Rename the set."

@@ -356,7 +356,7 @@ def test_a_response_out_of_time_completes_its_group(early):
     [
         (
             {"algorithm.correction.level": "off"},
-            r"algorithm\.correction\.level.*got 'off', but rollout\.partial_rollouts brings responses whose tokens are of several",
+            r"algorithm\.correction\.level.*got 'off', but rollout\.partial_rollouts makes responses with tokens of several",
         ),
         ({"rollout.over_sampling": 0.5}, r"rollout\.over_sampling"),
         (

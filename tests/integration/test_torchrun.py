@@ -325,7 +325,7 @@ def test_placements_that_cannot_be_are_refused_with_their_keys(settings, monkeyp
     assert "placement.pools: 3 processes need an accelerator each, and this machine shows 2" in refused(
         settings, pools
     )
-    with pytest.raises(ConfigError, match=r"no pool of placement\.pools"):
+    with pytest.raises(ConfigError, match=r"expected a pool of placement\.pools"):
         config_of(settings, **{**TORCHRUN, **pools, "placement.rollout": "c"})
 
 

@@ -131,7 +131,7 @@ max_model_len = {held}
             47,
             "",
             r"rollout\.vllm\.max_model_len: got 47, but the longest prompt \(data\.max_prompt_tokens = 12\) and its response "
-            r"\(rollout\.max_response_tokens = 36\) have 48 tokens: long ones would be cut short or refused\. Set it to 48, or "
+            r"\(rollout\.max_response_tokens = 36\) have 48 tokens: long sequences would be cut or refused\. Set it to 48, or "
             r"data\.max_prompt_tokens to 11\.",
         ),
         (30, "", r"Set it to 48, or lower rollout\.max_response_tokens\."),
@@ -144,7 +144,7 @@ max_model_len = {held}
         (
             48,
             TEACHER.format(held=48),
-            r"teacher\.vllm\.max_model_len: got 48, .* and a token more have 49 tokens",
+            r"teacher\.vllm\.max_model_len: got 48, .* and one more token have 49 tokens",
         ),
         (48, TEACHER.format(held=49), ""),
         (

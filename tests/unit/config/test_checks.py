@@ -8,11 +8,11 @@ import pytest
     [
         (
             "[algorithm]\nkl_target = 0.1",
-            "2: algorithm.kl_target: the weight of the KL starts at algorithm.kl_coef and is multiplied, so 0 stays 0.",
+            "2: algorithm.kl_target: the KL weight starts at algorithm.kl_coef and is only multiplied, so 0 stays 0.",
         ),
         (
             "[algorithm]\nkl_coef = 0.1\nkl_target = 0.1\n[schedule]\n'algorithm.kl_coef' = [[3, 0.2]]",
-            '5: schedule."algorithm.kl_coef": algorithm.kl_target adapts this weight: remove one of the two.',
+            '5: schedule."algorithm.kl_coef": algorithm.kl_target adapts this weight. Remove one of the two.',
         ),
         (
             "[algorithm]\nentropy_target = 0.1\n[schedule]\n'algorithm.entropy_coef' = [[3, 0.2]]",

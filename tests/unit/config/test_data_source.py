@@ -64,7 +64,7 @@ def test_files_and_a_source_together_are_refused_with_both_keys(problems_of):
     (found,) = problems_of(RUN + 'train = ["a.jsonl"]\n')
 
     assert found == (
-        "6: data.source: got 'squares', and data.train names files. Rows come from one of the two: remove the other, "
+        "6: data.source: got 'squares', but data.train names files. Rows come from one of them: remove the other, "
         'or empty it (train = [], source = "").'
     )
 

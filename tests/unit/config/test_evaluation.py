@@ -67,7 +67,7 @@ def test_sets_are_written_as_they_are_read(config_of):
         ),
         (
             "[[eval.set]]\nname = 'a'\npath = 'a'\n[[eval.set]]\nname = 'a'\npath = 'b'",
-            "eval.set.a: 'a' stands 2 times; each name may stand once.",
+            "eval.set.a: 'a' is listed 2 times, expected once.",
         ),
         (
             "[[eval.set]]\nname = 'validation'\npath = 'a'",

@@ -245,17 +245,17 @@ def test_a_long_value_is_cut(problems_of):
     [
         (
             "[rollout]\ntemperature = 0",
-            "2: rollout.temperature: got 0, expected more: a greedy sampler gives",
+            "2: rollout.temperature: got 0, expected more than 0: a greedy sampler gives",
         ),
         (
             "[data]\nprompts_per_step = 64\n[algorithm]\nmini_batch_prompts = 30",
-            "4: algorithm.mini_batch_prompts: got 30, expected a divisor of data.prompts_per_step (64), such as 32; 0 takes all.",
+            "4: algorithm.mini_batch_prompts: got 30, expected a divisor of data.prompts_per_step (64), such as 32; or 0 for all.",
         ),
         (
             "[[reward]]\nname='math'\n[[reward]]\nname='math'",
-            "3: reward.math: 'math' stands 2 times; each name may stand once.",
+            "3: reward.math: 'math' is listed 2 times, expected once.",
         ),
-        ("[tracking]\ntrackers = ['wandb', 'wandb']", "2: tracking.trackers: 'wandb' stands 2 times"),
+        ("[tracking]\ntrackers = ['wandb', 'wandb']", "2: tracking.trackers: 'wandb' is listed 2 times"),
         ("[[reward]]\nname='math'\nclip=[1, 0]", "3: reward.math.clip: got [1.0, 0.0], expected [low, high]"),
         (
             "[actor.optim]\nwarmup_steps=5\ndecay_steps=4",
@@ -263,11 +263,11 @@ def test_a_long_value_is_cut(problems_of):
         ),
         (
             "[placement]\nactor = 'trian'\npools = { train = 1 }",
-            "2: placement.actor: got 'trian', which is no pool of placement.pools. Did you mean 'train'? Known: train.",
+            "2: placement.actor: got 'trian', expected a pool of placement.pools. Did you mean 'train'? Known: train.",
         ),
         (
             "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'",
-            "1: placement.rollout: missing. With several pools (a, b) each role names its own.",
+            "1: placement.rollout: missing. With several pools (a, b) each role must name its pool.",
         ),
     ],
 )
