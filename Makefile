@@ -49,8 +49,12 @@ test-full: test
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "slow and not alone and not gpu"
 	$(PYTEST) -m "alone and not gpu"
 
+# Words of the style guide (CONTRIBUTING.md) that have a plainer one: logged or sent, again, next to, continues, fix.
+WORDS := told|anew|beside|goes on|go on|going on|mend|mends|mended|mending|whoever|nobody|somebody|way on|of its own|of their own|is there|are there
+
 lint: install
 	$(BIN)/ruff check .
+	! git grep -nwiE '$(WORDS)' -- engine_core 'plugins/*/src/*.py'
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports

@@ -195,7 +195,7 @@ class RolloutConfig(Table, SamplingOptions):  # type: ignore[misc]  # a table is
     max_support: NonNegativeInt = 256
     """With `top_p` or `top_k`: each token comes with the ids of those that it was drawn from, where they are at most this many (4 bytes each), see `algorithm.correction.support`."""
     weights: Literal["auto", "shared", "own"] = "auto"
-    """``shared``: the sampler uses the actor's module, which a sharded actor gathers on each rank while samples are drawn. ``own``: it has a copy, updated after each step. ``auto``: shared, where both backends can, they are on the same processes and the whole model fits beside what the actor holds."""
+    """``shared``: the sampler uses the actor's module, which a sharded actor gathers on each rank while samples are drawn. ``own``: it has a copy, updated after each step. ``auto``: shared, where both backends can, they are on the same processes and the whole model fits in addition to what the actor holds."""
     transport: str = "auto"
     """How weights are sent to a sampler with a separate copy, by name, options in the table of that name: ``same_process`` (it is in the actor's processes), ``tcp``, ``broadcast`` (a process group), ``ipc`` (memory that both see), ``folder`` (a disk that both see). ``auto`` chooses by where the two are, and the log says what and why."""
     overlap_rewards: bool = True

@@ -1,4 +1,4 @@
-"""docs/conformance.md lists the contracts as they are; ``python -m engine_plugin_testing`` prints the tables."""
+"""docs/reference/contracts.md lists the contracts as they are; ``python -m engine_plugin_testing`` prints the tables."""
 
 import re
 from pathlib import Path
@@ -8,17 +8,19 @@ import pytest
 import engine_plugin_testing as kit
 from engine_plugin_testing.__main__ import table
 
-PAGE = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text("utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+GUIDE = (DOCS / "conformance.md").read_text("utf-8")
+TABLES = (DOCS / "reference" / "contracts.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize("name", kit.__all__)
 def test_the_table_of_contracts_is_that_of_the_suite(name):
-    part = PAGE.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- end of {name} -->")[0]
+    part = TABLES.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- end of {name} -->")[0]
     assert part == table(getattr(kit, name))
 
 
 def test_the_attributes_in_the_text_are_those_of_the_suites():
-    section = PAGE.split("## What a suite can be told")[1].split("**A contract")[0]
+    section = GUIDE.split("## What a suite can be told")[1].split("**A contract")[0]
     said = {
         name
         for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)

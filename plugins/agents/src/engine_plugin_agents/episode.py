@@ -90,7 +90,7 @@ class Episode:
         )
         if self.token_ids != turn.before:
             raise RuntimeError(
-                "The sequence was changed while the policy was asked to go on from it. Await episode.sample() first; "
+                "The sequence was changed while the policy was asked to continue it. Await episode.sample() first; "
                 "for several continuations of one sequence use episode.policy.sample."
             )
         self.token_ids += turn.token_ids

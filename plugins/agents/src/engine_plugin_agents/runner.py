@@ -194,7 +194,7 @@ class EnvironmentRunner:
             elif self._loop.silent_seconds() > self.config.timeout_seconds:
                 raise TrainingFailed(
                     f"{self.label} has blocked the event loop for {self.config.timeout_seconds:g} s "
-                    f"(environment.timeout_seconds): no episode can go on. It is at {self._loop.where()}. Blocking code "
+                    f"(environment.timeout_seconds): no episode can continue. It is at {self._loop.where()}. Blocking code "
                     "goes into 'await episode.call(function)'. The weights were left alone."
                 )
         return finished

@@ -51,7 +51,7 @@ BARRED = {
     "save_muon_momentum_buffer_in_memory": "the optimizer is that of [optim] or of a plugin",
     "zero_quantized_nontrainable_weights": "a role that is not trained is kept whole in its type",
 }
-"""Those that nobody may set, and why."""
+"""The keys that cannot be set, and why."""
 
 
 class OffloadOptions(Options):
@@ -94,7 +94,7 @@ class DeepSpeedOptions(ForwardOptions):
     loading: Literal["auto", "every_rank", "sharded"] = "auto"
     """How the model folder is read. ``every_rank``: each reads it all, then keeps its part. ``sharded`` (stage 3): the model is built in parts and each rank reads its own of a folder of safetensors, so that no machine ever holds the whole. ``auto``: ``every_rank``."""
     overlap_comm: bool | Literal["auto"] = "auto"
-    """Gradients are summed beside the backward pass; ``auto``: at stage 3 on an accelerator, without offload of the optimizer. Else at stage 2 alone."""
+    """Gradients are summed during the backward pass; ``auto``: at stage 3 on an accelerator, without offload of the optimizer. Else at stage 2 alone."""
     reduce_bucket_size: int = Field(default=500_000_000, gt=0)
     """Numbers of one message of gradients."""
     allgather_bucket_size: int = Field(default=500_000_000, gt=0)
@@ -149,12 +149,12 @@ class DeepSpeedOptions(ForwardOptions):
             if self.compute_dtype == "fp16":
                 raise ValueError("compute_dtype 'fp16' needs stage 1 or more: set stage = 1, or use 'bf16'.")
         if self.loading == "sharded":
-            beside = {
+            companions = {
                 "hpz_partition_size": self.hpz_partition_size > 1,
                 "quantized_weights": self.quantized_weights,
                 "offload_param.device = 'nvme'": self.offload_param.device == "nvme",
             }
-            if name := next((name for name, used in beside.items() if used), None):
+            if name := next((name for name, used in companions.items() if used), None):
                 raise ValueError(f"loading = 'sharded' cannot be combined with {name}: leave one out.")
         if self.stage == 3 and self.compile:
             raise ValueError(

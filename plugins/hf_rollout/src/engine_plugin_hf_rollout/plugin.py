@@ -19,9 +19,9 @@ class HFOptions(Options):
     tokens_per_step: int = Field(default=16, gt=0)
     """Tokens of each sequence between two looks at what else there is to do, where the run stops responses before their end (`rollout.request_timeout_seconds`, `rollout.over_sampling`) or changes weights under them (`async.weight_updates`, other than ``drain``)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the weights, where the sampler has a model of its own."""
+    """Type of the weights, if the sampler has a separate model."""
     adapter: bool = False
-    """In a run with ``[actor.lora]``, where the sampler has a model of its own: it keeps the base and is given the adapter alone with each update, not merged weights. Needs the package peft."""
+    """In a run with ``[actor.lora]``, if the sampler has a separate model: it keeps the base and receives only the adapter with each update, not merged weights. Needs the package peft."""
 
 
 @hookimpl

@@ -56,7 +56,7 @@ def layout_of(options: MegatronOptions, size: int, role: str) -> MeshLayout:
     others = data * options.cp
     if others % options.ep:
         raise ConfigError(
-            f"{table}.ep is {options.ep}, which does not divide the {others} ranks that have data of their own ({size} ranks, "
+            f"{table}.ep is {options.ep}, which does not divide the {others} ranks with different data ({size} ranks, "
             f"{size // others} to a copy of the model). {nearest_fit(options.ep, divisors(others))} Or start another number of ranks."
         )
     return MeshLayout(options.tp, options.pp, options.virtual_pp, options.ep, options.cp, data)

@@ -87,7 +87,7 @@ class Steps:
     # -- a step ---------------------------------------------------------------
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the scalar loss times the loss scale of fp16."""
+        """Return the loss ``[]`` (a scalar; shape [B] is not supported) times the loss scale of fp16."""
         assert self.loss_scale is not None
         return loss * self.loss_scale.factor
 

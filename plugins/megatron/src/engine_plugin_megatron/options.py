@@ -23,7 +23,7 @@ class MegatronOptions(Options):
     virtual_pp: int = Field(default=1, gt=0)
     """Chunks of layers that each rank of `pp` holds, interleaved: the pipeline is filled and emptied quicker, for more messages. Layers must divide by `pp` times this."""
     ep: int = Field(default=1, gt=0)
-    """Of the ranks with data of their own those that share the experts of each layer (a mixture of experts). Must divide the experts."""
+    """The number of ranks with different data that share the experts of each layer (a mixture of experts). Must divide the experts."""
     cp: int = Field(default=1, gt=0)
     """Ranks that share the tokens of each micro-batch (context parallelism), for sequences that one rank does not hold: each has a stretch of them, and in attention all of them with a share of the heads. `max_tokens_per_rank` is of the ranks together. Must divide the heads that `tp` leaves to a rank."""
     sequence_parallel: bool = False

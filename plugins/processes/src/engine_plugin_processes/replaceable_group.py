@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine_core.types import Batch, Request, Rollout
     from engine_plugin_processes.replacement import Replacements
 
-Told = Callable[[list["Rollout"]], None]
+OnRollouts = Callable[[list["Rollout"]], None]
 
 
 class ReplaceableGroup(RemoteWorkerGroup):
@@ -55,7 +55,7 @@ class ReplaceableGroup(RemoteWorkerGroup):
         self.slices = [self.every[at] for at in present]
         return super().call(method, batch, split, **plain)
 
-    def flow(self, tell: Told, changed: Callable[[], None]) -> Flow:
+    def flow(self, tell: OnRollouts, changed: Callable[[], None]) -> Flow:
         """Return a flow that survives the loss of samplers."""
         return SurvivingFlow(self, tell, changed)
 
@@ -151,7 +151,7 @@ class ReplaceableGroup(RemoteWorkerGroup):
 
     # -- requests that are sampled to their end -----------------------------
 
-    def _generate(self, requests: Sequence[Request], on_part: Told | None = None) -> Future[Any]:
+    def _generate(self, requests: Sequence[Request], on_part: OnRollouts | None = None) -> Future[Any]:
         self.before(self.role, "generate")
         present = self._present()
         if 0 < self.capacity * len(present) < len(requests):
@@ -162,7 +162,7 @@ class ReplaceableGroup(RemoteWorkerGroup):
         return Surviving(portions, present, send, in_order(requests), self.replacements).reply
 
     def _portion(
-        self, at: int, requests: list[Request], received: set[str], on_part: Told | None
+        self, at: int, requests: list[Request], received: set[str], on_part: OnRollouts | None
     ) -> Future[Any]:
         """Have one slice sample the requests; add to ``received`` the ids of rollouts that arrive in parts."""
 
@@ -175,7 +175,7 @@ class ReplaceableGroup(RemoteWorkerGroup):
         plain = {"requests": requests}
         return self._to(at, "generate", plain, tell if on_part is not None else None)
 
-    def _to(self, at: int, method: str, plain: Mapping[str, Any], on_part: Told | None) -> Future[Any]:
+    def _to(self, at: int, method: str, plain: Mapping[str, Any], on_part: OnRollouts | None) -> Future[Any]:
         number, rank = self.crew.next_number(), self.every[at].leader
         message = message_to(
             number, "call", role=self.role, method=method, batch=None, plain=dict(plain), parts=on_part is not None

@@ -1,4 +1,4 @@
-"""The command ``python -m engine_plugin_testing``: prints the contracts as Markdown tables for docs/conformance.md."""
+"""The command ``python -m engine_plugin_testing``: prints the contracts as Markdown tables for docs/reference/contracts.md."""
 
 from __future__ import annotations
 

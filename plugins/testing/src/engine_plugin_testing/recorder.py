@@ -25,7 +25,7 @@ from engine_plugin_testing.suite import Suite, plain
 if TYPE_CHECKING:
     import pytest
 
-TOLD = ("backend", "name", "world_size", "resumes_on", "options", "model")
+RECORDED = ("backend", "name", "world_size", "resumes_on", "options", "model")
 """Attributes that identify the settings of a suite; a suite has those of its kind."""
 COMPUTES = ("torch", "transformers")
 PASSED, FAILED = "passed", "failed"
@@ -118,7 +118,7 @@ def read(file: Path) -> dict[str, dict[str, Any]]:
 
 def settings(suite: type[Suite]) -> dict[str, Any]:
     """Return the attributes that identify this suite among others of its kind, as JSON values."""
-    return {name: plain(getattr(suite, name)) for name in TOLD if hasattr(suite, name)}
+    return {name: plain(getattr(suite, name)) for name in RECORDED if hasattr(suite, name)}
 
 
 def versions(suite: type[Suite]) -> dict[str, str]:

@@ -39,7 +39,7 @@ def _same(found: Values, expected: Values, what: str) -> None:
 
 @contract(catches=("wrong length returned",))
 def values_are_right(bench: RewardBench) -> None:
-    """In a worker process, as in a run, every example gets its value: each in a call of its own, then all in one."""
+    """In a worker process, as in a run, every example gets its value: each in a separate call, then all in one."""
     samples, groups = bench.samples()
     expected = [value for _, values in bench.examples for value in values]
     calls = [(group, [0] * len(group)) for group, _ in bench.examples]
@@ -69,7 +69,7 @@ def it_is_deterministic(bench: RewardBench) -> None:
 
 @contract(catches=("depends on the order of the samples",))
 def order_and_company_do_not_matter(bench: RewardBench) -> None:
-    """A group gets the same values first or last in a batch, alone, or beside a copy of itself."""
+    """A group gets the same values first or last in a batch, alone, or next to a copy of itself."""
     samples, groups = bench.samples()
     calls: list[tuple[list, list[int]]] = [(samples, groups), (samples[::-1], groups[::-1])]
     calls += [(group * 2, [0] * len(group) + [1] * len(group)) for group, _ in bench.examples]
@@ -80,7 +80,7 @@ def order_and_company_do_not_matter(bench: RewardBench) -> None:
     count = len(bench.examples)
     for i, (doubled, alone) in enumerate(zip(rest[:count], rest[count:], strict=True)):
         _same(alone, split[i], f"Example {i} alone")
-        _same(doubled, split[i] * 2, f"Example {i} beside a copy of itself")
+        _same(doubled, split[i] * 2, f"Example {i} next to a copy of itself")
 
 
 @contract(catches=("changes its inputs",))
@@ -116,7 +116,7 @@ def very_long_text_gets_a_value(bench: RewardBench) -> None:
 
 @contract(catches=("an option without a docstring", "unknown options accepted"))
 def options_are_documented_and_checked(bench: RewardBench) -> None:
-    """Every option has a description; an unknown one is refused."""
+    """Every option has a description; an unknown one raises an error that names it."""
     config = bench.load_plugins().spec("rewards", bench.name).config
     bare = [name for name, field in config.model_fields.items() if not field.description]
     assert not bare, f"Options without a description: {bare}. Write a docstring below the field."

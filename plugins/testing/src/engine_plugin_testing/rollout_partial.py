@@ -100,7 +100,7 @@ def a_stopped_response_goes_on(bench: RolloutBench) -> None:
             kept, before = getattr(whole, name)[:count], getattr(begun, name)
             assert torch.equal(kept, before), f"'{request.id}': {name} of what was begun have changed."
         assert whole.prompt == request.prompt, f"'{request.id}' carries another prompt."
-        assert count < len(whole.token_ids), f"'{request.id}' did not go on."
+        assert count < len(whole.token_ids), f"'{request.id}' did not continue."
         assert whole.response_length <= LONG, (
             f"'{request.id}' has {whole.response_length} tokens, with those of before; {LONG} were asked for."
         )

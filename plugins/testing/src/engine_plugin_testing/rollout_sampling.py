@@ -195,7 +195,7 @@ def a_stop_token_ends_a_response(bench: RolloutBench) -> None:
 def _check_end(rollout: Rollout, most: int) -> None:
     tokens = response(rollout)
     assert 1 <= len(tokens) <= most, f"A response of {len(tokens)} tokens; expected 1 to {most}."
-    assert EOS not in tokens[:-1], f"A response goes on after its end of sequence: {tokens}."
+    assert EOS not in tokens[:-1], f"A response continues after its end of sequence: {tokens}."
     expected = "stop" if tokens[-1] == EOS else "length"
     assert rollout.finish_reason == expected, (
         f"A response of {len(tokens)} tokens (at most {most}) that ends with token {tokens[-1]} has the finish reason "

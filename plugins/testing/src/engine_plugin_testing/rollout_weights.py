@@ -61,7 +61,7 @@ def the_checksum_is_of_what_was_received(bench: RolloutBench) -> None:
 
 @contract(catches=("an incomplete update accepted",))
 def an_update_that_does_not_fit_is_refused(bench: RolloutBench) -> None:
-    """An unknown name, a missing weight and a wrong shape are errors that name the weight; the version stays; a mixture is never sampled from; a whole update mends it."""
+    """An unknown name, a missing weight and a wrong shape are errors that name the weight; the version stays; a mixture is never sampled from; a whole update repairs it."""
     weights, other = dict(bench.stream(bench.model(seed=1))), bench.model(seed=1)
     first, last = min(weights), max(weights)
     cases = {

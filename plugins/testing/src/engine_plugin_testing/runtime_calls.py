@@ -28,7 +28,7 @@ def every_role_has_a_group_of_its_ranks(bench: RuntimeBench) -> None:
 
 @contract()
 def calls_are_carried_out_in_the_order_in_which_they_were_sent(bench: RuntimeBench) -> None:
-    """A hundred calls that nobody waits for, large and small ones in turn, reach every rank in their order."""
+    """A hundred calls without a wait, large and small ones in turn, reach every rank in their order."""
     _, groups, journal = bench.shared
     before = [len(lines) for lines in bench.written(journal, "actor")]
     sizes = [40_000 if i % 7 == 0 else 2 + i for i in range(50)]
@@ -116,7 +116,7 @@ def rollouts_come_in_the_order_of_their_requests(bench: RuntimeBench) -> None:
 
 @contract()
 def pushed_weights_reach_every_sampler_whole(bench: RuntimeBench) -> None:
-    """A push brings every rank of the sampler the actor's weights to the bit; version, bytes and checksum are told."""
+    """A push brings every rank of the sampler the actor's weights to the bit; version, bytes and checksum are returned."""
     runtime, groups, journal = bench.shared
     groups["actor"].call("optimizer_step").result()
     steps = bench.written(journal, "actor", "optimizer_step")[0][-1]["number"]
@@ -145,7 +145,7 @@ def a_reference_is_mixed_on_every_rank(bench: RuntimeBench) -> None:
 
 @contract(capability="processes")
 def pools_lie_in_processes_of_their_own(bench: RuntimeBench) -> None:
-    """Roles of different pools share no process; each pool is a world of its own, and weights go from one to the other."""
+    """Roles of different pools share no process; each pool is a separate world, and weights go from one to the other."""
     changes = {
         "placement.pools": {"train": bench.world_size, "serve": 1},
         "placement.actor": "train",

@@ -88,7 +88,7 @@ def a_worker_that_is_killed_is_told_within_seconds(bench: RuntimeBench) -> None:
 
 @contract(capability="processes")
 def a_rank_that_fails_while_others_wait_for_it_ends_the_call(bench: RuntimeBench) -> None:
-    """One rank raises before a collective in which the others wait: its error is told, and nobody waits for ever."""
+    """One rank raises before a collective in which the others wait: its error is raised, and no rank waits for ever."""
     if bench.world_size == 1:
         return
     with bench.started() as (_, groups, _):

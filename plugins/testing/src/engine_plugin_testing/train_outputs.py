@@ -215,5 +215,5 @@ def several_outputs_at_once_equal_each_alone(bench: TrainBench) -> None:
     engine, batch = bench.engine(), bench.batch()
     alone = bench.infer(engine, batch)["log_probs"]
     both = bench.infer(engine, batch, ("entropy", "log_probs"))["log_probs"]
-    close(both, alone, bench.tolerance / 10, "log_probs beside entropy")
+    close(both, alone, bench.tolerance / 10, "log_probs with entropy")
     bench.forward_backward(engine, batch, NLL)

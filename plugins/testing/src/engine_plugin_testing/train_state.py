@@ -134,7 +134,7 @@ def state_holds_no_pickle(bench: TrainBench) -> None:
 
 @contract(catches=("another model's state loaded",))
 def the_state_of_another_model_is_refused(bench: TrainBench) -> None:
-    """``load`` of another model's files, or of an empty folder, is an error for the user, not a half-loaded engine."""
+    """``load`` of another model's files, or of an empty folder, raises an error for the user and leaves no half-loaded engine."""
     other = bench.engine(path=bench.model(num_hidden_layers=8))  # a number that stages of a pipeline divide
     other.save(bench.folder / "other").result()
     bench.barrier()

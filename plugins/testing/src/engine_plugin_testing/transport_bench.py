@@ -145,7 +145,7 @@ class TransportBench(EngineBench):
         weights = self.weights(seed=99)
         got = self.whole(link, weights.items(), WeightUpdate(1, 99))
         if link.endpoint.index:
-            same_weights(got, weights, "after an update that failed, over a link made anew")
+            same_weights(got, weights, "after an update that failed, over a new link")
         link.close()
 
     # -- weights ------------------------------------------------------------

@@ -18,9 +18,9 @@ LOST = "a rank of the trainer was lost"
 UPDATE = WeightUpdate(1, 7)  # the first, of version 7
 
 
-@contract(catches=("a checksum that nobody looks at",))
+@contract(catches=("a checksum that is never compared",))
 def a_damaged_bucket_is_refused(bench: TransportBench) -> None:
-    """Bytes that are not those of the sender's checksum reach no engine: every receiver raises ``TrainingFailed`` with both sides, the tensors before are as they were sent, and a link made anew brings a whole update."""
+    """Bytes that are not those of the sender's checksum reach no engine: every receiver raises ``TrainingFailed`` with both sides, the tensors before are as they were sent, and a new link brings a whole update."""
     link = bench.link()
     assert link is not None
     if link.endpoint.index == 0:
@@ -33,7 +33,7 @@ def a_damaged_bucket_is_refused(bench: TransportBench) -> None:
         )  # fmt: skip
         assert "checksum" in str(error), (
             f"The error does not say that a checksum is wrong: {error}. If the transport does not cut the stream by "
-            "`flat_buckets`, give the suite a `damage` of its own."
+            "`flat_buckets`, give the suite its own `damage`."
         )
         weights = bench.weights()
         for name, tensor in taken:
@@ -59,7 +59,7 @@ def an_update_of_another_version_is_refused(bench: TransportBench) -> None:
 
 @contract(catches=("a broken stream taken for a whole one",))
 def a_stream_that_fails_is_told_to_every_receiver(bench: TransportBench) -> None:
-    """What the trainer's stream raises is raised by ``send`` as it is, and every receiver is told of it at once."""
+    """What the trainer's stream raises is raised by ``send`` as it is, and every receiver learns of it at once."""
     link = bench.link()
     assert link is not None
 
@@ -82,7 +82,7 @@ def a_stream_that_fails_is_told_to_every_receiver(bench: TransportBench) -> None
 
 @contract()
 def a_receiver_that_is_asleep_holds_up_nobody(bench: TransportBench) -> None:
-    """One receiver's engine refuses the update before it looks at the stream: the others come through or are told, without waiting for the time-out, and the next update is taken by all."""
+    """One receiver's engine refuses the update before it looks at the stream: the others come through or fail, without waiting for the time-out, and the next update is taken by all."""
     link = bench.link()
     assert link is not None
     if _is_last(link):
@@ -100,7 +100,7 @@ def _refuse(stream: Generator[tuple[str, Tensor], None, None]) -> None:
 
 @contract()
 def a_receiver_that_wants_no_more_holds_up_nobody(bench: TransportBench) -> None:
-    """One receiver closes the stream after its first tensor: the others come through or are told, without waiting for the time-out."""
+    """One receiver closes the stream after its first tensor: the others come through or fail, without waiting for the time-out."""
     link = bench.link()
     assert link is not None
     if _is_last(link):
@@ -146,7 +146,7 @@ def a_receiver_that_does_not_take_is_waited_for_in_bounds(bench: TransportBench)
 
 @contract()
 def a_sender_that_dies_is_told_in_time(bench: TransportBench) -> None:
-    """The sender's process is killed in the middle of an update: every receiver raises ``TrainingFailed`` with both sides, within the time-out; with one in its place, a link made anew goes on."""
+    """The sender's process is killed in the middle of an update: every receiver raises ``TrainingFailed`` with both sides, within the time-out; with one in its place, a new link works."""
     if bench.rank == 0:
         bench.dies("link")
     else:
@@ -160,7 +160,7 @@ def a_sender_that_dies_is_told_in_time(bench: TransportBench) -> None:
 
 @contract()
 def a_receiver_that_dies_is_told_in_time(bench: TransportBench) -> None:
-    """A receiver's process is killed in the middle of an update: sender and other receivers come through, or raise ``TrainingFailed`` with both sides, within the time-out; a link without it goes on, and so does one with another in its place."""
+    """A receiver's process is killed in the middle of an update: sender and other receivers come through, or raise ``TrainingFailed`` with both sides, within the time-out; a link without it works, and so does one with another in its place."""
     last, link = bench.ranks[-1], None
     if bench.rank == last:
         bench.dies("link")

@@ -94,7 +94,7 @@ class Whole:
         self._plan.load(bucket)
 
     def reload(self, weights: list[tuple[str, Tensor]]) -> None:
-        """Load all weights as from a folder."""
+        """Load all weights ``[D_1, D_2, ...]`` as from a folder."""
         reload(self._engine, weights)
 
     def close(self) -> None:

@@ -47,7 +47,8 @@ def serve_reward(
 ) -> None:
     """Serve one reward over HTTP, for the reward 'http' of other runs; SIGTERM or Ctrl-C ends it.
 
-    Prints the address when it is ready. Requests that run then are still answered.
+    Prints the address when it is ready. Requests that run at the end are still answered. A host that other machines
+    reach raises an error without --open and --token-env.
     """
     from engine_plugin_rewards.server.server import RewardServer, is_loopback
     from engine_plugin_rewards.server.service import RewardService, read_service

@@ -124,10 +124,10 @@ def comm(
     allow_code: AllowCode = False,
     as_json: Json = False,
 ) -> None:
-    """Collectives over the ranks of the actor: seconds, algorithm and bus bandwidth of each.
+    """Measure collectives over the ranks of the actor: seconds, algorithm and bus bandwidth of each.
 
     Bus bandwidth is what the busiest link carries, as nccl-tests count it: all_reduce 2(n-1)/n of bytes by seconds,
-    all_gather, reduce_scatter and all_to_all (n-1)/n, broadcast all of it.
+    all_gather, reduce_scatter and all_to_all (n-1)/n, broadcast all of it. A size of 0 raises an error.
     """
     from engine_plugin_tools.bench.parts import bench_comm
 

@@ -39,7 +39,8 @@ def compare(
     """Show by how much the first scores more than the second, with its 95% interval.
 
     The difference is taken on each prompt before it is averaged: what makes a prompt hard for both is not
-    counted as uncertainty, so that smaller differences show than from two separate intervals.
+    counted as uncertainty, so that smaller differences show than from two separate intervals. Evaluations without a
+    common set raise an error.
     """
     ours, theirs = evaluations(first), evaluations(second)
     if len(ours) == len(theirs) == 1:

@@ -28,7 +28,8 @@ def generate(
 ) -> None:
     """Sample responses to the prompts of the data, score them with the rewards, and write them.
 
-    The file is what offline training reads; 'group_size' responses are sampled for each prompt.
+    The file is what offline training reads; 'group_size' responses are sampled for each prompt. A trainer that samples
+    nothing raises an error.
     """
     if out.suffix != ".parquet":
         raise ConfigError(f"OUT '{out}' must end in .parquet: rollouts are written as Parquet.")
@@ -65,7 +66,10 @@ def evaluate(
     allow_code: AllowCode = False,
     as_json: Json = False,
 ) -> None:
-    """Score a model on the held-out files, as [eval] says: 'data.validation' and each [[eval.set]]."""
+    """Score a model on the held-out files, as [eval] says: 'data.validation' and each [[eval.set]].
+
+    --step with a run file, or --out with a trainer that samples nothing, raises an error.
+    """
     if out is not None:
         check_new(out)
     if target.endswith(".toml") or Path(target).is_file():

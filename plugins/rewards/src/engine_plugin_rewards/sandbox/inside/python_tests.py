@@ -15,7 +15,7 @@ import signal
 import sys
 import types
 
-TOLD = 3  # descriptor
+VALUES = 3  # descriptor
 DEEPEST = 100  # lists in lists
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/box", "TMPDIR": "/box", "LANG": "C.UTF-8"}
 
@@ -62,7 +62,7 @@ def tell(message: dict) -> None:
     """Send a line to the engine."""
     data = json.dumps(message).encode() + b"\n"
     while data:
-        data = data[os.write(TOLD, data) :]
+        data = data[os.write(VALUES, data) :]
 
 
 def run(what: dict) -> None:
@@ -92,7 +92,7 @@ def _command(what: dict) -> None:
     """Run a program of another language: write its file, compile it if needed, then replace this process by it."""
     with open(what["file"], "w", encoding="utf-8") as file:
         file.write(what["source"])
-    os.closerange(TOLD, 64)
+    os.closerange(VALUES, 64)
     signal.signal(
         signal.SIGPIPE, signal.SIG_DFL
     )  # Python ignores the signal, and child processes would inherit that

@@ -26,7 +26,7 @@ APART = (
 DEVICES = ("null", "zero", "random", "urandom")
 LINKED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links to usr/... on most systems
 WORK = "/box"
-NOBODY, OVERFLOW = 0x7FFF0000, 65534
+UNPRIVILEGED, OVERFLOW = 0x7FFF0000, 65534
 """User ids of boxes when the engine is root, whom limits do not bind: from the first on, or else the second."""
 
 
@@ -44,7 +44,7 @@ def enter(readable: list[str]) -> None:
     if root:
         syscalls.unshare(syscalls.CLONE_NEWNS)
         _build(readable)
-        _become(NOBODY + os.getpid())
+        _become(UNPRIVILEGED + os.getpid())
     user, group = os.getuid(), os.getgid()
     syscalls.unshare(APART)
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
