@@ -236,9 +236,7 @@ def _sparse_log_probs(config: EngineConfig, sections: Collection[str]) -> Iterat
         return
     where = ("rollout", "log_probs_every_steps")
     if "algorithm" not in sections or config.trainer != "rl":
-        yield Problem(
-            where, f"got {every}, expected 1: trainer '{config.trainer}' reads log-probs in every step."
-        )
+        yield Problem(where, f"got {every}, expected 1: trainer '{config.trainer}' needs them in every step.")
     elif correction.bypass:
         yield Problem(
             where,
@@ -264,9 +262,7 @@ def _sparse_log_probs(config: EngineConfig, sections: Collection[str]) -> Iterat
         for key in config.schedule
         if key.startswith("algorithm.correction.") or key in {f"rollout.{name}" for name in CUTTING}
     ]:
-        yield Problem(
-            where, f"got {every}, expected 1: [schedule] changes {moved[0]}, which needs the log-probs."
-        )
+        yield Problem(where, f"got {every}, expected 1: [schedule] changes {moved[0]}, which needs them.")
     elif config.rollout.over_sampling > 1 or config.environment is not None:
         table = "[environment]" if config.environment is not None else "rollout.over_sampling"
         yield Problem(

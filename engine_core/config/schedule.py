@@ -34,8 +34,7 @@ FIXED_SETTINGS = (
     "critic.optim.lr",
     "critic.max_tokens_per_rank",
 )
-"""Numbers of these are settings, besides every number and switch of ``[algorithm]`` and its option tables, and every
-number that is no count of
+"""Numbers of these are settings, besides every number and switch of ``[algorithm]`` and its option tables, and every number that is no count of
 the trainer's own table (``dpo.beta``): what that table switches or counts is built at the start."""
 
 _WORDS: dict[type | None, str] = {bool: "true or false", int: "a whole number", float: "a number"}

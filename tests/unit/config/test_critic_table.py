@@ -68,13 +68,13 @@ def test_another_trainer_does_not_read_it(config_of):
         ),
         (
             "[critic.optim]\nwarmup_steps = 5\ndecay_steps = 4\n",
-            "critic.optim.decay_steps: got 4, expected more than warmup_steps (5)",
+            "critic.optim.decay_steps: got 4, expected more than warmup_steps (5, included in it)",
         ),
         ("[critic]\nclip_rato = 1\n", "critic.clip_rato: unknown key. Did you mean 'clip_ratio'?"),
         ("[critic]\nclip_ratio = -1\n", "critic.clip_ratio: got -1"),
         (
             "[placement]\ncritic = 'trian'\npools = { train = 1 }\n",
-            "placement.critic: got 'trian', which is no pool",
+            "placement.critic: got 'trian', expected a pool of placement.pools",
         ),
     ],
 )

@@ -55,7 +55,7 @@ def test_the_resolved_config_reads_back_as_an_equal_one(config_of, good):
             "reward.helpful.model.torch.param_dtyp: unknown key.",
         ),
         (RM + "[reward.model.fdsp]\n", "reward.helpful.model.fdsp: unknown key. Did you mean 'fsdp'?"),
-        (RM + RM, "reward.helpful: 'helpful' stands 2 times"),
+        (RM + RM, "reward.helpful: 'helpful' is listed 2 times"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(config_of, good, text, expected):
@@ -122,7 +122,7 @@ def test_judges_are_roles_of_their_own_kind(config_of, good):
         (JUDGE + "scale = [0.0, 1.0]\nverdicts = { a = 1.0 }\n", "verdicts have their own values"),
         (
             JUDGE + VERDICT.partition("\n")[2].partition("\n")[2],
-            "[reward.judge] and [reward.verdict] stand in one",
+            "[reward.judge] and [reward.verdict] are in one [[reward]]",
         ),
     ],
 )

@@ -259,7 +259,7 @@ def test_a_long_value_is_cut(problems_of):
         ("[[reward]]\nname='math'\nclip=[1, 0]", "3: reward.math.clip: got [1.0, 0.0], expected [low, high]"),
         (
             "[actor.optim]\nwarmup_steps=5\ndecay_steps=4",
-            "3: actor.optim.decay_steps: got 4, expected more than warmup_steps (5)",
+            "3: actor.optim.decay_steps: got 4, expected more than warmup_steps (5, included in it)",
         ),
         (
             "[placement]\nactor = 'trian'\npools = { train = 1 }",
