@@ -219,7 +219,7 @@ def test_a_sampler_with_other_weights_ends_the_run_in_a_step_that_has_log_probs(
             {"schedule": {"algorithm.correction.cap": [(0, 2.0), (1, 3.0)]}},
             r"\[schedule\] changes algorithm.correction.cap",
         ),
-        ({"trainer": "async"}, r"trainer 'async' reads log-probs in every step"),
+        ({"trainer": "async"}, r"trainer 'async' needs them in every step"),
         ({"stage": [{"name": "replay_cache"}]}, r"stage 'replay_cache' brings in rollouts of other steps"),
     ],
 )
