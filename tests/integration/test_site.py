@@ -187,7 +187,7 @@ def test_names_in_remarks_on_trl_are_names_here():
 def test_delta_and_the_kl_of_trl_are_what_the_rows_say():
     delta = PPOClipOptions.model_fields["delta"].description
     assert "upper bound of the ratio in the unclipped term" in delta
-    assert "the ratio of the unclipped term is at most this" in remark_on(
+    assert "upper bound of the ratio in the unclipped term" in remark_on(
         "from_trl.md", "delta", "algorithm.ppo_clip.delta"
     )
     log_probs, ref = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
