@@ -115,7 +115,7 @@ FAULTS = [
     (Transport, "CountsForEach", "bytes counted for each receiver", "bytes_are_counted_once"),
     (Transport, "ReusesBuffers", "buffers used again under the receiver", "tensors_are_the_receivers_to_keep"),
     (Transport, "StopsAtLast", "a stream that is not run to its end", "the_stream_is_run_to_its_end_once"),
-    (Transport, "NoChecksum", "a checksum that nobody looks at", "a_damaged_bucket_is_refused"),
+    (Transport, "NoChecksum", "a checksum that is never compared", "a_damaged_bucket_is_refused"),
     (Transport, "AnyVersion", "any version taken", "an_update_of_another_version_is_refused"),
     (Transport, "BreaksAreEnds", "a broken stream taken for a whole one", "a_stream_that_fails_is_told_to_every_receiver"),
     (Transport, "WaitsForEver", "a receiver that waits for ever", "a_sender_that_does_not_send_is_told_in_time"),

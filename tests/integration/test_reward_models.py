@@ -227,7 +227,7 @@ def test_what_cannot_work_is_refused_before_a_model_is_built(make, world):
         DataError, match=r"reward\.helpful\.model\.path: .* holds a \w+ForCausalLM, which gives no score"
     ):
         make(tables={"helpful": {"model": {"path": str(world / "model")}}}).load_inputs()
-    with pytest.raises(ConfigError, match=r"reward\.twice: 'twice' stands 2 times"):
+    with pytest.raises(ConfigError, match=r"reward\.twice: 'twice' is listed 2 times"):
         load_config(overrides={"reward": [{"name": "twice", "model": {"path": "x"}}] * 2})
 
 

@@ -137,15 +137,15 @@ def boxes(pieces: tuple[Piece, ...]) -> Mapping[str, tuple[Slices, list[Piece]]]
     found: dict[str, list[Piece]] = {}
     for piece in pieces:
         found.setdefault(piece.name, []).append(piece)
-    found = {}
+    filled = {}
     for name, parts in found.items():
         box = tuple(
             slice(min(s.start for s in along), max(s.stop for s in along))
             for along in zip(*(part.at for part in parts), strict=True)
         )
         assert volume(box) == sum(volume(part.at) for part in parts), f"{name} is no box: {parts}"
-        found[name] = (box, parts)
-    return found
+        filled[name] = (box, parts)
+    return filled
 
 
 def within(at: Slices, box: Slices) -> Slices:
