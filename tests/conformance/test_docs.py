@@ -20,7 +20,7 @@ def test_the_table_of_contracts_is_that_of_the_suite(name):
 
 
 def test_the_attributes_in_the_text_are_those_of_the_suites():
-    section = GUIDE.split("## What a suite can be told")[1].split("**A contract")[0]
+    section = GUIDE.split("## Attributes of a suite")[1].split("**A contract")[0]
     said = {
         name
         for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
