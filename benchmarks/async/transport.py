@@ -44,8 +44,6 @@ max_response_tokens = 64
 {table}
 [[reward]]
 name = "numeric"
-[rollout.folder]
-path = "{folder}"
 [data]
 train = "data.jsonl"
 max_prompt_tokens = 128
@@ -65,7 +63,6 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "tcp hf": {"gpus": 2, "transport": "tcp"},
     "ipc hf, pools": {"gpus": 2, "transport": "ipc"},
     "auto hf": {"gpus": 2, "transport": "auto"},
-    "folder hf": {"gpus": 2, "transport": "folder"},
     "ipc hf": {"gpus": 1, "transport": "auto", "process": True},
     "broadcast hf, 2 ranks": {"gpus": 3, "transport": "broadcast", "trainers": 2},
     "broadcast hf, 2 ranks, sharded": {
@@ -116,7 +113,6 @@ def run_file(case: Mapping[str, Any], there: int, runtime: str, folder: Path) ->
         transport=case["transport"],
         process="[rollout.process]\nmax_restarts = 0" if case.get("process") else "",
         table=tables[sampler],
-        folder=folder / "shared",
         runtime=runtime,
         processes="processes = 1" if case["gpus"] == 1 else "",
         placement=pools if case["gpus"] > 1 else "",

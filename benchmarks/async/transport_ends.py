@@ -59,7 +59,6 @@ def meet(folder: Path, place: int, device: torch.device) -> Broadcast:
         host=socket.gethostname(),
         token="token",
         rendezvous={"file": str(folder / "meet"), "tcp": None},
-        shared_folder=str(folder),
         link_id="bench",
     )
     link = Broadcast(BroadcastOptions(timeout_seconds=SECONDS), endpoint)

@@ -373,7 +373,7 @@ def transport_problem(config: EngineConfig, plugins: PluginSet, apart: bool) -> 
         placement = config.placement
         return (
             f"rollout.transport: got '{wanted}', but the sampler is in pool '{placement.pool_of('rollout')}' and the actor in "
-            f"'{placement.pool_of('actor')}'. Use 'tcp', 'broadcast', 'ipc', 'folder' or 'auto', or place them together ([placement])."
+            f"'{placement.pool_of('actor')}'. Use 'tcp', 'broadcast', 'ipc' or 'auto', or place them together ([placement])."
         )
     return (
         f"rollout.transport: got '{wanted}', which carries weights to processes of another pool, but the sampler is in the "

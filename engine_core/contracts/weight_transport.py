@@ -50,7 +50,6 @@ class TransportEndpoint:
     #: key-value store of torch.distributed: "file" (path of a FileStore) or "tcp" (host and port of a TCPStore, prefix);
     #: the other one is None
     rendezvous: Mapping[str, Any]
-    shared_folder: str  #: private to the run and visible to all its processes; "" if there is none
     link_id: str  #: unique among the links of all runs
 
     @property
@@ -88,8 +87,7 @@ class WeightTransport(abc.ABC):
 
         Args:
             options: the transport's option table.
-            one_machine: whether the run starts all its processes itself, on this machine, so that they have a
-                ``TransportEndpoint.shared_folder``.
+            one_machine: whether the run starts all its processes itself, on this machine.
 
         Raises:
             ConfigError: the message names the key to change.

@@ -14,14 +14,9 @@ class TestBroadcast(TransportSuite):
 
 
 class TestIPC(TransportSuite):
-    """On a CPU: memory of the machine."""
+    """On a CPU: the sockets of ``tcp``."""
 
     backend = "ipc"
-
-
-class TestFolder(TransportSuite):
-    backend = "folder"
-    damage = "damaged_part.py:after_it_was_written"
 
 
 @pytest.mark.slow

@@ -46,7 +46,6 @@ def link(tmp_path, monkeypatch):
                 host="127.0.0.1",
                 token="t",
                 rendezvous=rendezvous,
-                shared_folder="",
                 link_id="l",
             )
             ends.append(Broadcast(BroadcastOptions(timeout_seconds=seconds), endpoint))

@@ -42,12 +42,6 @@ class TestIPCOnOne(OnGPUs):
     device = "cuda:0"
 
 
-@two
-class TestFolder(OnGPUs):
-    backend = "folder"
-    damage = "../conformance/damaged_part.py:after_it_was_written"
-
-
 @one
 class TestBroadcastOnOne(OnGPUs):
     """NCCL takes no two ranks of one GPU: bytes go through host memory."""

@@ -12,7 +12,6 @@ from engine_core.errors import WorkerLost
 from engine_core.types import Prompt, Request, Sampling
 from engine_plugin_processes.codec import decode
 from engine_plugin_processes.placement import Slice
-from engine_plugin_processes.replaceable_group import ReplaceableGroup
 from engine_plugin_processes.replacement import Replacements
 from engine_plugin_processes.worker_group import RemoteWorkerGroup
 from engine_plugin_processes.worker_pool import Reply
@@ -46,12 +45,30 @@ class Crew:
         self.number += 1
         return self.number
 
-    def send(self, messages, what, number, *, on_part=None, **settings):
-        ((rank, message),) = messages.items()
-        reply = Reply(lambda: self.left.append(rank))
-        plain = decode(message.header, bytearray(b"".join(message.buffers)))
-        self.sent.append(Command(rank, plain, reply, on_part))
-        return reply
+    def reply(self, give_up):
+        return Reply(give_up)
+
+    def send(self, messages, what, number, *, on_part=None, merge=lambda results: results[0], **settings):
+        """As ``WorkerPool.send``: lost ranks are left out of the result."""
+        replies = {rank: Reply(lambda: None) for rank in messages}
+        whole = Reply(lambda: self.left.extend(rank for rank in messages if not replies[rank].done()))
+
+        def settle(_):
+            if all(reply.done() for reply in replies.values()):
+                errors = [error for reply in replies.values() if (error := reply.exception())]
+                found = [reply.result() for reply in replies.values() if not reply.exception()]
+                others = [error for error in errors if not isinstance(error, WorkerLost)]
+                if others or not found:
+                    whole.set_exception((others or errors)[0])
+                else:
+                    whole.set_result(merge(found))
+
+        for rank, message in messages.items():
+            plain = decode(message.header, bytearray(b"".join(message.buffers)))
+            self.sent.append(Command(rank, plain, replies[rank], on_part))
+        for reply in replies.values():
+            reply.add_done_callback(settle)
+        return whole
 
     def take(self):
         """What was sent since the last time."""
@@ -153,21 +170,23 @@ def samplers_of():
     """``samplers_of(capacity)``: the group of the ranks 1, 2 and 3 over a new ``Crew``."""
 
     def make(capacity=0):
-        return RemoteWorkerGroup(
-            Crew(), "rollout", [Slice((rank,), rank) for rank in RANKS], 0.0, True, capacity
-        )
+        return group_of(Crew(), capacity)
 
     return make
 
 
+def group_of(crew, capacity, replacements=None):
+    slices = [Slice((rank,), rank) for rank in RANKS]
+    return RemoteWorkerGroup(crew, "rollout", slices, 0.0, True, capacity, replacements=replacements)
+
+
 @pytest.fixture
-def replaceable_of(samplers_of):
+def replaceable_of():
     """``samplers_of``, whose processes may be lost; its ``replacements`` have ``lose``."""
 
     def make(capacity=0):
-        group = samplers_of(capacity)
-        replacements = Away(group.crew, RANKS, 2, "runtime.x.max_replacements", None, 1.0)
-        return ReplaceableGroup(group, replacements)
+        crew = Crew()
+        return group_of(crew, capacity, Away(crew, RANKS, 2, "runtime.x.max_replacements", None, 1.0))
 
     return make
 

@@ -1,12 +1,13 @@
 """Links between pools: made when needed, kept, and made anew when an update has failed or who takes part has changed."""
 
+import socket
 import threading
 
 import pytest
 
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes import links as module
-from engine_plugin_processes.channel import Channel, Closed, pair
+from engine_plugin_processes.channel import Channel, Closed
 from engine_plugin_processes.links import Links
 from engine_plugin_processes.placement import Pool
 from engine_plugin_processes.remote_errors import pack
@@ -20,7 +21,7 @@ class Scripted:
     """A worker that answers by ``script(rank, message)``: a value, an error, or None for its end."""
 
     def __init__(self, rank, script):
-        ours, theirs = pair()
+        ours, theirs = socket.socketpair()
         self.handle = WorkerHandle(rank, Channel(ours), None, f"host{rank}")
         self.handle.roles = ("actor",) if rank == 0 else ("rollout",)
         self.channel, self.rank, self.script, self.heard = Channel(theirs), rank, script, []
@@ -54,7 +55,7 @@ def make():
         crew.may_lose = lambda worker, loss: may_lose
         hosts = {rank: f"10.0.0.{rank}" for rank in range(3)}
         there = lambda pool: [rank for rank in pool.ranks if rank not in crew.absent]  # noqa: E731
-        found = Links(crew, lambda *_: "tcp", there, hosts, lambda name: {"file": name}, "", "token")
+        found = Links(crew, lambda *_: "tcp", there, hosts, lambda name: {"file": name}, "token")
         found.replaceable = may_lose
         made.append(crew)
         return found, workers

@@ -30,52 +30,70 @@ def test_every_request_is_in_one_portion_and_the_longest_go_first(lengths, size)
 
 
 class Slices:
-    """Samplers that answer when they are told to."""
+    """A group whose samplers answer when they are told to."""
 
-    def __init__(self):
+    independent, replacements = True, None
+
+    def __init__(self, count):
+        self.present, self.crew = list(range(count)), self
         self.running, self.sent, self.given_up = {}, [], []
 
-    def send(self, at, portion):
+    def reply(self, give_up):
+        return Reply(give_up)
+
+    def survives(self, error):
+        return False
+
+    def generate_on(self, at, portion, on_part):
         assert at not in self.running, "a slice is given one portion at a time"
-        future = self.running[at] = Reply(lambda: self.given_up.append(at))
+        future = Reply(lambda: self.given_up.append(at))
+        self.running[at] = future, portion
         self.sent.append((at, [r.id for r in portion]))
         return future
 
     def answer(self, at):
-        self.running.pop(at).set_result([self.sent[-1][0]])
+        future, portion = self.running.pop(at)
+        future.set_result([request.unsampled() for request in portion])
+
+    def fail(self, at, error):
+        self.running.pop(at)[0].set_exception(error)
+
+
+def begun(here, lengths, size=1):
+    asked = requests(lengths)
+    return Portions(here, portions_of(asked, size), asked).reply
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_who_is_free_first_gets_the_next_and_all_are_answered(count, slices, order):
-    here = Slices()
-    portions = portions_of(requests([3] * count), 1)
-    reply = Portions(portions, slices, here.send, lambda answers: len(answers)).reply
+    here = Slices(slices)
+    reply = begun(here, [3] * count)
     while here.running:
         assert not reply.done()
         assert len(here.running) <= slices
         here.answer(order.choice(list(here.running)))
-    assert reply.result(0) == count
-    assert [ids for _, ids in here.sent] == [[r.id for r in portion] for portion in portions]
+    assert [rollout.request_id for rollout in reply.result(0)] == [str(number) for number in range(count)]
+    assert [ids for _, ids in here.sent] == [[str(number)] for number in range(count)]
 
 
 def test_a_slow_slice_is_given_less():
-    here = Slices()
-    reply = Portions(portions_of(requests([3] * 6), 1), 2, here.send, len).reply
+    here = Slices(2)
+    reply = begun(here, [3] * 6)
     while 1 in here.running and len(here.sent) < 6:
         here.answer(0)
     assert [at for at, _ in here.sent] == [0, 1, 0, 0, 0, 0]
     here.answer(0)
     here.answer(1)
-    assert reply.result(0) == 6
+    assert len(reply.result(0)) == 6
 
 
 def test_the_first_error_stops_the_others_and_is_the_error():
-    here = Slices()
-    reply = Portions(portions_of(requests([3] * 9), 1), 3, here.send, len).reply
-    here.running.pop(1).set_exception(ValueError("broken"))
+    here = Slices(3)
+    reply = begun(here, [3] * 9)
+    here.fail(1, ValueError("broken"))
     assert here.given_up == [0, 2]
     assert not reply.done()  # they are still at it
-    here.running.pop(0).set_exception(RuntimeError("Interrupted"))
+    here.fail(0, RuntimeError("Interrupted"))
     here.answer(2)
     with pytest.raises(ValueError, match="broken"):
         reply.result(0)
@@ -83,25 +101,27 @@ def test_the_first_error_stops_the_others_and_is_the_error():
 
 
 def test_nothing_is_sent_after_a_stop():
-    here = Slices()
-    reply = Portions(portions_of(requests([3] * 9), 1), 2, here.send, len).reply
+    here = Slices(2)
+    reply = begun(here, [3] * 9)
     reply.give_up()
     assert here.given_up == [0, 1]
     for at in (0, 1):
-        here.running.pop(at).set_exception(RuntimeError("Interrupted"))
+        here.fail(at, RuntimeError("Interrupted"))
     assert len(here.sent) == 2
     with pytest.raises(RuntimeError, match="Interrupted"):
         reply.result(0)
 
 
 def test_a_crew_that_is_broken_answers_at_once_and_so_does_this():
-    def send(at, portion):
+    def generate_on(at, portion, on_part):
         future = Future()
         future.set_exception(RuntimeError("lost"))
         return future
 
+    here = Slices(2)
+    here.generate_on = generate_on
     with pytest.raises(RuntimeError, match="lost"):
-        Portions(portions_of(requests([3] * 9), 1), 2, send, len).reply.result(0)
+        begun(here, [3] * 9).result(0)
 
 
 def test_the_order_of_equal_prompts_is_that_of_the_requests():
@@ -114,11 +134,10 @@ def test_the_order_of_equal_prompts_is_that_of_the_requests():
 
 
 def test_answers_that_cannot_be_merged_are_an_error_and_not_waited_for():
-    def merge(answers):
-        raise KeyError("a rollout that nobody asked for")
-
-    here = Slices()
-    reply = Portions(portions_of(requests([3]), 1), 1, here.send, merge).reply
-    here.answer(0)
+    here = Slices(1)
+    asked = requests([3])
+    reply = begun(here, [3])
+    asked[0].id = "one that nobody asked for"
+    here.running.pop(0)[0].set_result([asked[0].unsampled()])
     with pytest.raises(KeyError, match="nobody asked for"):
         reply.result(0)

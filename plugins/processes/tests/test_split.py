@@ -12,7 +12,7 @@ from engine_core.errors import PluginError
 from engine_core.packing import plan_micro_batches
 from engine_core.types import Batch, Prompt, Request, Rollout, Sampling, TrainOutput
 from engine_plugin_processes.codec import decode, encode
-from engine_plugin_processes.split import Running, merge_futures, merge_plain, split_batch, split_requests
+from engine_plugin_processes.split import Running, in_order, merge_futures, merge_plain, split_batch, split_requests
 
 
 def read(share):
@@ -159,7 +159,7 @@ def rollout(asked):
 
 def test_requests_are_shared_out_evenly_and_rollouts_come_back_in_order_with_their_own_prompts():
     requests = [request(number, prompt_tokens=1 + number) for number in range(9)]
-    shares, merge = split_requests(requests, 3)
+    shares, merge = split_requests(requests, 3), in_order(requests)
     tokens = [sum(len(r.prompt.token_ids) + 4 for r in share) for share in shares]
     assert max(tokens) - min(tokens) <= 3
     found = merge([[rollout(r) for r in reversed(share)] for share in shares])

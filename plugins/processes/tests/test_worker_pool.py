@@ -1,5 +1,6 @@
 """Commands, answers and losses, with workers that are threads which say what a test has them say."""
 
+import socket
 import threading
 import time
 
@@ -7,7 +8,7 @@ import pytest
 
 from engine_core.errors import DataError, WorkerLost
 from engine_plugin_processes import worker_pool as module
-from engine_plugin_processes.channel import Channel, Closed, pair
+from engine_plugin_processes.channel import Channel, Closed
 from engine_plugin_processes.remote_errors import pack
 from engine_plugin_processes.worker_pool import WorkerPool, message_to
 from engine_plugin_processes.worker_process import WorkerHandle
@@ -17,7 +18,7 @@ class Scripted:
     """A worker that answers each command by ``script(message, channel)``."""
 
     def __init__(self, rank, script):
-        ours, theirs = pair()
+        ours, theirs = socket.socketpair()
         self.handle = WorkerHandle(rank, Channel(ours), None, f"host{rank}")
         self.handle.roles = ("actor",)
         self.channel, self.script, self.heard = Channel(theirs), script, []

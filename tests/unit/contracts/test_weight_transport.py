@@ -19,7 +19,6 @@ def endpoint(index, transport="tcp"):
         host="127.0.0.1",
         token="secret",
         rendezvous={"file": None, "tcp": ("127.0.0.1", 1, "weights")},
-        shared_folder="",
         link_id="run-1",
     )
 

@@ -6,17 +6,15 @@ a peer that knows the run's token: each side proves it without sending it (HMAC 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import hmac
 import math
 import os
 import secrets
-import selectors
 import socket
 import struct
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 from engine_plugin_processes.codec import DecodeError, Encoded, decode, encode
@@ -28,9 +26,9 @@ MAX_PAYLOAD_BYTES = 1 << 42
 HELLO = struct.Struct(">8sI16s")  # magic, rank, nonce
 MAGIC = b"engine-1"
 PROOF_BYTES, NONCE_BYTES = 32, 16
-HANDSHAKE_SECONDS = 10.0
-MAX_PENDING_CONNECTIONS = 256  # handshakes of a listener at a time; one more, and the oldest is rejected
-KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 10}  # 25 s; see ``peer_watch``
+HANDSHAKE_SECONDS = 5.0  # of a listener, for each step of a peer
+KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 10}
+"""Probes of an idle connection: a host that was lost without notice ends it after 25 seconds."""
 
 
 class Channel(JsonChannel):
@@ -41,9 +39,9 @@ class Channel(JsonChannel):
         """The address of the other side."""
         return str(self.socket.getpeername()[0])
 
-    def encode(self, message: Any, prompts: bool = True) -> Encoded:
-        """Encode a message without sending it; ``prompts`` as in ``codec.encode``."""
-        return encode(message, prompts)
+    def encode(self, message: Any) -> Encoded:
+        """Encode a message without sending it."""
+        return encode(message)
 
     def send(self, message: Any) -> None:
         """Send a value or an ``Encoded`` one.
@@ -70,23 +68,13 @@ class Channel(JsonChannel):
         return decode(bytes(header), self._read(payload_bytes))
 
 
-def pair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected sockets that no other process can reach."""
-    return socket.socketpair()
+Address = tuple[str, int]
+"""Of a listener: host and port."""
 
 
-Address = tuple[str, int] | str
-"""Of a listener: host and port, or the path of a socket of this machine."""
-
-
-def listen(place: str) -> socket.socket:
-    """Return a socket that listens on a free port of a host, or at a path."""
-    if not place.startswith("/"):
-        return socket.create_server((place, 0), backlog=1024)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(place)
-    listener.listen(1024)
-    return listener
+def listen(host: str) -> socket.socket:
+    """Return a socket that listens on a free port of a host."""
+    return socket.create_server((host, 0), backlog=1024)
 
 
 def connect(address: Address, token: str, rank: int, seconds: float) -> Channel:
@@ -94,27 +82,22 @@ def connect(address: Address, token: str, rank: int, seconds: float) -> Channel:
 
     Raises:
         Closed: the listener does not answer, or does not know the token.
-        OSError: the connection broke during the handshake.
     """
-    where = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
+    where = f"{address[0]}:{address[1]}"
     try:
-        if isinstance(address, str):
-            connection = socket.socket(socket.AF_UNIX)
-            connection.settimeout(seconds)
-            connection.connect(address)
-        else:
-            connection = socket.create_connection(address, timeout=seconds)
+        connection = socket.create_connection(address, timeout=seconds)
     except OSError as error:
         raise Closed(f"{where}: {error}") from error
-    channel = Channel(connection)
-    connection.settimeout(HANDSHAKE_SECONDS)
-    mine = os.urandom(NONCE_BYTES)
-    connection.sendall(HELLO.pack(MAGIC, rank, mine))
-    theirs, proof = bytes(channel._read(NONCE_BYTES)), channel._read(PROOF_BYTES)
-    if not hmac.compare_digest(bytes(proof), _proof(token, b"listener", rank, mine, theirs)):
+    channel, mine = Channel(connection), os.urandom(NONCE_BYTES)
+    try:
+        channel._send([memoryview(HELLO.pack(MAGIC, rank, mine))])
+        theirs, proof = bytes(channel._read(NONCE_BYTES)), channel._read(PROOF_BYTES)
+        if not hmac.compare_digest(proof, _proof(token, b"listener", rank, mine, theirs)):
+            raise Closed(f"{where} does not know the run's token")
+        channel._send([memoryview(_proof(token, b"caller", rank, mine, theirs))])
+    except Closed:
         channel.close()
-        raise Closed(f"{where} does not know the run's token")
-    connection.sendall(_proof(token, b"caller", rank, mine, theirs))
+        raise
     _settle(connection)
     return channel
 
@@ -124,8 +107,7 @@ def callers(
 ) -> Generator[tuple[int, Channel] | None, None, None]:
     """Yield the rank and the channel of each peer that connects and proves that it knows the token.
 
-    Other peers are rejected. They delay no one else, whether they are silent or connect again and again: many
-    handshakes run at a time, each for at most ``HANDSHAKE_SECONDS``.
+    Other peers are rejected, one after another: a silent one after ``HANDSHAKE_SECONDS``.
 
     Args:
         listener: from ``listen``.
@@ -134,12 +116,39 @@ def callers(
         look_seconds: None is yielded at this interval, so that the caller can check whether to continue.
     """
     look = time.monotonic() + look_seconds
-    with _Handshakes(listener, token) as hall:
-        while (now := time.monotonic()) < deadline:
-            if now >= look:
-                yield None
-                look = time.monotonic() + look_seconds
-            yield from hall.known(min(deadline, look))
+    while (now := time.monotonic()) < deadline:
+        if now >= look:
+            yield None
+            look = time.monotonic() + look_seconds
+        listener.settimeout(max(min(deadline, look) - time.monotonic(), 0.001))
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
+        channel = Channel(connection)
+        try:
+            found = _known(channel, token)
+        except OSError:  # ``Closed``, too: the peer has gone, or is a stranger
+            channel.close()
+        else:
+            yield found, channel
+
+
+def _known(channel: Channel, token: str) -> int:
+    """Run the listener's side of a handshake; return the peer's rank.
+
+    Raises:
+        OSError: the peer has gone, or does not know the token.
+    """
+    channel.socket.settimeout(HANDSHAKE_SECONDS)
+    magic, rank, theirs = HELLO.unpack(channel._read(HELLO.size))
+    mine = os.urandom(NONCE_BYTES)
+    channel._send([memoryview(mine + _proof(token, b"listener", rank, theirs, mine))])
+    proof = channel._read(PROOF_BYTES)
+    if magic != MAGIC or not hmac.compare_digest(proof, _proof(token, b"caller", rank, theirs, mine)):
+        raise Closed("a stranger")
+    _settle(channel.socket)
+    return int(rank)
 
 
 def new_token() -> str:
@@ -147,135 +156,15 @@ def new_token() -> str:
     return secrets.token_hex(32)
 
 
-class _Handshakes:
-    """The pending handshakes of a listener: peers that have not proved yet that they know the token."""
-
-    def __init__(self, listener: socket.socket, token: str) -> None:
-        self._listener, self._token = listener, token
-        self._selector = selectors.DefaultSelector()
-        self._waiting: dict[socket.socket, tuple[float, Generator[None, None, int]]] = {}  # the oldest first
-
-    def __enter__(self) -> _Handshakes:
-        self._listener.setblocking(False)  # a peer may have gone before it is accepted
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for connection in list(self._waiting):
-            self._send_away(connection)
-        self._selector.close()
-
-    def known(self, until: float) -> Iterator[tuple[int, Channel]]:
-        """Wait once for connections or data, at most until ``until``; yield peers that completed the handshake."""
-        oldest = min((end for end, _ in self._waiting.values()), default=math.inf)
-        seconds = min(until, oldest) - time.monotonic()
-        for key, _ in self._selector.select(max(seconds, 0.0)):
-            if key.fileobj is self._listener:
-                self._take_in()
-            elif (found := self._hear(key.fileobj)) is not None:  # type: ignore[arg-type]
-                yield found
-        now = time.monotonic()
-        for connection in [each for each, (end, _) in self._waiting.items() if end <= now]:
-            self._send_away(connection)
-
-    def _take_in(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError as error:  # the peer has gone, or its network has a problem
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self._make_room()
-            return
-        if len(self._waiting) >= MAX_PENDING_CONNECTIONS:
-            self._make_room()
-        connection.setblocking(False)
-        self._waiting[connection] = time.monotonic() + HANDSHAKE_SECONDS, _heard(connection, self._token)
-        self._selector.register(connection, selectors.EVENT_READ)
-
-    def _make_room(self) -> None:
-        """Reject the oldest pending peer.
-
-        Raises:
-            OSError: no peer is pending, so other parts of the process hold all descriptors.
-        """
-        if not self._waiting:
-            raise OSError(
-                errno.EMFILE, "too many open files: no other process can be heard. Raise `ulimit -n`"
-            )
-        self._send_away(next(iter(self._waiting)))
-
-    def _hear(self, connection: socket.socket) -> tuple[int, Channel] | None:
-        """Continue a peer's handshake; return its rank and a channel once it has proved that it knows the token."""
-        if connection not in self._waiting:  # rejected to make room for another
-            return None
-        try:
-            next(self._waiting[connection][1])
-        except OSError:
-            self._send_away(connection)
-        except StopIteration as end:
-            return self._known(connection, end.value)
-        return None
-
-    def _known(self, connection: socket.socket, rank: int) -> tuple[int, Channel] | None:
-        self._forget(connection)
-        channel = Channel(connection)
-        try:
-            _settle(connection)
-        except OSError:  # the peer has gone
-            channel.close()
-            return None
-        return rank, channel
-
-    def _send_away(self, connection: socket.socket) -> None:
-        self._forget(connection)
-        Channel(connection).close()
-
-    def _forget(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        del self._waiting[connection]
-
-
-def _heard(connection: socket.socket, token: str) -> Generator[None, None, int]:
-    """Run the listener's side of a handshake: yield until more bytes have come, and return the peer's rank.
-
-    Raises:
-        OSError: the peer has gone, or does not know the token.
-    """
-    magic, rank, theirs = HELLO.unpack((yield from _exactly(connection, HELLO.size)))
-    mine = os.urandom(NONCE_BYTES)
-    connection.sendall(mine + _proof(token, b"listener", rank, theirs, mine))
-    proof = yield from _exactly(connection, PROOF_BYTES)
-    if magic != MAGIC or not hmac.compare_digest(proof, _proof(token, b"caller", rank, theirs, mine)):
-        raise Closed("a stranger")
-    return int(rank)
-
-
-def _exactly(connection: socket.socket, count: int) -> Generator[None, None, bytes]:
-    data = bytearray()
-    while len(data) < count:
-        try:
-            got = connection.recv(count - len(data))
-        except BlockingIOError:
-            yield
-            continue
-        if not got:
-            raise Closed("the connection was closed")
-        data += got
-    return bytes(data)
-
-
 def _proof(token: str, side: bytes, rank: int, caller: bytes, listener: bytes) -> bytes:
-    text = b"|".join(
-        [MAGIC, side, str(rank).encode(), bytes(caller).hex().encode(), bytes(listener).hex().encode()]
-    )
+    text = b"|".join([MAGIC, side, str(rank).encode(), caller.hex().encode(), listener.hex().encode()])
     return hmac.new(token.encode(), text, hashlib.sha256).digest()
 
 
 def _settle(connection: socket.socket) -> None:
     connection.settimeout(None)
-    if connection.family == socket.AF_UNIX:
-        return
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in KEEPALIVE.items():  # a lost host closes no connection
+    for name, value in KEEPALIVE.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -7,6 +7,9 @@ unless there are fewer groups than samplers. A run therefore has about one messa
 responses take longer than a command. New weights or a stop are sent as another command: the sampler leaves the flow
 for it between two steps of its engine.
 
+The unfinished requests of a lost sampler go to the others with the next ``go``. A process that replaces it starts
+without requests and gets its share like the others.
+
 consumes: requests from ``go``; waits for: nothing; unblocked by: answers; produces: rollouts for ``tell``, once each,
 and ``changed`` when a sampler rests or has failed, both in threads that read answers.
 """
@@ -14,7 +17,7 @@ and ``changed`` when a sampler rests or has failed, both in threads that read an
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,7 +26,6 @@ from engine_plugin_processes.worker_pool import Reply, message_to
 
 if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
-    from engine_plugin_processes.codec import Texts
     from engine_plugin_processes.worker_group import RemoteWorkerGroup
 
 MOST_SECONDS = 10.0  # limit of one command, so that a hanging sampler is detected
@@ -53,26 +55,21 @@ class Flow:
 
     @property
     def resting(self) -> bool:
-        """Whether a sampler has requests and no command of the flow; ``go`` makes it continue."""
-        return bool(self._resting())
+        """Whether a sampler has requests and no command, or was lost with requests; ``go`` makes the flow continue."""
+        return bool(self._resting()) or self.group.lost_some
 
     def go(self, requests: Sequence[Request] = (), dropped: Iterable[str] = ()) -> None:
         """Send new requests, cancel those in ``dropped``, and resume the samplers that rest."""
         group = self.group
         group.before(group.role, "advance")
-        dropped = set(dropped)
-        forgotten = group.running.forget(dropped)
-        shares = self._shares(requests, dropped)
-        there = self._there()
-        asked = {at for at in {*shares, *forgotten, *self._resting()} if at in there}
-        same: dict[str, Any] | None = None  # shared by all samplers without a change
-        texts: Texts = {}  # a group's requests go to several samplers
-        for at in sorted(asked):
+        forgotten = group.forget(set(dropped))
+        shares = {at: share for at, share in enumerate(group.share(requests, whole_groups=True)) if share}
+        same: dict[str, Any] = {"requests": [], "dropped": []}  # shared by all samplers without a change
+        for at in sorted({*shares, *forgotten, *self._resting()}.intersection(group.present)):
             if at in shares or at in forgotten:
-                self._send(at, {"requests": shares.get(at, []), "dropped": forgotten.get(at, [])}, texts)
+                self._send(at, {"requests": shares.get(at, []), "dropped": forgotten.get(at, [])})
             else:
-                same = same or {"requests": [], "dropped": []}
-                self._send(at, same, texts)
+                self._send(at, same)
 
     def interrupt(self) -> None:
         """Abandon the open commands, even within a step: rollouts that finish in that step may be lost."""
@@ -95,25 +92,10 @@ class Flow:
                 at for at, count in enumerate(self.group.running.under_way) if count and at not in self._open
             }
 
-    def _shares(self, requests: Sequence[Request], dropped: set[str]) -> dict[int, list[Request]]:
-        """Return the new requests of each slice that receives some."""
-        return given(self.group.running.share(requests, whole_groups=True)) if requests else {}
-
-    def _there(self) -> Collection[int]:
-        """Return the numbers of the slices that can receive commands."""
-        return range(len(self.group.running.under_way))
-
-    def _leader(self, at: int) -> int:
-        return self.group.slices[at].leader
-
-    def _goes_on_without(self, error: BaseException) -> bool:
-        """Return whether the error is the loss of a sampler that the flow survives."""
-        return False
-
-    def _send(self, at: int, plain: dict[str, Any], texts: Texts) -> None:
+    def _send(self, at: int, plain: dict[str, Any]) -> None:
         group, number = self.group, self.group.crew.next_number()
-        message = message_to(number, "flow", texts, role=group.role, seconds=self._seconds, **plain)
-        rank = self._leader(at)
+        message = message_to(number, "flow", role=group.role, seconds=self._seconds, **plain)
+        rank = group.slices[at].leader
         with self._lock:  # an immediate answer waits until `_open` has the command
             reply = group.crew.send(
                 {rank: message}, (group.role, "advance"), number, interruptible=True, on_part=self._part
@@ -138,7 +120,7 @@ class Flow:
                 del self._open[at]
             interrupted = number in self._interrupted
             self._interrupted.discard(number)
-        if error is not None and not interrupted and not self._goes_on_without(error):
+        if error is not None and not interrupted and not self.group.survives(error):
             self._failed(error)
         elif error is not None or newest:
             self._changed()
@@ -146,8 +128,3 @@ class Flow:
     def _failed(self, error: BaseException) -> None:
         self.error = self.error or error
         self._changed()
-
-
-def given(shares: Sequence[list[Request]]) -> dict[int, list[Request]]:
-    """Return the shares that are not empty, by slice."""
-    return {at: share for at, share in enumerate(shares) if share}

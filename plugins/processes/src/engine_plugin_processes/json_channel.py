@@ -37,13 +37,8 @@ class JsonChannel:
         self.socket.set_inheritable(False)  # programs started by this process must not keep it open
         self._lock = threading.Lock()
 
-    def encode(self, message: Any, prompts: bool = True) -> Any:
+    def encode(self, message: Any) -> Any:
         """Encode a message for ``send``.
-
-        Args:
-            message: of values that can be encoded.
-            prompts: False: of a prompt only its id, for a receiver that has the prompt. Prompts cannot be encoded as
-                JSON.
 
         Raises:
             TypeError: the message cannot be encoded.
@@ -126,13 +121,13 @@ class Outbox:
         self._thread = threading.Thread(target=self._send, name="outbox", daemon=True)
         self._thread.start()
 
-    def put(self, message: Any, prompts: bool = True) -> None:
-        """Send a message after those before it; its values must not change afterwards. The arguments are ``encode``'s.
+    def put(self, message: Any) -> None:
+        """Send a message after those before it; its values must not change afterwards.
 
         Raises:
             TypeError: the message cannot be encoded; nothing is sent.
         """
-        self._messages.put(self._channel.encode(message, prompts))
+        self._messages.put(self._channel.encode(message))
 
     def close(self) -> None:
         """Wait until all messages are sent."""

@@ -20,6 +20,7 @@ from engine_core.errors import EngineError, TrainingFailed, WorkerLost
 from engine_plugin_processes.worker_pool import WorkerPool, message_to
 
 if TYPE_CHECKING:
+    from engine_core.contracts.weight_transport import WeightTransport
     from engine_plugin_processes.placement import Pool
 
 WORD_SECONDS = 10.0  # for the other side to report its failure, once one has failed
@@ -46,7 +47,6 @@ class Links:
         ranks_of: returns the connected ranks of a pool.
         hosts: address at which each rank is reached.
         meeting: returns a rendezvous for the processes of a link, by name.
-        folder: private to the run and visible to all its processes; "" if none exists.
         token: the run's token.
     """
 
@@ -57,11 +57,10 @@ class Links:
         ranks_of: Callable[[Pool], Sequence[int]],
         hosts: Mapping[int, str],
         meeting: Callable[[str], Mapping[str, Any]],
-        folder: str,
         token: str,
     ) -> None:
         self.crew, self.transport_of, self.ranks_of, self.hosts = crew, transport_of, ranks_of, hosts
-        self.meeting, self.folder = meeting, folder
+        self.meeting = meeting
         # identifies the run if several runs share a folder
         self._run = hashlib.sha256(token.encode()).hexdigest()[:12]
         self._open: dict[tuple[str, str], Link] = {}
@@ -153,33 +152,21 @@ class Links:
             return self._open[key]
         self._made += 1
         link = Link(self._made, (source.ranks[0], *self.ranks_of(target)))
-        link_id = f"{self._run}-{link.number}"
         workers = [self.crew.workers[rank] for rank in link.ranks]
         role = {rank: source.roles[0] if rank == link.ranks[0] else target.roles[0] for rank in link.ranks}
-        peers = self._each(
-            link,
-            "link",
-            lambda index, rank: {
-                "link": link.number, "transport": self.transport_of(source, target), "index": index,
-                "names": [f"{role[worker.rank]}[{worker.rank}] on {worker.host}" for worker in workers],
-                "host": self.hosts[rank], "rendezvous": self.meeting(f"weights-{link.number}"),
-                "shared_folder": self.folder, "link_id": link_id, "instead_of": self._used.get(key, []),
-            },
-        ).result()  # fmt: skip
-        self._each(link, "join", lambda *_: {"link": link.number, "peers": peers}).result()
+        fields = {
+            "transport": self.transport_of(source, target), "link_id": f"{self._run}-{link.number}",
+            "names": [f"{role[worker.rank]}[{worker.rank}] on {worker.host}" for worker in workers],
+            "rendezvous": self.meeting(f"weights-{link.number}"), "instead_of": self._used.get(key, []),
+        }  # fmt: skip
+        endpoints = {
+            rank: {**fields, "index": index, "host": self.hosts[rank]}
+            for index, rank in enumerate(link.ranks)
+        }
+        join(self.crew, link.number, endpoints)
         self._open[key] = link
         self._used.pop(key, None)
         return link
-
-    def _each(self, link: Link, kind: str, fields: Callable[[int, int], Mapping[str, Any]]) -> Future[Any]:
-        """Send one command to every endpoint, each with its own fields; the result is their answers by index."""
-        number = self.crew.next_number()
-        messages = {
-            rank: message_to(number, kind, **fields(index, rank)) for index, rank in enumerate(link.ranks)
-        }
-        return self.crew.send(
-            messages, ("worker", kind), number, leaders=link.ranks, merge=lambda results: list(results)
-        )
 
     def _tell(self, ranks: Sequence[int], kind: str, what: tuple[str, str], merge: Any, **fields: Any) -> Any:
         number = self.crew.next_number()
@@ -196,3 +183,34 @@ class Links:
             ours = [error for error in errors if isinstance(error, EngineError)]
             raise (lost or ours or errors)[0]
         return sent.result(), taken.result()
+
+
+def join(
+    crew: WorkerPool,
+    number: int,
+    endpoints: Mapping[int, Mapping[str, Any]],
+    own: WeightTransport | None = None,
+) -> None:
+    """Open all endpoints of a link, then join them.
+
+    Args:
+        crew: the workers of the endpoints.
+        number: the link's number.
+        endpoints: fields of each rank's endpoint, in the order of their index.
+        own: the sender's endpoint, if the sender is this process.
+    """
+
+    def each(kind: str, fields: Mapping[int, Mapping[str, Any]]) -> list[Any]:
+        """Send every rank its command; return the answers in the order of the ranks."""
+        command, ranks = crew.next_number(), list(fields)
+        messages = {rank: message_to(command, kind, link=number, **fields[rank]) for rank in ranks}
+        answers: list[Any] = crew.send(
+            messages, ("worker", kind), command, leaders=ranks, merge=list
+        ).result()
+        return answers
+
+    peers = [own.open()] if own is not None else []
+    peers += each("link", endpoints)
+    each("join", {rank: {"peers": peers} for rank in endpoints})
+    if own is not None:
+        own.join(peers)

@@ -35,7 +35,6 @@ from engine_plugin_processes.placement import (
     slices_of,
     wanted_processes,
 )
-from engine_plugin_processes.replaceable_group import ReplaceableGroup
 from engine_plugin_processes.replacement import Replacements
 from engine_plugin_processes.shared_module import SharedModule
 from engine_plugin_processes.transports.choice import KIND, Topology, by_topology, choose, make
@@ -106,10 +105,6 @@ class MultiProcessRuntime(Runtime):
     def _one_machine(self) -> bool:
         """Return whether all processes are on this machine; valid after ``_processes`` was called."""
         return False
-
-    def _private_folder(self) -> str:
-        """Return the run's private folder if all processes are on one machine, else ""; valid once they are started."""
-        return ""
 
     # -- the contract -------------------------------------------------------
 
@@ -225,8 +220,7 @@ class MultiProcessRuntime(Runtime):
         )
         ready = self._wait_for_start(reply)
         self._read_devices(ready)
-        places = self._meeting, self._private_folder()
-        self.links = Links(self.crew, self._transport_to, self._ranks, self.hosts, *places, self._token)
+        self.links = Links(self.crew, self._transport_to, self._ranks, self.hosts, self._meeting, self._token)
         self.links.replaceable = self.replacements is not None
         self.shared = any(found["shared"] for found in ready.values())
         if self.shared:
@@ -398,19 +392,19 @@ class MultiProcessRuntime(Runtime):
     ) -> RemoteWorkerGroup:
         assert self.crew is not None
         found = [ready[rank]["roles"][name] for rank in pool.ranks]
-        if self.replacements is not None and name == "rollout":
-            own = [Slice((rank,), rank) for rank in pool.ranks]
-            group = RemoteWorkerGroup(self.crew, name, own, 0.0, True, found[0]["capacity"])
-            return ReplaceableGroup(group, self.replacements)
-        slices = slices_of(name, [each["layout"] for each in found], list(pool.ranks))
-        alone = len(pool.ranks) == 1
-        independent = alone or (role.kind == "rollout" and len(slices) == len(pool.ranks))
-        capacity = found[0]["capacity"]
-        if self._loan is None or pool is not self._pool("rollout"):
-            return RemoteWorkerGroup(self.crew, name, slices, found[0]["attention"], independent, capacity)
-        return RemoteWorkerGroup(
-            self.crew, name, slices, found[0]["attention"], independent, capacity, self._loan.before
+        ranks, capacity, attention = list(pool.ranks), found[0]["capacity"], found[0]["attention"]
+        replacements = self.replacements if name == "rollout" else None
+        if replacements is not None:
+            slices = [Slice((rank,), rank) for rank in ranks]
+        else:
+            slices = slices_of(name, [each["layout"] for each in found], ranks)
+        independent = len(ranks) == 1 or (role.kind == "rollout" and len(slices) == len(ranks))
+        group = RemoteWorkerGroup(
+            self.crew, name, slices, attention, independent, capacity, replacements=replacements
         )
+        if self._loan is not None and pool is self._pool("rollout"):
+            group.before = self._loan.before
+        return group
 
     def _take_back(self) -> None:
         if self._loan is not None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
-import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,7 +15,6 @@ from torch import Tensor
 from engine_core.errors import PluginError
 from engine_core.packing import partition, sequence_cost
 from engine_core.types import Batch, Request, Rollout
-from engine_plugin_processes.codec import Pieces, bytes_of
 
 Merge = Callable[[Sequence[Any]], Any]
 """Makes one result of the slices' results, which come in the order of the slices."""
@@ -26,8 +23,7 @@ Merge = Callable[[Sequence[Any]], Any]
 def split_batch(batch: Batch, slices: int, attention: float) -> tuple[list[Batch], Merge]:
     """Return each slice's sequences, balanced by cost, and a function that merges the results.
 
-    Sequences with the same ``keep_together`` id stay together. A single slice gets the batch unchanged. The shares of
-    several slices can only be sent: their columns are ``Pieces`` of the batch's columns and are not copied.
+    Sequences with the same ``keep_together`` id stay together. A single slice gets the batch unchanged.
 
     Args:
         batch: batch of B sequences with T tokens in total.
@@ -39,7 +35,6 @@ def split_batch(batch: Batch, slices: int, attention: float) -> tuple[list[Batch
     costs = [sequence_cost(length, attention) for length in batch.lengths.tolist()]
     together = None if batch.keep_together is None else batch.keep_together.tolist()
     parts = partition(costs, slices, together)
-    shares = _shares(batch, parts)
 
     def merge(results: Sequence[Any]) -> Any:
         """Return results per token [T, ...] or sequence [B, ...] in the batch's order, others unchanged."""
@@ -47,61 +42,16 @@ def split_batch(batch: Batch, slices: int, attention: float) -> tuple[list[Batch
             return results[0]  # a result for the whole batch, equal on every slice
         return {name: _put_back(name, [r[name] for r in results], parts, batch) for name in results[0]}
 
-    return shares, merge
+    return batch.split(parts), merge
 
 
-def _shares(batch: Batch, parts: Sequence[Sequence[int]]) -> list[Batch]:
-    """Return the sequences of each part as a batch with ``Pieces`` instead of tensors."""
-    offsets, order = batch.offsets.tolist(), [index for part in parts for index in part]
-    chosen = torch.tensor(order, dtype=torch.int64)
-    ends = list(itertools.accumulate((len(part) for part in parts), initial=0))
-    spans = [[(offsets[index], offsets[index + 1]) for index in part] for part in parts]
-    rows = list(itertools.pairwise(ends))
-
-    def of_tokens(column: Tensor) -> list[Any]:
-        """Split a per-token column [T, ...] into one piece per part."""
-        return _pieces(column, spans)
-
-    def of_sequences(column: Tensor) -> list[Any]:
-        """Split a per-sequence column [B, ...] into one piece per part."""
-        return _pieces(column[chosen], [[span] for span in rows])
-
-    tokens = {name: of_tokens(column) for name, column in batch.tokens.items()}
-    sequences = {name: of_sequences(column) for name, column in batch.sequences.items()}
-    ids, counts = of_tokens(batch.token_ids), of_sequences(batch.lengths)
-    together = None if batch.keep_together is None else of_sequences(batch.keep_together)
-    return [
-        dataclasses.replace(
-            batch,
-            token_ids=ids[number],
-            lengths=counts[number],
-            tokens={name: column[number] for name, column in tokens.items()},
-            sequences={name: column[number] for name, column in sequences.items()},
-            keep_together=None if together is None else together[number],
-        )
-        for number in range(len(parts))
-    ]
-
-
-def _pieces(column: Tensor, parts: Sequence[Sequence[tuple[int, int]]]) -> list[Pieces]:
-    """Return the rows of each part, whose spans are (first, end)."""
-    data, shape = bytes_of(column), tuple(column.shape[1:])
-    size = column.dtype.itemsize * math.prod(shape)  # bytes of a row
-    made = []
-    for spans in parts:
-        rows = sum(end - start for start, end in spans)
-        buffers = [data[start * size : end * size] for start, end in spans if end > start]
-        made.append(Pieces(column.dtype, (rows, *shape), buffers))
-    return made
-
-
-def split_requests(requests: Sequence[Request], slices: int) -> tuple[list[list[Request]], Merge]:
-    """Return each slice's requests, balanced by their maximum tokens, and a function that merges rollouts in order.
+def split_requests(requests: Sequence[Request], slices: int) -> list[list[Request]]:
+    """Return each slice's requests, balanced by their maximum tokens.
 
     The rollouts of a group may be sampled by several slices: each request has its own seed.
     """
     parts = partition([_tokens(request) for request in requests], slices)
-    return [[requests[i] for i in part] for part in parts], in_order(requests)
+    return [[requests[i] for i in part] for part in parts]
 
 
 def in_order(requests: Sequence[Request]) -> Merge:
@@ -177,7 +127,8 @@ class Running:
         """Remove and return the unfinished requests of a slice, in the order in which they were assigned."""
         with self._lock:
             lost = [request for request, chosen in self._asked.values() if chosen == slice]
-        self.forget(request.id for request in lost)
+            for request in lost:
+                self._settle(request.id)
         return lost
 
     def merge(self, results: Sequence[Any]) -> Any:

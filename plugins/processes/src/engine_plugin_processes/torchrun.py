@@ -115,9 +115,6 @@ class TorchrunRuntime(MultiProcessRuntime):
     def _one_machine(self) -> bool:
         return self._torchrun is None
 
-    def _private_folder(self) -> str:
-        return "" if self._folder is None else self._folder.path
-
     @property
     def _private(self) -> Path:
         assert self._folder is not None

@@ -31,7 +31,6 @@ from engine_core.types import decode_ended
 from engine_plugin_processes.channel import Channel, Closed
 from engine_plugin_processes.child import print_stacks_on_request
 from engine_plugin_processes.json_channel import Outbox
-from engine_plugin_processes.peer_watch import end_with
 from engine_plugin_processes.remote_errors import pack
 
 if TYPE_CHECKING:
@@ -73,7 +72,6 @@ class Worker:
         self.thread = threading.get_ident()
         self._allow_breaks()
         threading.Thread(target=self._listen, name="mailbox", daemon=True).start()
-        self._watch_over_controller()
         try:
             while (message := self.mailbox.get())["kind"] != "close":
                 self._answer(message)
@@ -95,7 +93,7 @@ class Worker:
             value.add_done_callback(lambda future: self._settle(number, future))
             return
         try:
-            self.outbox.put({"id": number, "value": value}, prompts=False)
+            self.outbox.put({"id": number, "value": value})
         except TypeError as error:
             self.outbox.put({"id": number, "error": pack(error)})
 
@@ -171,7 +169,7 @@ class Worker:
 
     def _tell(self, role: str, number: int, finished: list[Rollout]) -> None:
         """Send a part of a command's result."""
-        self.outbox.put({"id": number, "part": self._with_texts(role, finished)}, prompts=False)
+        self.outbox.put({"id": number, "part": self._with_texts(role, finished)})
 
     def _with_texts(self, role: str, value: Any) -> Any:
         """Return a result after decoding the text of its finished responses."""
@@ -219,10 +217,7 @@ class Worker:
         for number in message["instead_of"]:
             if (old := self.links.pop(number, None)) is not None:
                 old.close()
-        fields = {
-            name: message[name]
-            for name in ("transport", "index", "host", "rendezvous", "shared_folder", "link_id")
-        }
+        fields = {name: message[name] for name in ("transport", "index", "host", "rendezvous", "link_id")}
         endpoint = TransportEndpoint(
             names=tuple(message["names"]),
             device=self.host.place.device,
@@ -294,10 +289,6 @@ class Worker:
         while True:
             self.outbox.put({"heartbeat": True})
             time.sleep(HEARTBEAT_SECONDS)
-
-    def _watch_over_controller(self) -> None:
-        """End this process when the controller's host is lost, which closes no connection."""
-        end_with(self.channel.socket, lambda: end_at_once(CONTROLLER_GONE))
 
     def _allow_breaks(self) -> None:
         """Install the handler that interrupts commands; called once, in the thread that runs them."""

@@ -1,28 +1,35 @@
-"""A role's ranks as a worker group: calls and requests are split over the ranks, results are merged in order."""
+"""A role's ranks as a worker group: calls and requests are split over the ranks, results are merged in order.
+
+A group of samplers with ``Replacements`` survives the loss of processes: the others take their unfinished requests.
+"""
 
 from __future__ import annotations
 
-import functools
 import queue
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine_core.contracts.runtime import WorkerGroup
+from engine_core.errors import WorkerLost
 from engine_plugin_processes.flow import Flow
 from engine_plugin_processes.portions import Portions, portions_of
-from engine_plugin_processes.split import Merge, Running, in_order, merge_plain, split_batch, split_requests
+from engine_plugin_processes.split import Merge, Running, merge_plain, split_batch, split_requests
 from engine_plugin_processes.worker_pool import Reply, WorkerPool, message_to
 
 if TYPE_CHECKING:
     from engine_core.types import Batch, Request, Rollout
-    from engine_plugin_processes.codec import Encoded, Texts
+    from engine_plugin_processes.codec import Encoded
     from engine_plugin_processes.placement import Slice
+    from engine_plugin_processes.replacement import Replacements
 
 LEFT_AT_ONCE = frozenset({"generate", "advance", "step", "infer", "forward_backward"})
 """Methods that a stop may leave at any point, where no rank waits for another in them."""
 ONE_BY_ONE = frozenset({"add", "advance", "step", "abort"})
 """Methods of a sampler whose requests come and go."""
+
+OnRollouts = Callable[[list["Rollout"]], None]
 
 
 class RemoteWorkerGroup(WorkerGroup):
@@ -36,6 +43,7 @@ class RemoteWorkerGroup(WorkerGroup):
         independent: whether no rank waits for another in a call.
         capacity: requests that a sampler takes at one time; 0: no limit.
         before: called with role and method before each call.
+        replacements: knows which ranks are present, if samplers may be lost; every rank is a slice then.
     """
 
     def __init__(
@@ -47,18 +55,32 @@ class RemoteWorkerGroup(WorkerGroup):
         independent: bool,
         capacity: int = 0,
         before: Callable[[str, str], None] = lambda role, method: None,
+        replacements: Replacements | None = None,
     ) -> None:
         self.crew, self.role, self.slices, self.attention = crew, role, slices, attention
         self.independent, self.capacity, self.before = independent, capacity, before
+        self.replacements = replacements
         self.running = Running(len(slices))
+        self._again: list[Request] = []  # of lost processes, for the next call of ``share``
+        self._seen = [0] * len(slices)  # losses of each slice whose requests were taken back
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the role."""
-        return sum(len(one.ranks) for one in self.slices)
+        """Number of ranks of the role that are present."""
+        return sum(len(self.slices[at].ranks) for at in self.present)
+
+    @property
+    def present(self) -> list[int]:
+        """Numbers of the slices that are present."""
+        if self.replacements is None:
+            return list(range(len(self.slices)))
+        there = set(self.replacements.present)
+        return [at for at, each in enumerate(self.slices) if each.leader in there]
 
     def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
         """Send a call to the slices, with the batch or the requests split over them.
+
+        The result is ``WorkerLost`` if no slice is present.
 
         Raises:
             ValueError: ``split`` is neither "dp" nor "all".
@@ -68,38 +90,31 @@ class RemoteWorkerGroup(WorkerGroup):
         if method == "generate":
             return self._generate(plain["requests"])
         self.before(self.role, method)
-        slices, count = self.slices, len(self.slices)
-        merge: Merge = merge_plain
-        batches: Sequence[Batch | None] = [batch] * count
-        arguments = [plain] * count
+        present, merge = self.present, merge_plain
+        batches: Sequence[Batch | None] = [batch] * len(present)
+        arguments = [plain] * len(present)
         if batch is not None and split == "dp":
-            batches, merge = split_batch(batch, count, self.attention)
+            batches, merge = split_batch(batch, len(present), self.attention)
         elif method in ONE_BY_ONE:
-            self.running.forget(plain.get("dropped", ()))
-            shares, merge = self.running.share(plain.get("requests", ())), self.running.merge
-            if "requests" in plain:
-                nothing = {**plain, "requests": []}
-                arguments = [{**plain, "requests": share} if share else nothing for share in shares]
-            if method == "advance" and not (plain.get("dropped") or plain.get("stopped")):
-                busy = [at for at, requests in enumerate(self.running.under_way) if requests] or [0]
-                slices, arguments = [slices[at] for at in busy], [arguments[at] for at in busy]
-                batches = batches[: len(busy)]
+            present, arguments, merge = self._one_by_one(method, plain, present)
+            batches = [None] * len(present)
+        if not present:
+            return self._all_lost()
         number = self.crew.next_number()
         messages: dict[int, Encoded] = {}
-        texts: Texts = {}
         encoded: dict[tuple[int, int], Encoded] = {}  # one encoding for all ranks with the same arguments
-        for at, rows, given in zip(slices, batches, arguments, strict=True):
+        for at, rows, given in zip(present, batches, arguments, strict=True):
             same = id(rows), id(given)
             if same not in encoded:
                 encoded[same] = message_to(
-                    number, "call", texts, role=self.role, method=method, batch=rows, plain=given
+                    number, "call", role=self.role, method=method, batch=rows, plain=given
                 )
-            messages |= dict.fromkeys(at.ranks, encoded[same])
+            messages |= dict.fromkeys(self.slices[at].ranks, encoded[same])
         return self.crew.send(
             messages,
             (self.role, method),
             number,
-            leaders=[at.leader for at in slices],
+            leaders=[self.slices[at].leader for at in present],
             merge=merge,
             interruptible=self.independent and method in LEFT_AT_ONCE,
         )
@@ -125,56 +140,121 @@ class RemoteWorkerGroup(WorkerGroup):
                 reply.give_up()
             raise
 
-    def flow(self, tell: Callable[[list[Rollout]], None], changed: Callable[[], None]) -> Flow | None:
+    def flow(self, tell: OnRollouts, changed: Callable[[], None]) -> Flow | None:
         """Return a flow if every slice is one independent rank, else None."""
         alone = self.independent and all(len(one.ranks) == 1 for one in self.slices)
         return Flow(self, tell, changed) if alone else None  # the ranks of one engine must run the same calls
 
-    def _generate(
-        self, requests: Sequence[Request], on_part: Callable[[list[Rollout]], None] | None = None
-    ) -> Future[Any]:
+    # -- requests that come and go ------------------------------------------
+
+    @property
+    def lost_some(self) -> bool:
+        """Whether a slice was lost whose unfinished requests have not been taken back yet."""
+        return self.replacements is not None and self._seen != self._losses(self.replacements)
+
+    def survives(self, error: BaseException) -> bool:
+        """Return whether an error is the loss of a slice that the run survives."""
+        return self.replacements is not None and self.replacements.goes_on_without(error)
+
+    def share(
+        self, requests: Sequence[Request], whole_groups: bool, but: Collection[str] = ()
+    ) -> list[list[Request]]:
+        """Share new requests and those of lost slices among the present slices; return one list for each slice.
+
+        Args:
+            requests: new requests.
+            whole_groups: as in ``Running.share``.
+            but: ids of lost requests that are not sent again.
+        """
+        self._take_lost()
+        again = [each for each in self._again if each.id not in but]
+        self._again = [each for each in self._again if each.id in but]
+        if not (present := self.present):
+            self._again += [*requests, *again]
+        if again and present and self.replacements is not None:
+            self.replacements.reissue(len(again))
+        return self.running.share([*requests, *again] if present else (), present, whole_groups)
+
+    def forget(self, ids: Collection[str]) -> dict[int, list[str]]:
+        """Drop requests without a message to the samplers; return slice -> ids of the requests that it has."""
+        self._take_lost()
+        self._again = [request for request in self._again if request.id not in ids]
+        return self.running.forget(ids)
+
+    def _losses(self, replacements: Replacements) -> list[int]:
+        return [replacements.losses[each.leader] for each in self.slices]
+
+    def _take_lost(self) -> None:
+        """Take back the unfinished requests of lost slices, even if the slice has been replaced already."""
+        if self.replacements is not None:
+            losses = self._losses(self.replacements)
+            for at, (count, seen) in enumerate(zip(losses, self._seen, strict=True)):
+                if count != seen:
+                    self._seen[at] = count
+                    self._again += self.running.lose(at)
+
+    def _one_by_one(
+        self, method: str, plain: dict[str, Any], present: list[int]
+    ) -> tuple[list[int], list[dict[str, Any]], Merge]:
+        """Return the slices that receive a command, the arguments of each, and what merges the results."""
+        dropped, stopped = set(plain.get("dropped", ())), set(plain.get("stopped", ()))
+        self.forget(dropped)
+        arguments = [plain] * len(present)
+        if method in ("add", "advance"):
+            requests = plain.get("requests", ())
+            shares = self.share(requests, self.replacements is not None, stopped)
+            nothing = {**plain, "requests": []}  # one object, so that it is encoded once
+            arguments = [{**plain, "requests": shares[at]} if shares[at] else nothing for at in present]
+        if present and method == "advance" and not (dropped or stopped):
+            asked = [number for number, at in enumerate(present) if self.running.under_way[at]] or [0]
+            present, arguments = [present[n] for n in asked], [arguments[n] for n in asked]
+        return present, arguments, partial(self._merged, stopped)
+
+    def _merged(self, stopped: set[str], results: Sequence[Any]) -> Any:
+        """Merge the results of the slices that answered; the next call sends the requests of a lost one to others.
+
+        A lost request that was to be stopped is returned as a rollout without a sampled token.
+        """
+        found = self.running.merge(results)
+        self._take_lost()
+        early = [request.unsampled() for request in self._again if request.id in stopped]
+        self._again = [request for request in self._again if request.id not in stopped]
+        return [*found, *early] if isinstance(found, list) else found
+
+    # -- requests that are sampled to their end -----------------------------
+
+    def _generate(self, requests: Sequence[Request], on_part: OnRollouts | None = None) -> Future[Any]:
         """Sample all requests; rollouts that were passed to ``on_part`` are not in the result."""
         self.before(self.role, "generate")
-        count = len(self.slices)
+        if not (count := len(self.present)):
+            return self._all_lost()
         if 0 < self.capacity * count < len(requests) and count > 1:
-            send = functools.partial(self._send, on_part=on_part)
-            return Portions(portions_of(requests, self.capacity), count, send, in_order(requests)).reply
-        shares, merge = split_requests(requests, count)
-        number = self.crew.next_number()
-        messages: dict[int, Encoded] = {}
-        texts: Texts = {}  # a group's requests go to several samplers
-        for at, share in zip(self.slices, shares, strict=True):
-            messages |= dict.fromkeys(at.ranks, self._message(number, share, on_part is not None, texts))
-        return self.crew.send(
-            messages,
-            (self.role, "generate"),
-            number,
-            leaders=[at.leader for at in self.slices],
-            merge=merge,
-            interruptible=self.independent,
-            on_part=on_part or _nobody,
-        )
+            portions = portions_of(requests, self.capacity)
+        else:
+            portions = split_requests(requests, count)
+        return Portions(self, portions, requests, on_part).reply
 
-    def _send(
-        self, at: int, requests: list[Request], on_part: Callable[[list[Rollout]], None] | None
+    def generate_on(
+        self, at: int, requests: Sequence[Request], on_part: OnRollouts | None = None
     ) -> Future[Any]:
         """Have one slice sample the requests."""
-        number, chosen = self.crew.next_number(), self.slices[at]
+        number, chosen, parts = self.crew.next_number(), self.slices[at], on_part is not None
+        plain = {"requests": list(requests)}
+        message = message_to(
+            number, "call", role=self.role, method="generate", batch=None, plain=plain, parts=parts
+        )
         return self.crew.send(
-            dict.fromkeys(chosen.ranks, self._message(number, requests, on_part is not None, {})),
+            dict.fromkeys(chosen.ranks, message),
             (self.role, "generate"),
             number,
             leaders=[chosen.leader],
             interruptible=self.independent,
-            on_part=on_part or _nobody,
+            on_part=on_part or (lambda part: None),
         )
 
-    def _message(self, number: int, requests: Sequence[Request], parts: bool, texts: Texts) -> Encoded:
-        plain = {"requests": list(requests)}
-        return message_to(
-            number, "call", texts, role=self.role, method="generate", batch=None, plain=plain, parts=parts
-        )
-
-
-def _nobody(part: Any) -> None:
-    """Ignore a part of a result: the default of ``on_part``."""
+    def _all_lost(self) -> Future[Any]:
+        """Return a future that has failed with ``WorkerLost``: no process is present until one is replaced."""
+        worker = self.crew.workers[self.slices[0].leader]
+        reply: Future[Any] = Future()
+        reply.set_exception(WorkerLost(self.role, worker.rank, worker.host, "it is being replaced"))
+        return reply

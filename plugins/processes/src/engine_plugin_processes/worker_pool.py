@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from engine_core.errors import EngineError, WorkerLost
 from engine_core.runs.logs import FILE_ONLY
 from engine_plugin_processes.channel import Closed
-from engine_plugin_processes.codec import DecodeError, Encoded, Texts, encode
+from engine_plugin_processes.codec import DecodeError, Encoded, encode
 from engine_plugin_processes.remote_errors import unpack
 from engine_plugin_processes.split import Merge, merge_futures
 from engine_plugin_processes.stalls import Stack, diagnose
@@ -229,6 +229,10 @@ class WorkerPool:
         self._outgoing.put((command, {rank: _encoded(message) for rank, message in messages.items()}))
         return command.reply
 
+    def reply(self, give_up: Callable[[], None]) -> Reply:
+        """Return a new future for a result that several commands make up; ``give_up`` abandons them."""
+        return Reply(give_up)
+
     def give_up(self) -> None:
         """Abandon the calling thread's open commands that are interruptible.
 
@@ -332,8 +336,9 @@ class WorkerPool:
         try:
             while True:
                 self._take(worker, worker.channel.receive())
-        except Closed:
-            cause = ""
+        except Closed as end:
+            lost = isinstance(end.__cause__, TimeoutError)  # no answer to the system's probes
+            cause = "its host does not answer: it is down, or the network to it" if lost else ""
         except DecodeError as error:
             cause = f"it sent something else than an answer: {error}"
         if not self._closing.is_set():
@@ -492,6 +497,6 @@ def _encoded(message: Any) -> Encoded:
     return message if isinstance(message, Encoded) else encode(message)
 
 
-def message_to(number: int, kind: str, texts: Texts | None = None, **fields: Any) -> Encoded:
-    """Return an encoded command for any number of ranks; commands with the same ``texts`` share encoded prompts."""
-    return encode({"kind": kind, "id": number, **fields}, texts=texts)
+def message_to(number: int, kind: str, **fields: Any) -> Encoded:
+    """Return an encoded command for any number of ranks."""
+    return encode({"kind": kind, "id": number, **fields})

@@ -14,7 +14,6 @@ from typing import cast
 from engine_core.runs.logs import FILE_ONLY
 from engine_plugin_processes.channel import Channel, Closed
 from engine_plugin_processes.child import SOCKET, ChildProcess
-from engine_plugin_processes.peer_watch import PeerWatch
 
 MODULE = "engine_plugin_processes.worker"
 # a longer gap between two heartbeat checks: this process was stopped and may have missed heartbeats
@@ -58,7 +57,6 @@ class WorkerHandle:
         self._mailbox: list[int] = []  # unanswered commands, in order
         self._since = 0.0  # when the first of them began
         self._died_at: float | None = None
-        self._silence = PeerWatch(channel.socket)
 
     @classmethod
     def start(
@@ -130,7 +128,7 @@ class WorkerHandle:
             return (
                 f"it sent no heartbeat for {seconds:g} s: it is stopped, or its engine holds the interpreter"
             )
-        return self._silence.failure
+        return ""
 
     def how_it_ended(self, cause: str = "") -> str:
         """Return how the worker ended, with the last lines that it printed if it is a child process."""

@@ -37,7 +37,6 @@ class Ends:
             "host": "127.0.0.1",
             "token": new_token(),
             "rendezvous": {"file": str(folder / "meet"), "tcp": None},
-            "shared_folder": str(folder),
             "link_id": "r-1",
         }
         self.pool = ThreadPoolExecutor(receivers + 1)

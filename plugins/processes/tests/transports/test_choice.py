@@ -11,7 +11,6 @@ from engine_core.config.completeness import check_complete
 from engine_core.errors import ConfigError
 from engine_plugin_processes.transports.choice import Topology, choose, make
 from engine_plugin_processes.transports.devices import ProcessDevice
-from engine_plugin_processes.transports.folder import Folder
 from engine_plugin_processes.transports.ipc import IPC
 from engine_plugin_processes.transports.table import IPCOptions
 from engine_plugin_processes.transports.tcp import TCP
@@ -38,8 +37,8 @@ def config(tmp_path):
 CPU, XPU = ProcessDevice(), ProcessDevice("xpu")
 
 
-def gpu(name, nccl=True):
-    return ProcessDevice("cuda", name, nccl)
+def gpu(name):
+    return ProcessDevice("cuda", name)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +58,6 @@ def gpu(name, nccl=True):
         (Topology(True, (gpu("a"), gpu("a")), True), "ipc", "ends share a GPU, which NCCL refuses"),
         (Topology(True, (gpu("a"), gpu("b"), gpu("b")), True), "ipc", "ends share a GPU"),
         (Topology(True, (gpu("a"), gpu("a"))), "tcp", "need not be on one machine"),
-        (Topology(True, (gpu("a"), gpu("b", nccl=False)), True), "ipc", "torch is built without NCCL"),
-        (Topology(True, (gpu("a"), gpu("b", nccl=False))), "tcp", "without NCCL, and the ends need not"),
         (Topology(True, (gpu("a"), gpu("b")), True, True), "tcp", "samplers may be lost one by one"),
         (Topology(True, (gpu("a"), CPU)), "tcp", "not every end is on a CUDA device (there are cpu, cuda)"),
         (Topology(True, (XPU, XPU), True), "tcp", "not every end is on a CUDA device (there are xpu)"),
@@ -85,13 +82,13 @@ def test_shared_memory_is_refused_where_the_run_need_not_be_on_one_machine():
 
 
 def test_a_name_is_taken_with_its_table_and_another_is_made_of_its_defaults(config):
-    made = config(**POOLS, **{"rollout.transport": "folder", "rollout.folder.timeout_seconds": 3})
+    made = config(**POOLS, **{"rollout.transport": "ipc", "rollout.ipc.timeout_seconds": 3})
     kind, options = make(made, plugins_for(made), choose(made, plugins_for(made), Topology(True)))
-    assert (kind, options.timeout_seconds) == (Folder, 3)
+    assert (kind, options.timeout_seconds) == (IPC, 3)
     assert make(made, plugins_for(made), "tcp")[0] is TCP
 
 
-@pytest.mark.parametrize("name", ["tcp", "broadcast", "folder", "ipc"])
+@pytest.mark.parametrize("name", ["tcp", "broadcast", "ipc"])
 def test_one_between_processes_is_refused_where_the_sampler_is_with_the_actor(config, name):
     with pytest.raises(
         ConfigError, match=rf"rollout\.transport: got '{name}'.*but the sampler is in the actor's"

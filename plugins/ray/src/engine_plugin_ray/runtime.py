@@ -244,9 +244,6 @@ class RayRuntime(MultiProcessRuntime):
 
         return self.cluster.own or (not self.options.address and not ray.is_initialized())
 
-    def _private_folder(self) -> str:
-        return "" if self.cluster.folder is None else str(self.cluster.folder)
-
     def _meeting(self, name: str) -> dict[str, Any]:
         """Return a rendezvous: a file of a private cluster, or a store of the controller if ranks may be on other nodes."""
         if self.cluster.folder is not None:

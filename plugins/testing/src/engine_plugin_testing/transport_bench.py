@@ -93,8 +93,6 @@ class TransportBench(EngineBench):
         options = plugins.spec(self.kind, name).config.model_validate(
             given, context={"folder": self.settings["root"]}
         )
-        private = self.folder / f"private-{label}"
-        private.mkdir(exist_ok=True)
         endpoint = TransportEndpoint(
             transport=name,
             index=members.index(self.rank),
@@ -103,7 +101,6 @@ class TransportBench(EngineBench):
             host="127.0.0.1",
             token=f"token of {self.folder.name}",
             rendezvous={"file": str(self.folder / f"meet-{label}"), "tcp": None},
-            shared_folder=str(private),
             link_id=label,
         )
         made: WeightTransport = plugins.resolve(self.kind, name)(options, endpoint)

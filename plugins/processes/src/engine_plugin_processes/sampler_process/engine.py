@@ -30,8 +30,8 @@ from engine_core.errors import (
 )
 from engine_core.temporary_folder import TemporaryFolder
 from engine_plugin_processes import foreign_interpreter
+from engine_plugin_processes.flow import Flow
 from engine_plugin_processes.placement import Slice
-from engine_plugin_processes.replaceable_group import ReplaceableGroup
 from engine_plugin_processes.replacement import Replacements
 from engine_plugin_processes.sampler_process.build import versions
 from engine_plugin_processes.sampler_process.memory import environment_for
@@ -343,7 +343,7 @@ class SamplerEngine(RolloutEngine):
         limit = settings.startup_timeout_minutes * 60, "rollout.process.startup_timeout_minutes"
         key = "rollout.process.command_timeout_minutes"
         self.pool = WorkerPool([], settings.command_timeout_minutes * 60, key)
-        self._weights = Weights(self.pool, self.context, self._folder.path, source, settings.max_restarts > 0)
+        self._weights = Weights(self.pool, self.context, source, settings.max_restarts > 0)
         self.replacements = Replacements(
             self.pool, ranks, settings.max_restarts, "rollout.process.max_restarts",
             lambda rank, attempt: (self._launch(rank), self._order(rank)),
@@ -371,10 +371,10 @@ class SamplerEngine(RolloutEngine):
         self.pool.may_lose = self.replacements.lost
         slices = [Slice((rank,), rank) for rank in ranks]
         capacity = int(self._about["capacity"])
-        self.group = ReplaceableGroup(
-            RemoteWorkerGroup(self.pool, "rollout", slices, 0.0, True, capacity), self.replacements
+        self.group = RemoteWorkerGroup(
+            self.pool, "rollout", slices, 0.0, True, capacity, replacements=self.replacements
         )
-        self.flow = self.group.flow(self._tell, self._look)
+        self.flow = Flow(self.group, self._tell, self._look)
         self._closers.append(self.flow.close)
 
     def _launch(self, rank: int) -> WorkerHandle:

@@ -19,7 +19,7 @@ class HostMemory:
     """A memory file of a descriptor; it can grow and keeps its contents.
 
     Args:
-        descriptor: from ``new_file``, or opened by the path that another process's ``told_to`` returned.
+        descriptor: from ``new_file``, or opened by the path of another process's descriptor.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -46,10 +46,6 @@ class HostMemory:
             self._map = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         return self._bytes[offset : offset + size]
-
-    def told_to(self, receiver: int) -> dict[str, Any]:
-        """Return the path by which a process of the same user opens the file, through this process's descriptor."""
-        return {"path": f"/proc/{os.getpid()}/fd/{self.descriptor}"}
 
     def close(self) -> None:
         """Close the descriptor."""
@@ -80,9 +76,9 @@ class DeviceMemory:
         """Return bytes ``offset`` to ``offset + size`` of the buffer, [SIZE] uint8."""
         return self._bytes[offset : offset + size]
 
-    def told_to(self, receiver: int) -> dict[str, Any]:
+    def handle(self, receiver: int) -> list[Any]:
         """Return the handle by which a receiver opens the buffer."""
-        return {"handle": self._handles[receiver]}
+        return self._handles[receiver]
 
     def close(self) -> None:
         """Release the buffer."""
@@ -94,7 +90,7 @@ class OpenedMemory:
 
     Args:
         device: device of the buffer, by its index in this process.
-        handle: handle from ``DeviceMemory.told_to``.
+        handle: from ``DeviceMemory.handle``.
     """
 
     def __init__(self, device: torch.device, handle: Sequence[Any]) -> None:
@@ -120,7 +116,7 @@ def shares_device(device: torch.device) -> bool:
         probe.reserve(1024)
     except RuntimeError as error:  # expandable segments, a container without IPC
         log.warning(
-            "GPU memory cannot be shared with the sampler's process (%s); weights go through host memory, which is slower. "
+            "GPU memory cannot be shared with the sampler's process (%s); weights go over a socket, which is slower. "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is a common cause.",
             str(error).split("\n")[0],
         )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.contracts.weight_transport import TransportEndpoint, WeightTransport, WeightUpdate
 from engine_core.errors import DataError, TrainingFailed
 from engine_plugin_processes.channel import new_token
+from engine_plugin_processes.links import join
 from engine_plugin_processes.transports.table import TRANSPORTS
 from engine_plugin_processes.worker_pool import WorkerPool, message_to
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Stream = Iterable[tuple[str, "Tensor"]]
 
+TRANSPORT = "ipc"
 REASON_SECONDS = 10.0  # for a receiver to say why an update has failed
 
 
@@ -31,7 +32,6 @@ class Weights:
     Args:
         pool: of the sampler's processes.
         context: of the owner.
-        folder: private to the owner and its processes.
         source: streams the current weights again, for a process that is started again; None: a copy of each update is
             kept in host memory.
         again: a process may be started again; False: nothing is kept.
@@ -41,13 +41,11 @@ class Weights:
         self,
         pool: WorkerPool,
         context: WorkerContext,
-        folder: str,
         source: Callable[[], Stream] | None,
         again: bool,
     ) -> None:
-        self.pool, self.context, self.folder, self.source = pool, context, folder, source
+        self.pool, self.context, self.source = pool, context, source
         self.token = new_token()
-        self.transport = "ipc" if Path("/proc/self/fd").is_dir() else "tcp"
         self._keeps = source is None and again
         self._kept: list[tuple[str, Tensor]] = []  # of the last complete update
         self._version: int | None = None  # of the last complete update; None: the weights of the model folder
@@ -157,34 +155,22 @@ class Weights:
             f"actor[{self.context.rank}] on {host}",
             *(f"{worker.name} on {host}" for worker in workers),
         )
-        common: dict[str, Any] = {
-            "transport": self.transport, "host": "127.0.0.1", "rendezvous": {}, "shared_folder": self.folder,
-            "link_id": str(self._links),
+        fields: dict[str, Any] = {
+            "transport": TRANSPORT, "host": "127.0.0.1", "rendezvous": {}, "link_id": str(self._links), "names": names,
         }  # fmt: skip
-        endpoint = TransportEndpoint(
-            names=names, index=0, device=self.context.device, token=self.token, **common
-        )
-        spec = TRANSPORTS[self.transport]
+        endpoint = TransportEndpoint(**fields, index=0, device=self.context.device, token=self.token)
+        spec = TRANSPORTS[TRANSPORT]
         transport: WeightTransport = spec.resolve()(spec.config(), endpoint)
+        fields["instead_of"] = replaced
         try:
-            own = transport.open()
-            shared = {**common, "link": self._links, "names": list(names), "instead_of": replaced}
-            peers = [own, *self._tell(ranks, "link", [shared | {"index": at} for at in range(1, len(names))])]
-            self._tell(ranks, "join", [{"link": self._links, "peers": peers}] * len(ranks))
-            transport.join(peers)
+            join(
+                self.pool, self._links, {rank: {**fields, "index": at} for at, rank in enumerate(ranks, 1)}, transport
+            )  # fmt: skip
         except BaseException:
             transport.close()
             raise
         self._link = workers, transport
         return self._links, transport
-
-    def _tell(self, ranks: Sequence[int], kind: str, fields: Sequence[dict[str, object]]) -> list[object]:
-        number = self.pool.next_number()
-        messages = {rank: message_to(number, kind, **own) for rank, own in zip(ranks, fields, strict=True)}
-        answers: list[object] = self.pool.send(
-            messages, ("rollout", kind), number, leaders=ranks, merge=lambda results: list(results)
-        ).result()
-        return answers
 
 
 class _Copied:

@@ -63,37 +63,28 @@ def make(config: EngineConfig, plugins: PluginSet, name: str) -> tuple[type[Weig
 
 def by_topology(topology: Topology) -> tuple[str, str]:
     """Return the name that ``auto`` means here, and the reason."""
-    receivers = len(topology.devices) - 1
+    receivers, gpus = len(topology.devices) - 1, [device.gpu for device in topology.devices]
+    kinds = sorted({device.kind for device in topology.devices})
     if not topology.apart:
         return "same_process", "the sampler is in the actor's processes"
-    if any(device.kind != "cpu" for device in topology.devices):
-        return _between_accelerators(topology)
-    if receivers > 1:
+    if kinds == ["cpu"] and receivers > 1:
         return "broadcast", f"the sampler has {receivers} separate processes, which all receive the same data"
-    return "tcp", "the sampler has one separate process"
-
-
-def _between_accelerators(topology: Topology) -> tuple[str, str]:
-    """Return ``broadcast`` if NCCL can be used, else ``ipc`` on one machine, else ``tcp``; and the reason."""
-    gpus = [device.gpu for device in topology.devices]
+    if kinds == ["cpu"]:
+        return "tcp", "the sampler has one separate process"
     if not all(gpus):
-        kinds = ", ".join(sorted({device.kind for device in topology.devices}))
+        there = ", ".join(kinds)
         return (
             "tcp",
-            f"not every end is on a CUDA device (there are {kinds}), so weights go through host memory",
+            f"not every end is on a CUDA device (there are {there}), so weights go through host memory",
         )
     if topology.may_leave:
         return "tcp", (
             "samplers may be lost one by one (max_replacements), and a group of NCCL would wait for one that is; "
             "'broadcast' is faster where none is lost"
         )
-    shared, nccl = len(set(gpus)) < len(gpus), all(device.nccl for device in topology.devices)
-    if nccl and not shared:
-        return (
-            "broadcast",
-            f"each of the {len(gpus)} ends has its own GPU, and NCCL connects them",
-        )
-    why = "ends share a GPU, which NCCL refuses" if shared else "torch is built without NCCL"
+    if len(set(gpus)) == len(gpus):
+        return "broadcast", f"each of the {len(gpus)} ends has its own GPU, and NCCL connects them"
+    why = "ends share a GPU, which NCCL refuses"
     if topology.one_machine:
         return "ipc", f"{why}; all ends are on one machine and see the sender's memory"
     return "tcp", f"{why}, and the ends need not be on one machine, so weights go through host memory"

@@ -15,14 +15,11 @@ class ProcessDevice:
 
     kind: str = "cpu"  # as ``torch.device.type``
     gpu: str = ""  # ``gpu_uuid``
-    nccl: bool = False  # torch is built with NCCL
 
     @classmethod
     def of(cls, device: torch.device) -> ProcessDevice:
         """Describe a device of this process."""
-        import torch.distributed as dist
-
-        return cls(device.type, gpu_uuid(device), dist.is_nccl_available())
+        return cls(device.type, gpu_uuid(device))
 
 
 def gpu_uuid(device: torch.device) -> str:

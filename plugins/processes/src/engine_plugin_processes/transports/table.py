@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
 from engine_core.specs import Options, TransportSpec
 
@@ -26,26 +25,12 @@ class BroadcastOptions(TransportOptions):
 
 
 class IPCOptions(TransportOptions):
-    """``[rollout.ipc]``: memory that both sides see, of a GPU or of the machine, for processes of one machine."""
-
-
-class FolderOptions(TransportOptions):
-    """``[rollout.folder]``: files in a folder that both sides see."""
-
-    path: str = ""
-    """The folder, relative to the run file's; empty: a private one of this machine, where the run has started all processes itself."""
-
-    @field_validator("path")
-    @classmethod
-    def _absolute(cls, path: str, info: ValidationInfo) -> str:
-        root = (info.context or {}).get("folder")
-        return str((Path(root) / Path(path).expanduser()).resolve()) if path and root is not None else path
+    """``[rollout.ipc]``: memory of a GPU that both sides see, for processes of one machine; on CPUs as `tcp`."""
 
 
 _PACKAGE = "engine_plugin_processes.transports."
 TRANSPORTS: Mapping[str, TransportSpec] = {
     "broadcast": TransportSpec(load=_PACKAGE + "broadcast:Broadcast", config=BroadcastOptions),
-    "folder": TransportSpec(load=_PACKAGE + "folder:Folder", config=FolderOptions),
     "ipc": TransportSpec(load=_PACKAGE + "ipc:IPC", config=IPCOptions),
     "tcp": TransportSpec(load=_PACKAGE + "tcp:TCP", config=TCPOptions),
 }

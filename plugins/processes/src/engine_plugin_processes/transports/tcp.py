@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ import torch
 from engine_core.contracts.weight_transport import WeightTransport, WeightUpdate
 from engine_plugin_processes.buckets import unpacked
 from engine_plugin_processes.channel import Address, Channel, Closed, callers, connect, listen
-from engine_plugin_processes.codec import DecodeError, encode
+from engine_plugin_processes.codec import DecodeError, Encoded, encode
 from engine_plugin_processes.transports.bucketing import flat_buckets, verify, weight_bytes
 
 if TYPE_CHECKING:
@@ -38,43 +37,28 @@ class TCP(WeightTransport):
         """Return the address at which this endpoint listens; the sender does not listen."""
         if self.endpoint.index == 0:
             return None
-        self.listener = listen(self._place())
-        name = self.listener.getsockname()
-        return name if isinstance(name, str) else list(name[:2])
+        self.listener = listen(self.endpoint.host)
+        return list(self.listener.getsockname()[:2])
 
     def join(self, peers: Sequence[Any]) -> None:
         """Keep the addresses of the receivers."""
-        self.addresses = [
-            each if isinstance(each, str) else (str(each[0]), int(each[1])) for each in peers[1:]
-        ]
-
-    def _place(self) -> str:
-        """Return where this endpoint listens, as ``listen`` takes it."""
-        return self.endpoint.host
+        self.addresses = [(str(host), int(port)) for host, port in peers[1:]]
 
     def send(self, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> int:
         """Send weights [D_1, D_2, ...] in buckets to each receiver; return their bytes without the copies."""
-        channels: list[Channel] = []
         sent = 0
-        with ThreadPoolExecutor(1) as sender:  # the next bucket is gathered while the last one is sent
-            try:
-                for index, address in enumerate(self.addresses, 1):
-                    channels.append(self._connected(address, index, update))
-                under_way: Future[None] | None = None
-                for flat in flat_buckets(stream, torch.device("cpu")):
-                    if under_way is not None:
-                        under_way.result()
-                    sent += weight_bytes(flat.bucket)
-                    message = encode({**flat.header(update), "data": flat.data})
-                    under_way = sender.submit(self._to_all, channels, message, update)
+        # the next bucket is gathered while the last one is sent
+        with ThreadPoolExecutor(1) as sender, self._connected(update) as channels:
+            under_way: Future[None] | None = None
+            for flat in flat_buckets(stream, torch.device("cpu")):
                 if under_way is not None:
                     under_way.result()
-                self._to_all(channels, encode({"end": True}), update)
-                for index, channel in enumerate(channels, 1):
-                    self._taken(channel, index, update)
-            finally:
-                for channel in channels:
-                    channel.close()
+                sent += weight_bytes(flat.bucket)
+                messages = [encode({**flat.header(update), "data": flat.data})] * len(channels)
+                under_way = sender.submit(self._to_all, channels, messages, update)
+            if under_way is not None:
+                under_way.result()
+            self._end(channels, update)
         return sent
 
     def receive(self, update: WeightUpdate) -> Generator[tuple[str, Tensor], None, None]:
@@ -103,10 +87,8 @@ class TCP(WeightTransport):
             channel.close()
 
     def close(self) -> None:
-        """Close the listening socket and remove its path."""
+        """Close the listening socket."""
         if self.listener is not None:
-            if isinstance(path := self.listener.getsockname(), str):
-                Path(path).unlink(missing_ok=True)
             self.listener.close()
             self.listener = None
 
@@ -118,15 +100,21 @@ class TCP(WeightTransport):
     def _took(self, channel: Channel, number: int, update: WeightUpdate) -> None:
         """Confirm a verified bucket. Sends nothing here: each receiver has its own copy of the bytes."""
 
-    def _connected(self, address: Address, index: int, update: WeightUpdate) -> Channel:
+    @contextlib.contextmanager
+    def _connected(self, update: WeightUpdate) -> Iterator[list[Channel]]:
+        """Yield a channel to each receiver; close them afterwards."""
+        channels: list[Channel] = []
         try:
-            channel = connect(address, self.endpoint.token, 0, self.options.timeout_seconds)
-        except (OSError, TimeoutError) as error:
-            raise self.endpoint.failure(
-                update, f"{self.endpoint.names[index]} does not answer: {error}"
-            ) from error
-        channel.socket.settimeout(self.options.timeout_seconds)
-        return channel
+            for address, name in zip(self.addresses, self.endpoint.names[1:], strict=True):
+                try:
+                    channels.append(connect(address, self.endpoint.token, 0, self.options.timeout_seconds))
+                except Closed as error:
+                    raise self.endpoint.failure(update, f"{name} does not answer: {error}") from error
+                channels[-1].socket.settimeout(self.options.timeout_seconds)
+            yield channels
+        finally:
+            for channel in channels:
+                channel.close()
 
     def _accepted(self, update: WeightUpdate) -> Channel:
         """Return a channel to the sender; peers without the token are skipped."""
@@ -142,23 +130,26 @@ class TCP(WeightTransport):
         channel.socket.settimeout(seconds)
         return channel
 
-    def _to_all(self, channels: Sequence[Channel], message: Any, update: WeightUpdate) -> None:
-        for index, channel in enumerate(channels, 1):
-            self._to_one(channel, index, message, update)
+    def _to_all(self, channels: Sequence[Channel], messages: Sequence[Encoded], update: WeightUpdate) -> None:
+        """Send each receiver its message."""
+        for channel, message, name in zip(channels, messages, self.endpoint.names[1:], strict=True):
+            try:
+                channel.send(message)
+            except Closed as error:
+                raise self._broken(error, update, f"{name} did not take the next bucket") from error
 
-    def _to_one(self, channel: Channel, index: int, message: Any, update: WeightUpdate) -> None:
-        try:
-            channel.send(message)
-        except Closed as error:
-            what = f"{self.endpoint.names[index]} did not take the next bucket"
-            raise self._broken(error, update, what) from error
+    def _all_have(self, channels: Sequence[Channel], update: WeightUpdate) -> None:
+        """Wait until every receiver confirms what it has received."""
+        for channel, name in zip(channels, self.endpoint.names[1:], strict=True):
+            try:
+                channel.receive()
+            except Closed as error:
+                raise self._broken(error, update, f"{name} did not say that it has all") from error
 
-    def _taken(self, channel: Channel, index: int, update: WeightUpdate) -> None:
-        try:
-            channel.receive()
-        except Closed as error:
-            what = f"{self.endpoint.names[index]} did not say that it has all"
-            raise self._broken(error, update, what) from error
+    def _end(self, channels: Sequence[Channel], update: WeightUpdate) -> None:
+        """End a complete update."""
+        self._to_all(channels, [encode({"end": True})] * len(channels), update)
+        self._all_have(channels, update)
 
     def _broken(self, error: Exception, update: WeightUpdate, what: str) -> TrainingFailed:
         if isinstance(error.__cause__, TimeoutError):

@@ -254,13 +254,17 @@ class SimulatedCrew(WorkerPool):
                 clock.at(read_at, partial(self.workers[rank].take, number, read[id(message)]))
         return command.reply
 
+    def reply(self, give_up: Callable[[], None]) -> Reply:
+        """Return a future whose waiting takes virtual time."""
+        return VirtualReply(self.cluster.clock)
+
     def close(self) -> None:
         """Do nothing."""
 
     def _told(self, rank: int, number: int, what: dict[str, Any], moment: float) -> None:
         """Encode an answer and send it at ``moment``."""
         decode_ended(what.get("value", what.get("part")), self.tokenizer)
-        answer = encode({"id": number, **what}, prompts=False)
+        answer = encode({"id": number, **what})
         self.cluster.clock.at(moment, lambda: self._sent(rank, answer))
 
     def _sent(self, rank: int, answer: Encoded) -> None:
