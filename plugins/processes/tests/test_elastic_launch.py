@@ -11,11 +11,12 @@ import pytest
 from torch.distributed import TCPStore
 
 from engine_core.errors import ConfigError, EnvironmentProblem
+from engine_plugin_processes import elastic_launch
 from engine_plugin_processes.channel import Channel, Closed, listen, new_token
 from engine_plugin_processes.elastic_launch import (
     LOST,
     ConnectionLost,
-    _reach,
+    _next_session,
     controlling,
     launched,
     loopback_interface,
@@ -114,17 +115,18 @@ def test_a_rank_ends_with_the_controllers_command_and_is_told_of_the_end_by_its_
     assert serve() == 0
 
 
-def test_a_rank_whose_store_ends_while_it_waits_ends_with_its_cause(rank_of, capfd):
+def test_a_rank_whose_store_ends_while_it_waits_ends_with_its_cause(rank_of, monkeypatch, capfd):
     code = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
     code += "; print(s.port, flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1, text=True) as holder:
         rank_of(int(holder.stdout.readline()))
+        monkeypatch.setattr(elastic_launch, "REACH_SECONDS", 1.0)
         threading.Timer(1.0, holder.kill).start()
         assert serve() == LOST
-    assert "engine: rank 1 ends: torchrun's store at 127.0.0.1:" in capfd.readouterr().err
+    assert "engine: rank 1 ends: the controller's node at 127.0.0.1:" in capfd.readouterr().err
 
 
-def test_a_name_server_that_fails_for_a_moment_does_not_end_a_rank(monkeypatch):
+def test_a_name_server_that_fails_for_a_moment_does_not_end_a_rank(rank_of, monkeypatch):
     asked, ask = [], socket.getaddrinfo
 
     def fails_twice(*arguments, **more):
@@ -133,10 +135,12 @@ def test_a_name_server_that_fails_for_a_moment_does_not_end_a_rank(monkeypatch):
             raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
         return ask(*arguments, **more)
 
-    monkeypatch.setattr("engine_plugin_processes.elastic_launch.ASK_AGAIN_SECONDS", 0.01)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    rank_of(store.port)
+    store.set("engine/0/session/1", "null")
+    monkeypatch.setattr(elastic_launch, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr("socket.getaddrinfo", fails_twice)
-    with listen("127.0.0.1") as listener:
-        _reach(launched({**TOLD, "MASTER_PORT": str(listener.getsockname()[1])}))
+    assert serve() == 0
     assert len(asked) == 3
 
 
@@ -144,10 +148,10 @@ def test_a_name_that_stays_unknown_ends_a_rank_in_bounded_time(monkeypatch):
     def fails(*arguments, **more):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
-    monkeypatch.setattr("engine_plugin_processes.elastic_launch.ASK_AGAIN_SECONDS", 0.01)
-    monkeypatch.setattr("engine_plugin_processes.elastic_launch.REACH_SECONDS", 0.1)
+    monkeypatch.setattr(elastic_launch, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(elastic_launch, "REACH_SECONDS", 0.1)
     monkeypatch.setattr("socket.getaddrinfo", fails)
     with pytest.raises(
         ConnectionLost, match=r"node at 127\.0\.0\.1:29500 is lost \(.*Name or service not known\)"
     ):
-        _reach(launched(TOLD))
+        _next_session(launched(TOLD), 1)

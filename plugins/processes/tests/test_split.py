@@ -12,7 +12,14 @@ from engine_core.errors import PluginError
 from engine_core.packing import plan_micro_batches
 from engine_core.types import Batch, Prompt, Request, Rollout, Sampling, TrainOutput
 from engine_plugin_processes.codec import decode, encode
-from engine_plugin_processes.split import Running, in_order, merge_futures, merge_plain, split_batch, split_requests
+from engine_plugin_processes.split import (
+    Running,
+    in_order,
+    merge_futures,
+    merge_plain,
+    split_batch,
+    split_requests,
+)
 
 
 def read(share):

@@ -15,12 +15,10 @@ import contextlib
 import datetime
 import json
 import os
-import queue
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -34,10 +32,9 @@ if TYPE_CHECKING:
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 TOKEN = "ENGINE_TOKEN"
-STORE_TIMEOUT = datetime.timedelta(days=7)  # rank 0 may take long to read its data
-LOOK_SECONDS = 10.0  # between two probes of the controller's node while no session runs
-REACH_SECONDS = 15.0  # for a host to accept a connection
-ASK_AGAIN_SECONDS = 1.0  # before a retry where the name or the route was not found
+STORE_TIMEOUT = datetime.timedelta(seconds=15)  # for torchrun's store to accept a connection
+REACH_SECONDS = 15.0  # without an answer of torchrun's store, its node counts as lost
+LOOK_SECONDS = 1.0  # between two looks for the next session
 LOST = 6  # exit code of a rank that can no longer reach the controller's node
 _sessions = 0  # runtimes that this process has started
 
@@ -176,7 +173,6 @@ def serve() -> int:
         while (session_info := _next_session(launch, session)) is not None:
             _work(launch, session_info)
             session += 1
-            _reach(launch)  # a lost controller must fail here, not in the next wait
     except ConnectionLost as lost:
         print(f"engine: rank {launch.rank} ends: {lost}", file=sys.stderr)
         return LOST
@@ -190,55 +186,25 @@ class ConnectionLost(Exception):
 def _next_session(launch: Launch, session: int) -> Mapping[str, Any] | None:
     """Wait, for days if necessary, for the controller's announcement of a session; return None if no session follows.
 
-    A thread waits: an open connection to a lost host blocks forever, even when the wait is given up. Meanwhile this
-    thread probes the host every ``LOOK_SECONDS``.
+    Each look opens a new connection to torchrun's store: one to a lost host would block forever.
 
     Raises:
-        ConnectionLost: the host accepts no connection, or torchrun's store has ended.
+        ConnectionLost: the store was not reached for ``REACH_SECONDS``.
     """
-    answers: queue.SimpleQueue[bytes | RuntimeError] = queue.SimpleQueue()
-
-    def wait() -> None:
-        """Put the announcement, or the error of the store, into ``answers``."""
-        try:
-            answers.put(_store(launch).get(launch._key(session)))
-        except RuntimeError as error:  # torch's errors of stores
-            answers.put(error)
-
-    # consumes: nothing; waits for: torchrun's store; unblocked by: the controller, the end of the store;
-    # produces: one answer. A daemon: it may wait forever
-    threading.Thread(target=wait, name="next-session", daemon=True).start()
-    while True:
-        try:
-            answer = answers.get(timeout=LOOK_SECONDS)
-        except queue.Empty:
-            _reach(launch)
-            continue
-        if isinstance(answer, RuntimeError):
-            raise ConnectionLost(f"torchrun's store at {launch.address}:{launch.port} has ended ({answer})")
-        return json.loads(answer)
-
-
-def _reach(launch: Launch) -> None:
-    """Check that the host of torchrun's store accepts a connection.
-
-    A refused connection fails at once. An unknown name or a missing route is retried for `REACH_SECONDS`: a run waits
-    for days, and one failure of a name server must not end it.
-
-    Raises:
-        ConnectionLost: the host accepts none.
-    """
-    end = time.monotonic() + REACH_SECONDS
+    seen = time.monotonic()
     while True:
         try:
             socket.create_connection((launch.address, launch.port), REACH_SECONDS).close()
-            return
-        except OSError as error:
-            if isinstance(error, ConnectionRefusedError) or time.monotonic() >= end:
+            store = _store(launch)
+            if store.check([launch._key(session)]):
+                return json.loads(store.get(launch._key(session)))
+            seen = time.monotonic()
+        except (OSError, RuntimeError) as error:  # ``RuntimeError``: torch's errors of stores
+            if time.monotonic() - seen > REACH_SECONDS:
                 raise ConnectionLost(
                     f"the controller's node at {launch.address}:{launch.port} is lost ({error})"
                 ) from error
-        time.sleep(ASK_AGAIN_SECONDS)
+        time.sleep(LOOK_SECONDS)
 
 
 def loopback_interface() -> str | None:
