@@ -29,10 +29,8 @@ def slow_checksum(data):
 
 
 @pytest.mark.parametrize("words", [0, 1, 50, 333, 350])
-@pytest.mark.parametrize("way", ["_by_chunks", "_at_once"])  # of a CPU, of a GPU
-def test_the_checksum_is_that_of_whole_numbers_also_over_several_chunks(monkeypatch, way, words):
+def test_the_checksum_is_that_of_whole_numbers_also_over_several_chunks(monkeypatch, words):
     monkeypatch.setattr(buckets, "CHUNK_WORDS", 50)
-    monkeypatch.setattr(buckets, "_by_chunks", getattr(buckets, way))
     buckets._factors.cache_clear()
     data = torch.randint(0, 256, (8 * words,), dtype=torch.uint8)
     assert checksum(data) == slow_checksum(data.numpy().tobytes())

@@ -78,8 +78,12 @@ def test_a_link_is_made_once_and_its_updates_are_counted(make):
     first, second = push(links), push(links, 2)
     assert (first.bytes, first.checksum, second.version) == (200, "sum", 2)
     (linked,) = workers[1].said("link")
-    assert (linked["index"], linked["host"], linked["transport"]) == (1, "10.0.0.1", "tcp")
-    assert linked["names"] == ["actor[0] on host0", "rollout[1] on host1", "rollout[2] on host2"]
+    assert tuple(linked["endpoint"][name] for name in ("index", "host", "transport")) == (
+        1,
+        "10.0.0.1",
+        "tcp",
+    )
+    assert linked["endpoint"]["names"] == ["actor[0] on host0", "rollout[1] on host1", "rollout[2] on host2"]
     assert workers[0].said("join")[0]["peers"] == ["at 0", "at 1", "at 2"]
     assert [(message["update"], message["version"]) for message in workers[2].said("receive")] == [
         (1, 1),
@@ -99,7 +103,7 @@ def test_after_an_update_that_failed_the_link_is_made_anew_and_the_old_one_ends(
     push(links)
     first, second = workers[0].said("link")
     assert (first["instead_of"], second["instead_of"]) == ([], [first["link"]])
-    assert first["link_id"] != second["link_id"]
+    assert first["endpoint"]["link_id"] != second["endpoint"]["link_id"]
 
 
 def test_what_the_receivers_say_goes_before_what_the_sender_says(make):

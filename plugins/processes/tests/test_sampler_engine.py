@@ -27,8 +27,6 @@ from engine_core.errors import (
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Prompt, Request, Sampling
 from engine_plugin_processes import buckets, foreign_interpreter
-from engine_plugin_processes.sampler_process import engine as engine_module
-from engine_plugin_processes.sampler_process.build import versions
 from engine_plugin_processes.sampler_process.engine import SamplerEngine
 
 HERE = Path(__file__).parent
@@ -248,12 +246,9 @@ def test_an_error_of_the_engine_is_that_error_and_the_engine_goes_on(make, tmp_p
     assert len(starts(tmp_path)) == 1
 
 
-@pytest.mark.parametrize("seconds", [600, 4])
-def test_an_abort_in_the_middle_of_a_step_waits_for_its_end_unless_nothing_else_is_wanted(
-    make, tmp_path, seconds
-):
+def test_an_abort_in_the_middle_of_a_step_waits_for_its_end(make, tmp_path):
     engine = make()
-    asked = requests(3, do="sleep", flag=str(tmp_path / "flag"), seconds=seconds)
+    asked = requests(3, do="sleep", flag=str(tmp_path / "flag"), seconds=4)
     engine.add(asked)
     done = []
     while len(done) < 1:
@@ -262,12 +257,6 @@ def test_an_abort_in_the_middle_of_a_step_waits_for_its_end_unless_nothing_else_
     while not (tmp_path / "flag").exists():
         assert time.monotonic() < deadline
         done += engine.step()
-    if seconds == 600:
-        found = engine.abort(["r1", "r2", "no such request"])
-        assert [(r.request_id, r.finish_reason) for r in found] == [("r1", "abort"), ("r2", "abort")]
-        assert engine.num_unfinished == 0
-        assert [r.request_id for r in engine.generate(asked)] == ["r0", "r1", "r2"]
-        return
     found = engine.abort(["r2", "no such request"])
     assert [(r.request_id, r.finish_reason) for r in found] == [("r2", "abort")]
     while engine.num_unfinished:
@@ -335,7 +324,8 @@ def test_an_engine_that_does_not_start_is_one_message_and_leaves_no_process(
 
 @pytest.mark.parametrize("name", foreign_interpreter.PACKAGES.values())
 def test_another_version_is_refused_with_both(make, monkeypatch, name):
-    monkeypatch.setattr(engine_module, "versions", lambda: {**versions(), name: "9.9.9"})
+    mine = foreign_interpreter.versions()
+    monkeypatch.setattr(foreign_interpreter, "versions", lambda: {**mine, name: "9.9.9"})
     with pytest.raises(
         PluginError, match=rf"has {name} 0\.\d.*, and the trainer has 9\.9\.9\. .*pip install"
     ):
@@ -357,16 +347,13 @@ def test_an_interpreter_that_is_absent_or_without_the_core_is_refused_with_its_k
             make(python=python)
 
 
-def test_it_opens_no_port_and_its_memory_has_no_name(make, tmp_path):
+def test_it_listens_on_this_machine_alone_and_its_commands_have_no_address(make, tmp_path):
     engine = make()
     engine.update_weights(weights(1), 1)
     process = psutil.Process(starts(tmp_path)[0])
-    assert process.net_connections(kind="inet") == []
+    assert {each.laddr.ip for each in process.net_connections(kind="inet")} == {"127.0.0.1"}
     assert engine.pool.workers[0].channel.socket.family.name == "AF_UNIX"
     assert engine.pool.workers[0].channel.socket.getsockname() == ""
-    if sys.platform == "linux":
-        files = [os.readlink(f"/proc/{process.pid}/fd/{n}") for n in os.listdir(f"/proc/{process.pid}/fd")]
-        assert any("memfd:engine-weights (deleted)" in file for file in files)
 
 
 OWNER = """

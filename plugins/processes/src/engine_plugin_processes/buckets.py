@@ -49,38 +49,13 @@ def checksum(data: Tensor) -> str:
         data: [N] uint8, N a multiple of 8.
     """
     words, factors = data.view(torch.int64), _factors(data.device)
-    sums = (_by_chunks if data.device.type == "cpu" else _at_once)(words, factors)
+    sums = torch.zeros(2, dtype=torch.int64, device=data.device)
+    for first in range(0, len(words), CHUNK_WORDS):  # a chunk stays in a CPU's cache
+        chunk = words[first : first + CHUNK_WORDS]
+        total = chunk.sum()
+        sums += torch.stack((total, (chunk * factors[: len(chunk)]).sum() + 2 * first * total))
     plain, weighed = sums.tolist()  # the only synchronization with the device
     return f"{plain & MASK:016x}{weighed & MASK:016x}"
-
-
-def _by_chunks(words: Tensor, factors: Tensor) -> Tensor:
-    """Return both sums, [2] int64, chunk by chunk so that the data stays in a CPU's cache."""
-    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
-    for first in range(0, len(words), CHUNK_WORDS):
-        sums += _sums(words[first : first + CHUNK_WORDS][None], factors, first)
-    return sums
-
-
-def _at_once(words: Tensor, factors: Tensor) -> Tensor:
-    """Return both sums, [2] int64, with few kernels: on a GPU, launching a kernel takes longer than a chunk."""
-    whole = len(words) // CHUNK_WORDS * CHUNK_WORDS
-    rows = words[:whole].view(whole // CHUNK_WORDS, CHUNK_WORDS)
-    return _sums(rows, factors, 0) + _sums(words[whole:][None], factors, whole)
-
-
-def _sums(rows: Tensor, factors: Tensor, first: int) -> Tensor:
-    """Return both sums of these words, [2] int64.
-
-    Args:
-        rows: [N, W] int64, W words per row; N = 1 or W = ``CHUNK_WORDS``.
-        factors: [CHUNK_WORDS] int64 from ``_factors``.
-        first: index of the first word.
-    """
-    totals = rows.sum(1)
-    at = torch.arange(first, first + CHUNK_WORDS * len(rows), CHUNK_WORDS, device=rows.device)
-    weighed = (rows * factors[: rows.shape[1]]).sum() + 2 * (at * totals).sum()
-    return torch.stack((totals.sum(), weighed))
 
 
 @functools.lru_cache(maxsize=4)

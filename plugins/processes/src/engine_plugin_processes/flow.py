@@ -47,7 +47,6 @@ class Flow:
         self.group, self._tell, self._changed = group, tell, changed
         self.error: BaseException | None = None
         self._open: dict[int, tuple[int, Future[Any]]] = {}  # slice -> newest command, answer
-        self._interrupted: set[int] = set()  # commands whose errors are ignored
         self._closed = False
         self._lock = threading.RLock()
         stall = group.crew.stall_seconds
@@ -71,19 +70,14 @@ class Flow:
             else:
                 self._send(at, same)
 
-    def interrupt(self) -> None:
-        """Abandon the open commands, even within a step: rollouts that finish in that step may be lost."""
+    def close(self) -> None:
+        """Abandon the open commands and ignore their answers."""
         with self._lock:
-            self._interrupted |= {number for number, _ in self._open.values()}
+            self._closed = True
             left = [reply for _, reply in self._open.values()]
         for reply in left:
             if isinstance(reply, Reply):
                 reply.give_up()
-
-    def close(self) -> None:
-        """Abandon the open commands and ignore their answers."""
-        self._closed = True
-        self.interrupt()
 
     def _resting(self) -> set[int]:
         """Return the slices that have requests and no command."""
@@ -118,9 +112,7 @@ class Flow:
             newest = self._open[at][0] == number  # else the slice has received another command since
             if newest:
                 del self._open[at]
-            interrupted = number in self._interrupted
-            self._interrupted.discard(number)
-        if error is not None and not interrupted and not self.group.survives(error):
+        if error is not None and not self.group.survives(error):
             self._failed(error)
         elif error is not None or newest:
             self._changed()

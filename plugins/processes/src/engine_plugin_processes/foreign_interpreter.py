@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pydantic import BaseModel, Field, PrivateAttr, ValidationError, create_model, model_validator
+from pydantic import BaseModel, PrivateAttr, ValidationError, create_model, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 import engine_core
@@ -91,7 +91,7 @@ def foreign_plugin(python: str, name: str, plugins: PluginSet) -> tuple[RolloutB
         "other": not any(hasattr(plugin.module, hook) for plugin in plugins.named for hook in MODEL_HOOKS),
     }
     found = ask(python, json.dumps({**question, "table": None}))
-    model = _option_model(python, json.dumps(question), json.dumps(found["fields"]))
+    model = _option_model(python, json.dumps(question), json.dumps(found["keys"]))
     capabilities = frozenset(found["capabilities"]) - OUT_OF_REACH
     spec = RolloutBackend(load=ENGINE, config=model, capabilities=capabilities)
     label = f"{found['label']} of {python}"
@@ -102,7 +102,7 @@ def foreign_plugin(python: str, name: str, plugins: PluginSet) -> tuple[RolloutB
 
 
 @functools.lru_cache(maxsize=16)  # one class per question, so that equal options compare equal
-def _option_model(python: str, question: str, fields: str) -> type[BaseModel]:
+def _option_model(python: str, question: str, keys: str) -> type[BaseModel]:
     """Return a model with the keys of the plugin's model; the other environment validates the values."""
     about_it = json.loads(question)
 
@@ -126,10 +126,7 @@ def _option_model(python: str, question: str, fields: str) -> type[BaseModel]:
             made._other_policy = found["other_policy"]
             return made
 
-    made: dict[str, Any] = {
-        key: (Any, Field(default=about["default"], description=about["description"]))
-        for key, about in json.loads(fields).items()
-    }
+    made: dict[str, Any] = dict.fromkeys(json.loads(keys), (Any, None))
     model: type[BaseModel] = create_model("ForeignOptions", __base__=Foreign, **made)
     return model
 
@@ -244,10 +241,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         "source": plugin.source,
         "version": plugin.version,
         "capabilities": sorted(spec.capabilities),
-        "fields": {
-            key: {"default": _plain_default(field), "description": field.description}
-            for key, field in spec.config.model_fields.items()
-        },
+        "keys": list(spec.config.model_fields),
         "errors": [],
     }
     if question["table"] is not None:
@@ -262,13 +256,6 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
                 for one in error.errors(include_url=False, include_context=False)
             ]
     return found
-
-
-def _plain_default(field: Any) -> Any:
-    value = field.get_default(call_default_factory=True) if not field.is_required() else None
-    return json.loads(
-        json.dumps(value, default=lambda other: getattr(other, "model_dump", lambda: str(other))())
-    )
 
 
 def main() -> None:

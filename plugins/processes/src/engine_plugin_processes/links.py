@@ -157,13 +157,13 @@ class Links:
         fields = {
             "transport": self.transport_of(source, target), "link_id": f"{self._run}-{link.number}",
             "names": [f"{role[worker.rank]}[{worker.rank}] on {worker.host}" for worker in workers],
-            "rendezvous": self.meeting(f"weights-{link.number}"), "instead_of": self._used.get(key, []),
+            "rendezvous": self.meeting(f"weights-{link.number}"),
         }  # fmt: skip
         endpoints = {
             rank: {**fields, "index": index, "host": self.hosts[rank]}
             for index, rank in enumerate(link.ranks)
         }
-        join(self.crew, link.number, endpoints)
+        join(self.crew, link.number, endpoints, self._used.get(key, []))
         self._open[key] = link
         self._used.pop(key, None)
         return link
@@ -189,6 +189,7 @@ def join(
     crew: WorkerPool,
     number: int,
     endpoints: Mapping[int, Mapping[str, Any]],
+    instead_of: Sequence[int],
     own: WeightTransport | None = None,
 ) -> None:
     """Open all endpoints of a link, then join them.
@@ -196,7 +197,8 @@ def join(
     Args:
         crew: the workers of the endpoints.
         number: the link's number.
-        endpoints: fields of each rank's endpoint, in the order of their index.
+        endpoints: fields of each rank's ``TransportEndpoint``, in the order of their index.
+        instead_of: numbers of the links that this one replaces.
         own: the sender's endpoint, if the sender is this process.
     """
 
@@ -210,7 +212,8 @@ def join(
         return answers
 
     peers = [own.open()] if own is not None else []
-    peers += each("link", endpoints)
+    fields = {rank: {"endpoint": one, "instead_of": instead_of} for rank, one in endpoints.items()}
+    peers += each("link", fields)
     each("join", {rank: {"peers": peers} for rank in endpoints})
     if own is not None:
         own.join(peers)

@@ -11,7 +11,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import WorkerLost
@@ -23,48 +25,39 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 
 CLOSE_SECONDS = 5.0  # for threads, once the run has ended
+COUNTS = ("sampling/lost", "sampling/joined", "sampling/reissued")
 
 Begin = Callable[[int, int], "tuple[WorkerHandle, Mapping[str, Any]]"]
 """Starts a process for a rank, as the n-th replacement of the run, and returns it with its first command. May take long."""
 
 
+@dataclass(eq=False)
 class Replacements:
     """The replacement of lost samplers within a budget, and the record of which ranks sample.
 
     consumes: losses, from ``lost``; waits for: new processes, each in a separate thread; unblocked by: their answers;
     produces: ranks that sample again, in ``join``.
 
-    Args:
-        crew: all workers.
-        ranks: ranks of the sampler's pool.
-        budget: processes that may be replaced in one session.
-        key: configuration key of the budget, for messages.
-        begin: a ``Begin`` function.
-        start_limit: seconds for a new process to build its engine, and the key that sets them.
-        last_too: whether the last process may be lost as well: the owner waits for the new one.
     """
 
-    def __init__(
-        self,
-        crew: WorkerPool,
-        ranks: Sequence[int],
-        budget: int,
-        key: str,
-        begin: Begin,
-        start_limit: tuple[float, str],
-        last_too: bool = False,
-    ) -> None:
-        self.crew, self.ranks, self.budget, self.key = crew, tuple(ranks), budget, key
-        self.begin, self.start_limit, self.last_too = begin, start_limit, last_too
-        self.failure: Exception | None = None  # why a process could not be replaced
-        self.away: set[int] = set()  # lost, and not replaced yet
-        self.counts = dict.fromkeys(("sampling/lost", "sampling/joined", "sampling/reissued"), 0)
-        self.losses = dict.fromkeys(self.ranks, 0)  # rank -> losses so far
-        self._used = 0
-        self._ready: list[int] = []  # replaced ranks that sample after the next `join`
-        self._threads: list[threading.Thread] = []
-        self._closing = False
-        self._lock = threading.RLock()
+    crew: WorkerPool  # all workers
+    ranks: Sequence[int]  # of the sampler's pool
+    budget: int  # processes that may be replaced in one session
+    key: str  # configuration key of the budget, for messages
+    begin: Begin
+    start_limit: tuple[
+        float, str
+    ]  # seconds for a new process to build its engine, and the key that sets them
+    last_too: bool = False  # the last process may be lost as well: the owner waits for the new one
+    failure: Exception | None = None  # why a process could not be replaced
+    away: set[int] = field(default_factory=set)  # lost, and not replaced yet
+    counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
+    losses: Counter[int] = field(default_factory=Counter)  # rank -> losses so far
+    _used: int = 0
+    _ready: list[int] = field(default_factory=list)  # replaced ranks that sample after the next `join`
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _closing: bool = False
+    _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def present(self) -> list[int]:
@@ -122,7 +115,7 @@ class Replacements:
         """Return the number of sampling ranks and the counts since the last call."""
         with self._lock:
             counted = {name: float(value) for name, value in self.counts.items()}
-            self.counts = dict.fromkeys(self.counts, 0)
+            self.counts = dict.fromkeys(COUNTS, 0)
             return counted | {"sampling/samplers": float(len(self.present))}
 
     def close(self) -> None:

@@ -48,8 +48,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
-REPORT_SECONDS = 15.0  # between two messages about workers that start
-
 
 class MultiProcessRuntime(Runtime):
     """A runtime whose workers are processes; subclasses define how they are started."""
@@ -218,7 +216,7 @@ class MultiProcessRuntime(Runtime):
             merge=lambda results: dict(zip(orders, results, strict=True)),
             deadline=self._start_limit,
         )
-        ready = self._wait_for_start(reply)
+        ready = reply.result()
         self._read_devices(ready)
         self.links = Links(self.crew, self._transport_to, self._ranks, self.hosts, self._meeting, self._token)
         self.links.replaceable = self.replacements is not None
@@ -242,43 +240,22 @@ class MultiProcessRuntime(Runtime):
         minutes, name = self.options.startup_timeout_minutes, self.config.runtime.backend
         return minutes * 60, f"runtime.{name}.startup_timeout_minutes"
 
-    def _wait_for_start(self, reply: Future[Any]) -> Any:
-        """Return the workers' answers; while waiting, log the progress of each rank every ``REPORT_SECONDS``."""
-        assert self.crew is not None
-        began = time.monotonic()
-        while True:
-            try:
-                return reply.result(REPORT_SECONDS)
-            except TimeoutError:
-                if reply.done():
-                    raise
-            for worker in self.crew.workers.values():
-                if worker.at()[0]:
-                    seconds, roles = time.monotonic() - began, ", ".join(worker.roles)
-                    log.info(
-                        "Starting for %.0f s: rank %d (%s): %s", seconds, worker.rank, roles, worker.newest
-                    )
-
     def _check_transport(self, roles: Mapping[str, Role]) -> None:
         """Check the weight transport that the run file names, before anything is started.
 
         Raises:
             ConfigError: the transport does not fit this run.
         """
-        if {"actor", "rollout"} <= roles.keys() and self.config.rollout.transport != AUTO[KIND]:
-            topology = self._topology(self._pool("actor"), self._pool("rollout"))
-            self._transport = choose(self.config, self.plugins, topology)
-            if topology.apart:
-                kind, options = make(self.config, self.plugins, self._transport)
-                kind.check(options, self._one_machine())
+        name = self.config.rollout.transport
+        if {"actor", "rollout"} <= roles.keys() and name != AUTO[KIND] and name != "same_process":
+            kind, options = make(self.config, self.plugins, name)
+            kind.check(options, self._one_machine())
 
     def _read_devices(self, ready: Mapping[int, Mapping[str, Any]]) -> None:
-        """Store the device of each rank; if the run file says ``auto``, choose the transport by the devices."""
+        """Store the device of each rank, and choose the transport, if the run file says ``auto`` by the devices."""
         self._devices = {rank: ProcessDevice(**found["device"]) for rank, found in ready.items()}
-        served = {role for pool in self.pools for role in pool.roles}
-        if {"actor", "rollout"} <= served and self.config.rollout.transport == AUTO[KIND]:
-            topology = self._topology(self._pool("actor"), self._pool("rollout"))
-            self._transport = choose(self.config, self.plugins, topology)
+        if {"actor", "rollout"} <= {role for pool in self.pools for role in pool.roles}:
+            self._transport = choose(self.config, self._topology(self._pool("actor"), self._pool("rollout")))
 
     def _repeatable(self, pool: Pool) -> bool:
         """Return whether results of the pool are bitwise repeatable: on CPUs, or if the run is deterministic."""

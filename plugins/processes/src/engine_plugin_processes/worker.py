@@ -124,12 +124,6 @@ class Worker:
         described = dataclasses.asdict(ProcessDevice.of(device))
         return {"shared": self.host.shared, "roles": roles, "device": described}
 
-    def _do_versions(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the versions that a sampler's owner compares before it starts the engine here."""
-        from engine_plugin_processes.sampler_process.build import versions
-
-        return versions()
-
     def _do_sampler(self, message: dict[str, Any]) -> dict[str, Any]:
         """Build the engine of ``[rollout.process]``; return its label and capacity."""
         from engine_plugin_processes.sampler_process.build import build_host
@@ -217,14 +211,9 @@ class Worker:
         for number in message["instead_of"]:
             if (old := self.links.pop(number, None)) is not None:
                 old.close()
-        fields = {name: message[name] for name in ("transport", "index", "host", "rendezvous", "link_id")}
-        endpoint = TransportEndpoint(
-            names=tuple(message["names"]),
-            device=self.host.place.device,
-            token=self.order["token"],
-            **fields,
-        )
-        kind, options = make(self.host.config, self.host.plugins, message["transport"])
+        device, token = self.host.place.device, self.order["token"]
+        endpoint = TransportEndpoint(**message["endpoint"], device=device, token=token)
+        kind, options = make(self.host.config, self.host.plugins, endpoint.transport)
         self.links[message["link"]] = transport = kind(options, endpoint)
         return transport.open()
 

@@ -90,7 +90,8 @@ class RemoteWorkerGroup(WorkerGroup):
         if method == "generate":
             return self._generate(plain["requests"])
         self.before(self.role, method)
-        present, merge = self.present, merge_plain
+        present = self.present
+        merge: Merge = merge_plain
         batches: Sequence[Batch | None] = [batch] * len(present)
         arguments = [plain] * len(present)
         if batch is not None and split == "dp":

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine_core.errors import EngineError, WorkerLost
@@ -64,36 +65,23 @@ class Reply(Future[Any]):
             raise
 
 
+@dataclass(slots=True)
 class Command:
-    """A command to some ranks; done when all of them have answered.
+    """A command to some ranks; done when all of them have answered."""
 
-    Args:
-        number: id that the answers carry.
-        what: role and method, for messages.
-        ranks: receivers of the command.
-        leaders: ranks whose results are merged, in this order.
-        merge: merges the leaders' results into one.
-        deadline: seconds that a rank may take once it has begun the command, and the key that sets them.
-    """
-
-    def __init__(
-        self,
-        number: int,
-        what: tuple[str, str],
-        ranks: Sequence[int],
-        leaders: Sequence[int],
-        merge: Merge,
-        deadline: tuple[float, str],
-    ) -> None:
-        self.number, self.what, self.ranks, self.leaders, self.merge = number, what, ranks, leaders, merge
-        self.deadline, self.deadline_key = deadline
-        self.reply: Reply
-        self.on_part: Callable[[Any], None] = lambda part: None
-        self.values: dict[int, Any] = {}
-        self.errors: dict[int, Exception] = {}
-        self.later: dict[int, Future[Any]] = {}  # results that follow the answer, such as those of saves
-        self.failed_at: float | None = None  # time of the first error
-        self.thread = threading.get_ident()  # the thread that sends the command
+    number: int  # id that the answers carry
+    what: tuple[str, str]  # role and method, for messages
+    ranks: Sequence[int]  # receivers of the command
+    leaders: Sequence[int]  # ranks whose results are merged, in this order
+    merge: Merge
+    deadline: tuple[float, str]  # seconds that a rank may take once it has begun, and the key that sets them
+    on_part: Callable[[Any], None] = lambda part: None
+    reply: Reply = field(init=False)
+    values: dict[int, Any] = field(default_factory=dict)
+    errors: dict[int, Exception] = field(default_factory=dict)
+    later: dict[int, Future[Any]] = field(default_factory=dict)  # results that follow the answer, as of saves
+    failed_at: float | None = None  # time of the first error
+    thread: int = field(default_factory=threading.get_ident)  # the thread that sends the command
 
     @property
     def waiting(self) -> list[int]:
@@ -219,8 +207,7 @@ class WorkerPool:
         """
         ranks = list(messages)
         limit = deadline or (self.stall_seconds, self.stall_key)
-        command = Command(number, what, ranks, leaders or ranks[:1], merge, limit)
-        command.on_part = on_part
+        command = Command(number, what, ranks, leaders or ranks[:1], merge, limit, on_part)
         command.reply = Reply((lambda: self._interrupt(command)) if interruptible else (lambda: None))
         if self._closing.is_set():
             command.fail(self._over(command))
@@ -385,7 +372,6 @@ class WorkerPool:
     def _log(self, worker: WorkerHandle, message: Mapping[str, Any]) -> None:
         """Log a worker's record: on screen for shown workers and new warnings, else to the log file alone."""
         logger, level, text = logging.getLogger(message["name"]), message["level"], message["log"]
-        worker.newest = text
         with self._lock:
             said_by = self._warned.setdefault(text, worker.rank) if level >= logging.WARNING else -1
         extra = None if worker.shown or said_by == worker.rank else FILE_ONLY
@@ -448,7 +434,7 @@ class WorkerPool:
                 failed = [c for c in self.open.values() if c.failed_at and now - c.failed_at > c.patience]
                 there = [worker for worker in self.workers.values() if worker.rank not in self.absent]
                 at = [(self.open.get(number), since) for number, since in (w.at() for w in there)]
-                late = [command for command, since in at if command and now - since > command.deadline]
+                late = [command for command, since in at if command and now - since > command.deadline[0]]
             for command in failed:
                 self._leave_stragglers(command)
             if late and self.broken is None:
@@ -477,11 +463,11 @@ class WorkerPool:
             time.sleep(TICK_SECONDS / 2)
         blamed, cause, stacks = diagnose(
             command.what[1],
-            command.deadline,
+            command.deadline[0],
             command.waiting,
             command.ranks,
             self.stacks,
-            command.deadline_key,
+            command.deadline[1],
         )
         log.error("Where every rank is:\n%s", stacks)
         worker = self.workers[blamed]

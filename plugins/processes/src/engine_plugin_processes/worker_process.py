@@ -16,8 +16,6 @@ from engine_plugin_processes.channel import Channel, Closed
 from engine_plugin_processes.child import SOCKET, ChildProcess
 
 MODULE = "engine_plugin_processes.worker"
-# a longer gap between two heartbeat checks: this process was stopped and may have missed heartbeats
-AWAY_SECONDS = 2.0
 
 log = logging.getLogger("engine")
 
@@ -48,10 +46,8 @@ class WorkerHandle:
         self.shown = bool(name) or rank == 0  # on screen, not only in the log file
         self.prefix = f"{self.name}: " if name or rank else ""
         self.roles: tuple[str, ...] = ("worker",)
-        self.newest = "nothing yet"  # newest line that it printed or logged
         self.heartbeat_timeout_seconds = heartbeat_timeout_seconds
         self.heartbeat: float | None = None  # time of the last heartbeat
-        self._looked = time.monotonic()
         if process is not None:
             process.on_line = self._show
         self._mailbox: list[int] = []  # unanswered commands, in order
@@ -117,12 +113,8 @@ class WorkerHandle:
 
     def silence(self) -> str:
         """Return why the worker counts as lost although its connection is open; "" if it does not."""
-        now = time.monotonic()
-        if now - self._looked > AWAY_SECONDS and self.heartbeat is not None:
-            self.heartbeat = now
-        self._looked = now
         seconds = self.heartbeat_timeout_seconds
-        if seconds and self.heartbeat is not None and now - self.heartbeat > seconds:
+        if seconds and self.heartbeat is not None and time.monotonic() - self.heartbeat > seconds:
             if self.process is not None:
                 self.process.dump_stacks()
             return (
@@ -153,5 +145,4 @@ class WorkerHandle:
 
     def _show(self, line: str) -> None:
         """Log a line that the worker printed; on screen only if the worker is shown."""
-        self.newest = line
         log.info("%s printed: %s", self.name, line, extra=None if self.shown else FILE_ONLY)

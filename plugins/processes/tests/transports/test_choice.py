@@ -66,7 +66,7 @@ def gpu(name):
 def test_auto_chooses_by_where_actor_and_sampler_are_and_says_why(config, caplog, topology, name, why):
     made = config()
     with caplog.at_level(logging.INFO, "engine"):
-        assert choose(made, plugins_for(made), topology) == name
+        assert choose(made, topology) == name
     assert why in caplog.text
 
 
@@ -83,7 +83,7 @@ def test_shared_memory_is_refused_where_the_run_need_not_be_on_one_machine():
 
 def test_a_name_is_taken_with_its_table_and_another_is_made_of_its_defaults(config):
     made = config(**POOLS, **{"rollout.transport": "ipc", "rollout.ipc.timeout_seconds": 3})
-    kind, options = make(made, plugins_for(made), choose(made, plugins_for(made), Topology(True)))
+    kind, options = make(made, plugins_for(made), choose(made, Topology(True)))
     assert (kind, options.timeout_seconds) == (IPC, 3)
     assert make(made, plugins_for(made), "tcp")[0] is TCP
 
@@ -119,4 +119,4 @@ def test_a_plugin_of_one_file_can_bring_one(config, tmp_path):
     )
     (tmp_path / "run.toml").write_text('plugins = ["mine.py"]\n[rollout]\ntransport = "pigeon"\n')
     made = load_config(tmp_path / "run.toml", {**POOLS, "reward": [{"name": "numeric"}]})
-    assert make(made, plugins_for(made), choose(made, plugins_for(made), Topology(True)))[0] is TCP
+    assert make(made, plugins_for(made), choose(made, Topology(True)))[0] is TCP

@@ -60,7 +60,7 @@ class Connections:
         """
         until, response = time.monotonic() + seconds, None
         late = Passing(f"no whole answer within {seconds:.3g} s")
-        answer = bytearray()
+        answer, whole = bytearray(), False
         try:
             response = self.pool.urlopen(
                 "GET" if body is None else "POST",
@@ -78,6 +78,7 @@ class Connections:
                     return response, None
                 if time.monotonic() > until:  # the socket's own timeout restarts with each byte
                     raise late
+            whole = True
         except NewConnectionError as error:  # a subclass of urllib3's timeout errors
             raise Passing(f"no connection: {_reason(error)}") from None
         except ConnectTimeoutError:
@@ -88,7 +89,7 @@ class Connections:
             raise Passing(f"the connection broke off: {_reason(error)}") from None
         finally:
             if response is not None:
-                if not response.isclosed():  # a connection with unread bytes is of no use
+                if not whole:  # a connection with unread bytes is of no use
                     response.close()
                 response.release_conn()
         return response, bytes(answer)

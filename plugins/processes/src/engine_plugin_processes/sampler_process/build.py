@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -40,12 +39,6 @@ class SamplerHost:
             engine.close()
 
 
-def versions() -> dict[str, Any]:
-    """Return the versions that the owner compares with those of its environment."""
-    python = platform.python_version()
-    return {**foreign_interpreter.versions(), "python": python, "torch": torch.__version__}
-
-
 def build_host(order: Mapping[str, Any]) -> SamplerHost:
     """Build the engine of the owner's command.
 
@@ -55,6 +48,7 @@ def build_host(order: Mapping[str, Any]) -> SamplerHost:
     Raises:
         EngineError: the plugin does not load in this environment, or the engine cannot be built.
     """
+    foreign_interpreter.compare(sys.executable, foreign_interpreter.versions(), order["versions"])
     if order["path"] is not None:
         sys.path[:] = order["path"]
     device = torch.device(order["context"]["device"])

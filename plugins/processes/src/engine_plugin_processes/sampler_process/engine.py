@@ -33,7 +33,6 @@ from engine_plugin_processes import foreign_interpreter
 from engine_plugin_processes.flow import Flow
 from engine_plugin_processes.placement import Slice
 from engine_plugin_processes.replacement import Replacements
-from engine_plugin_processes.sampler_process.build import versions
 from engine_plugin_processes.sampler_process.memory import environment_for
 from engine_plugin_processes.sampler_process.weights import Stream, Weights
 from engine_plugin_processes.starting import portable_path
@@ -50,9 +49,7 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
 
 STEP_SECONDS = 0.05  # time that a step waits for a rollout: the caller may have more requests
-ABORT_SECONDS = 1.0  # for an engine to answer an abort of all requests; then its step is interrupted
 LOSS_SECONDS = 10.0  # to detect the loss of a process, once an update has failed
-IMPORTS = 120.0, "the time to import the core"
 TICK_SECONDS = 0.05
 NOT_INHERITED = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
@@ -176,7 +173,7 @@ class SamplerEngine(RolloutEngine):
         stopped: list[Rollout] = []
         if self.replacements.present and self.pool.broken is None:
             try:
-                stopped = self._stopped(list(mine))
+                stopped = self.group.call("advance", stopped=list(mine), rounds=0).result()
             except WorkerLost as loss:  # its part of these aborted requests is lost, too
                 log.warning("A sampler was lost in an abort: %s", loss)
         self.group.forget(mine)
@@ -187,21 +184,6 @@ class SamplerEngine(RolloutEngine):
         if not self._asked:
             self.flow.error = None  # error of an aborted request
         return [found.get(id) or request.unsampled() for id, request in mine.items()]
-
-    def _stopped(self, ids: list[str]) -> list[Rollout]:
-        """Stop these requests in the processes; return the rollouts sampled so far."""
-        reply = self.group.call("advance", stopped=ids, rounds=0)
-        found: list[Rollout]
-        if len(ids) < len(self._asked):
-            found = reply.result()
-            return found
-        try:
-            found = reply.result(ABORT_SECONDS)
-        except TimeoutError:
-            self.flow.interrupt()
-            found = reply.result()
-            self.group.call("advance", dropped=ids, rounds=0)  # finished in the interrupted step
-        return found
 
     def _taken(self, wanted: Callable[[str], bool]) -> list[Rollout]:
         """Remove the wanted rollouts from those that have arrived, and return them."""
@@ -358,10 +340,9 @@ class SamplerEngine(RolloutEngine):
         try:
             for rank in ranks:
                 self.pool.admit(self._launch(rank))
-            for theirs in self._commands({rank: {"kind": "versions"} for rank in ranks}, IMPORTS):
-                self._compare(theirs)
-            orders = {rank: self._order(rank) for rank in ranks}
-            self._about = self._commands(orders, limit)[0]
+            number = self.pool.next_number()
+            orders = {rank: {**self._order(rank), "id": number} for rank in ranks}
+            self._about = self.pool.send(orders, ("rollout", "start"), number, deadline=limit).result()
         except WorkerLost as loss:
             if absent := foreign_interpreter.missing_distribution(loss.cause):
                 raise PluginError(foreign_interpreter.without(self.python, absent)) from None
@@ -396,15 +377,6 @@ class SamplerEngine(RolloutEngine):
         worker.roles = ("rollout",)
         return worker
 
-    def _commands(self, orders: Mapping[int, Mapping[str, Any]], limit: tuple[float, str]) -> list[Any]:
-        """Send each process its command; return the answers in the order of the ranks."""
-        number = self.pool.next_number()
-        messages = {rank: {**order, "id": number} for rank, order in orders.items()}
-        what, ranks = ("rollout", "start"), list(orders)
-        reply = self.pool.send(messages, what, number, leaders=ranks, merge=list, deadline=limit)
-        answers: list[Any] = reply.result()
-        return answers
-
     def _to(self, ranks: Sequence[int], method: str, **plain: Any) -> None:
         """Call a method of some engines."""
         number = self.pool.next_number()
@@ -419,6 +391,7 @@ class SamplerEngine(RolloutEngine):
         device = self.devices[rank]
         return {
             "kind": "sampler",
+            "versions": foreign_interpreter.versions(),
             "rollout": config.model_dump(mode="json", exclude={"process"}),
             "steps_are_short": config.steps_are_short,
             "options": options,
@@ -452,13 +425,6 @@ class SamplerEngine(RolloutEngine):
             for each in asked
             if any(hasattr(each.module, hook) for hook in foreign_interpreter.MODEL_HOOKS)
         ]
-
-    def _compare(self, theirs: Mapping[str, Any]) -> None:
-        """Raise ``PluginError`` if the process has other distributions than the owner; log another torch version."""
-        mine = versions()
-        foreign_interpreter.compare(self.python, theirs, mine)
-        if theirs["torch"] != mine["torch"]:
-            log.info("The sampler's process has torch %s, the trainer %s.", theirs["torch"], mine["torch"])
 
 
 def devices(own: torch.device, count: int, world_size: int) -> list[torch.device]:

@@ -161,11 +161,9 @@ class Weights:
         endpoint = TransportEndpoint(**fields, index=0, device=self.context.device, token=self.token)
         spec = TRANSPORTS[TRANSPORT]
         transport: WeightTransport = spec.resolve()(spec.config(), endpoint)
-        fields["instead_of"] = replaced
+        endpoints = {rank: {**fields, "index": at} for at, rank in enumerate(ranks, 1)}
         try:
-            join(
-                self.pool, self._links, {rank: {**fields, "index": at} for at, rank in enumerate(ranks, 1)}, transport
-            )  # fmt: skip
+            join(self.pool, self._links, endpoints, replaced, transport)
         except BaseException:
             transport.close()
             raise

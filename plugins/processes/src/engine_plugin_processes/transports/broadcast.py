@@ -4,7 +4,7 @@ The group is separate from ``torch.distributed``'s default groups, in which ever
 takes three broadcasts: two lengths, the header, the bytes. The next bucket is gathered while the last one is in
 flight. Lengths and headers always go through host memory by gloo, so that a receiver's wait fails when the sender has
 gone. Bytes go from device to device by NCCL where possible, and a kernel of NCCL starts only when the bytes are ready.
-Whether NCCL works between these GPUs is tried when the endpoints join; otherwise bytes go by gloo, too.
+If processes share a GPU, bytes go by gloo, too.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import datetime
 import json
 import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,53 +47,22 @@ class Broadcast(WeightTransport):
         return gpu_uuid(self.endpoint.device) if dist.is_nccl_available() else ""
 
     def join(self, peers: Sequence[Any]) -> None:
-        """Make the gloo group and, if every endpoint has its own GPU and NCCL works between them, the NCCL group."""
+        """Make the gloo group and, if every endpoint has its own GPU, the NCCL group."""
         seconds = datetime.timedelta(seconds=self.options.timeout_seconds)
         store = store_at(self.endpoint.rendezvous, len(peers), seconds)
         index, size = self.endpoint.index, len(peers)
         words = dist.PrefixStore(f"{self.endpoint.link_id}/words", store)
         self.group = dist.ProcessGroupGloo(words, index, size, seconds)
-        if not all(peers):
-            return
-        if len(set(peers)) < size:
+        if len(set(peers)) == size and all(peers):
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = 2 * seconds  # then NCCL ends the process; this module's timeout expires before
+            data = dist.PrefixStore(f"{self.endpoint.link_id}/bytes", store)
+            self.bytes_group = dist.ProcessGroupNCCL(data, index, size, options)
+            self.device = self.endpoint.device
+        elif all(peers):
             log.warning(
                 "rollout.transport = 'broadcast': processes share a GPU, so weights go through host memory."
             )
-            return
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = 2 * seconds  # then NCCL ends the process; this module's timeout expires before
-        data = dist.PrefixStore(f"{self.endpoint.link_id}/bytes", store)
-        self.bytes_group, why = self._tried(lambda: dist.ProcessGroupNCCL(data, index, size, options))
-        if self.bytes_group is not None:
-            self.device = self.endpoint.device
-        else:
-            log.warning(
-                "rollout.transport = 'broadcast': NCCL does not work between these GPUs (%s), so weights go through host memory, "
-                "which is slower.", why or "another process says so",
-            )  # fmt: skip
-
-    def _tried(self, make: Callable[[], Any]) -> tuple[Any, str]:
-        """Return the group that ``make`` builds if a test broadcast works on every endpoint, else None; and why not.
-
-        The decision is the same on every endpoint.
-        """
-        group, why = None, ""
-        seconds = self.options.timeout_seconds / 2  # the other endpoints still wait for the answer then
-        try:
-            group = make()
-            word = torch.zeros(8, dtype=torch.uint8, device=self.endpoint.device)
-            if not _done(group.broadcast(word, 0), seconds):
-                why = f"nothing came within {seconds:g} s"
-        except RuntimeError as error:
-            why = _first_line(error)
-        works = torch.tensor([0 if why else 1])
-        self.group.allreduce(works, dist.ReduceOp.MIN).wait()
-        if works.item():
-            return group, ""
-        if group is not None:
-            with contextlib.suppress(RuntimeError):
-                group.abort()
-        return None, why
 
     def send(self, stream: Iterable[tuple[str, Tensor]], update: WeightUpdate) -> int:
         """Broadcast weights [D_1, D_2, ...] in buckets; return their bytes.
@@ -145,8 +114,11 @@ class Broadcast(WeightTransport):
                 self._drain(update)
 
     def close(self) -> None:
-        """Free the process groups."""
-        self._leave()
+        """Free the groups. The NCCL group is aborted: what it still waits for does not come."""
+        group, self.group, self.bytes_group = self.bytes_group, None, None
+        if group is not None:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
 
     # -- one broadcast ------------------------------------------------------
 
@@ -192,19 +164,12 @@ class Broadcast(WeightTransport):
             except RuntimeError as error:
                 raise self._unusable(update, _first_line(error)) from error
 
-    def _leave(self) -> None:
-        """Free the groups. The NCCL group is aborted: what it still waits for does not come."""
-        group, self.group, self.bytes_group = self.bytes_group, None, None
-        if group is not None:
-            with contextlib.suppress(RuntimeError):
-                group.abort()
-
     def _unusable(self, update: WeightUpdate, what: str) -> TrainingFailed:
         """Free the groups after a failed broadcast and return the error of this update."""
-        self._leave()
+        self.close()
         if "imed out" in what:
             return self.endpoint.timeout(update, f"nothing went on ({what})", self.options.timeout_seconds)
-        return self.endpoint.failure(update, what)
+        return self.endpoint.failure(update, f"{what}. 'tcp' needs nothing but sockets.")
 
     def _drain(self, update: WeightUpdate) -> None:
         """Receive and discard the rest, so that no endpoint waits for this one."""

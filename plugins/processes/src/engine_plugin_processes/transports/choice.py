@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.config.choices import AUTO
-from engine_core.config.completeness import transport_problem
-from engine_core.errors import ConfigError
 from engine_plugin_processes.transports.devices import ProcessDevice
 from engine_plugin_processes.transports.table import TRANSPORTS
 
@@ -33,25 +31,19 @@ class Topology:
     may_leave: bool = False  # receivers may be lost one by one, or join and leave
 
 
-def choose(config: EngineConfig, plugins: PluginSet, topology: Topology) -> str:
-    """Return the name of the transport; log it with the reason.
-
-    Raises:
-        ConfigError: the transport that the file names does not serve this topology.
-    """
-    wanted = config.rollout.transport
-    if wanted == AUTO[KIND]:
+def choose(config: EngineConfig, topology: Topology) -> str:
+    """Return the name of the transport; log it with the reason."""
+    name = config.rollout.transport
+    if name == AUTO[KIND]:
         name, why = by_topology(topology)
         log.info("rollout.transport = 'auto': '%s', because %s.", name, why)
-        return name
-    if problem := transport_problem(config, plugins, topology.apart):
-        raise ConfigError(problem)
-    log.info("rollout.transport = '%s'.", wanted)
-    return wanted
+    else:
+        log.info("rollout.transport = '%s'.", name)
+    return name
 
 
 def make(config: EngineConfig, plugins: PluginSet, name: str) -> tuple[type[WeightTransport], Options]:
-    """Return the class behind a name that ``choose`` returned, and its options."""
+    """Return the class behind a transport's name, and its options."""
     found: Any
     if name == config.rollout.transport:
         found = plugins.resolve(KIND, name)
