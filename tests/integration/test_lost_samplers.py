@@ -6,8 +6,9 @@ import time
 import pytest
 
 from engine_core.runs.rollout_files import read_rollouts
-from engine_plugin_processes.replaceable_group import ReplaceableGroup, SurvivingFlow
+from engine_plugin_processes.flow import Flow
 from engine_plugin_processes.replacement import Replacements
+from engine_plugin_processes.worker_group import RemoteWorkerGroup
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +59,7 @@ def run(grpo, tmp_path, trained):
 @pytest.fixture
 def killed(monkeypatch):
     """The second sampler is killed when it has been given its third piece of work; an update waits for its successor."""
-    to, send, join, given = ReplaceableGroup._to, SurvivingFlow._send, Replacements.join, []
+    to, send, join, given = RemoteWorkerGroup.generate_on, Flow._send, Replacements.join, []
 
     def count(crew, at):
         if at == 1:
@@ -68,11 +69,12 @@ def killed(monkeypatch):
 
     def counting(group, at, *arguments):
         reply = to(group, at, *arguments)
-        count(group.crew, at)
+        if group.replacements is not None:
+            count(group.crew, at)
         return reply
 
-    def flowing(flow, at, plain, texts):
-        send(flow, at, plain, texts)
+    def flowing(flow, at, plain):
+        send(flow, at, plain)
         if plain["requests"]:
             count(flow.group.crew, at)
 
@@ -82,8 +84,8 @@ def killed(monkeypatch):
             time.sleep(0.05)
         return join(replacements)
 
-    monkeypatch.setattr(ReplaceableGroup, "_to", counting)
-    monkeypatch.setattr(SurvivingFlow, "_send", flowing)
+    monkeypatch.setattr(RemoteWorkerGroup, "generate_on", counting)
+    monkeypatch.setattr(Flow, "_send", flowing)
     monkeypatch.setattr(Replacements, "join", waiting)
 
 

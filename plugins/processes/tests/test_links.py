@@ -127,7 +127,7 @@ def test_one_that_is_lost_in_the_midst_of_an_update_is_left_out_and_the_others_a
     links, workers = make(script, may_lose=True)
     result = push(links)
     assert (result.bytes, result.checksum) == (100, "sum")
-    assert workers[1].said("link")[-1]["names"] == ["actor[0] on host0", "rollout[1] on host1"]
+    assert workers[1].said("link")[-1]["endpoint"]["names"] == ["actor[0] on host0", "rollout[1] on host1"]
 
 
 def test_one_that_was_lost_before_is_not_waited_for(make):

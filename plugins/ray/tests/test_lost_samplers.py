@@ -8,8 +8,9 @@ import pytest
 
 from engine_core.runs.rollout_files import read_rollouts
 from engine_core.train.trainer import Trainer
-from engine_plugin_processes.replaceable_group import ReplaceableGroup, SurvivingFlow
+from engine_plugin_processes.flow import Flow
 from engine_plugin_processes.replacement import Replacements
+from engine_plugin_processes.worker_group import RemoteWorkerGroup
 from engine_plugin_trainers.async_trainer import AsyncTrainer
 
 pytestmark = [pytest.mark.slow, pytest.mark.chaos]
@@ -31,7 +32,7 @@ JOIN_SECONDS = 120.0
 @pytest.fixture
 def killed(monkeypatch):
     """Kill the second sampler when it has received its third command; an update waits for its replacement."""
-    to, send, join, given = ReplaceableGroup._to, SurvivingFlow._send, Replacements.join, []
+    to, send, join, given = RemoteWorkerGroup.generate_on, Flow._send, Replacements.join, []
 
     def count(crew, at):
         if at == 1:
@@ -41,11 +42,12 @@ def killed(monkeypatch):
 
     def counting(group, at, *arguments):
         reply = to(group, at, *arguments)
-        count(group.crew, at)
+        if group.replacements is not None:
+            count(group.crew, at)
         return reply
 
-    def flowing(flow, at, plain, texts):
-        send(flow, at, plain, texts)
+    def flowing(flow, at, plain):
+        send(flow, at, plain)
         if plain["requests"]:
             count(flow.group.crew, at)
 
@@ -55,8 +57,8 @@ def killed(monkeypatch):
             time.sleep(0.05)
         return join(replacements)
 
-    monkeypatch.setattr(ReplaceableGroup, "_to", counting)
-    monkeypatch.setattr(SurvivingFlow, "_send", flowing)
+    monkeypatch.setattr(RemoteWorkerGroup, "generate_on", counting)
+    monkeypatch.setattr(Flow, "_send", flowing)
     monkeypatch.setattr(Replacements, "join", waiting)
 
 

@@ -1,7 +1,7 @@
 """Idle connections to workers on other nodes, by which a node that is lost without notice is detected soon.
 
 Ray detects the loss after about a minute. The system probes an idle connection and detects it in a quarter of that
-time (``engine_plugin_processes.peer_watch``): the controller detects the loss of a worker's node, and the worker that
+time (``engine_plugin_processes.channel.KEEPALIVE``): the controller detects the loss of a worker's node, and the worker that
 of the controller's.
 """
 

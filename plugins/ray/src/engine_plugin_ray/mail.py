@@ -17,6 +17,7 @@ from ray.exceptions import RayError
 
 from engine_plugin_processes.channel import Channel, Closed
 from engine_plugin_processes.codec import Encoded, decode, encode
+from engine_plugin_ray.lifeline import end_with
 
 STORED_BYTES = 64 * 1024  # payloads of this size or more go into the object store
 
@@ -58,7 +59,9 @@ class ControllerEnd:
 
     def __init__(self, actor: Any, store: Store, line: Channel | None = None) -> None:
         self._actor, self._store, self._line = actor, store, line
-        self.socket = line.socket if line is not None else None
+        self._missed: TimeoutError | None = None  # the actor's node does not answer
+        if line is not None:
+            end_with(line, self._miss)
         self._answers = actor.answers.options(num_returns="streaming").remote()
         self._closed = False
         self.loss = ""  # Ray's description of the actor's end
@@ -90,8 +93,14 @@ class ControllerEnd:
         except RayError as error:
             self.loss = str(error)
             self.over.set()
-            raise Closed(str(error)) from error
+            raise Closed(str(error)) from (self._missed or error)
         return decode(header, bytearray(payload))
+
+    def _miss(self) -> None:
+        """End ``receive``, which Ray would do about a minute after the node was lost."""
+        if not self._closed:
+            self._missed = TimeoutError("no answer on an idle connection")
+            ray.kill(self._actor, no_restart=True)
 
     def close(self) -> None:
         """Send no more messages and close the idle connection."""
@@ -103,7 +112,6 @@ class ControllerEnd:
 class WorkerEnd:
     """The actor's end of a mailbox, with the interface of ``channel.Channel``."""
 
-    socket = None  # messages by Ray have no socket
     encode = staticmethod(encode)
 
     def __init__(self) -> None:
