@@ -26,15 +26,7 @@ from engine_core.temporary_folder import TemporaryFolder
 from engine_plugin_vllm_rollout.memory import Memory
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
 from engine_plugin_vllm_rollout.ranks import check_ranks, layout_of
-from engine_plugin_vllm_rollout.registration import registered_in_workers
-from engine_plugin_vllm_rollout.start import (
-    Place,
-    architecture,
-    check_heads,
-    head,
-    prepare_environment,
-    start,
-)
+from engine_plugin_vllm_rollout.start import Place, architecture, prepare_environment, start
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RolloutConfig
@@ -88,7 +80,7 @@ class VLLMRolloutEngine(RolloutEngine):
     def _start(self) -> None:
         prepare_environment()
         from engine_plugin_vllm_rollout.adapter import AdapterUpdater
-        from engine_plugin_vllm_rollout.weights import Updater, choose, expected_shapes
+        from engine_plugin_vllm_rollout.weights import Updater, expected_shapes
 
         live = self.context.live or {}
         tokenizer: Any = live.get("tokenizer") or load_tokenizer(self.model_config)
@@ -107,39 +99,33 @@ class VLLMRolloutEngine(RolloutEngine):
         text_config = hf_config.get_text_config()
         positions = self._positions(text_config)
         device = self.context.device
-        check_heads(text_config, device, self.where)
         self._full = self._tells_mass()
         registered = self._registered()
-        workers = registered_in_workers(self.config, self.model_config, self.context)
-        with workers if registered else contextlib.nullcontext():
-            self._llm = start(
-                self._folder.path if module is not None else self.model_config.path,
-                Path(self._folder.path),
-                self.options,
-                Place(
-                    device,
-                    self.context.seed,
-                    device.type == "cuda",
-                    positions,
-                    self._full,
-                    self.context.world_size,
-                ),
-                load_weights=module is None and not registered and not has_no_weights(self.model_config.path),
-                override=architecture(hf_config)
-                | head(self.options.fp32_head)
-                | self.model_config.override
-                | registered,
-                trust_remote_code=self.model_config.trust_remote_code,
-                key=self.where,
-            )
+        head = {"head_dtype": "float32"} if self.options.fp32_head else {}
+        self._llm = start(
+            self._folder.path if module is not None else self.model_config.path,
+            Path(self._folder.path),
+            self.options,
+            Place(
+                device,
+                self.context.seed,
+                device.type == "cuda",
+                positions,
+                self._full,
+                self.context.world_size,
+            ),
+            load_weights=module is None and not registered and not has_no_weights(self.model_config.path),
+            override=architecture(hf_config) | head | self.model_config.override | registered,
+            trust_remote_code=self.model_config.trust_remote_code,
+            key=self.where,
+        )
         self._vocabulary = text_config.vocab_size
         self._room = self._llm.vllm_config.model_config.max_model_len
         self._updater: Updater | AdapterUpdater
         if self.options.adapter:
             self._updater = AdapterUpdater(self._llm)
         else:
-            how = choose(self.options.weight_update, self._llm, self.where)
-            self._updater = Updater(self._llm, None if registered else expected_shapes(hf_config), how)
+            self._updater = Updater(self._llm, None if registered else expected_shapes(hf_config))
         self.memory = Memory(self._llm, self.options.sleep_level if device.type == "cuda" else 0)
         if module is not None:
             self._updater.take(published(module), 0)

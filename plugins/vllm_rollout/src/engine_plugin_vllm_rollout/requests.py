@@ -9,7 +9,6 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from engine_plugin_vllm_rollout.log_mass import KEY
-from engine_plugin_vllm_rollout.sampling_options import kept_at_most, sampling_options
 
 if TYPE_CHECKING:
     from engine_core.types import Request, Sampling
@@ -36,7 +35,7 @@ def support_width(sampling: Sampling, vocabulary: int, full: bool = False) -> in
     """
     if not (sampling.max_support and sampling.cuts):
         return int(tells_mass(sampling, full))
-    return min(sampling.max_support + 1, kept_at_most(sampling, vocabulary))
+    return min(sampling.max_support + 1, sampling.top_k or vocabulary, vocabulary)
 
 
 def begun_response(request: Request) -> list[int]:
@@ -79,8 +78,13 @@ def sampling_params(
         seeded: the request has its own random numbers; else all requests draw from those of the engine.
     """
     sampling = request.sampling
+    greedy = sampling.temperature == 0
     return SamplingParams(
-        **sampling_options(sampling),
+        temperature=sampling.temperature,
+        top_p=1.0 if greedy else sampling.top_p,
+        top_k=0 if greedy else sampling.top_k,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
         max_tokens=left_to_sample(request, positions),
         seed=_seed(sampling, len(begun_response(request))) if seeded else None,
         include_stop_str_in_output=True,
