@@ -23,11 +23,11 @@ from engine_core.contracts.checksum import Checksum
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.contracts.weight_names import near, own_weights
 from engine_core.data import load_tokenizer
-from engine_core.errors import DataError, TrainingFailed, did_you_mean
-from engine_core.sampling import check_request
+from engine_core.errors import DataError, TrainingFailed
+from engine_core.sampling import check_parts, check_pause, check_request
 from engine_core.types import SUPPORT, Rollout
 from engine_plugin_hf_rollout.adapter import OwnAdapter
-from engine_plugin_hf_rollout.decoding import Decode, Decoding, Sampled, sample
+from engine_plugin_hf_rollout.decoding import Decoding, Sampled
 from engine_plugin_hf_rollout.plugin import HFOptions
 from engine_plugin_torch.linear_products import use_quicker_products
 from engine_plugin_torch.model_loading import adopt_live, load_model, sampler_module
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from engine_core.contracts.engines import TrainEngine, WorkerContext
     from engine_core.types import Request
 
-PARTS = ("weights", "kv_cache")
-PAUSES = ("abort", "drain", "keep")
 NO_LIMIT = 1 << 30
 
 log = logging.getLogger("engine")
@@ -130,8 +128,7 @@ class HFRolloutEngine(RolloutEngine):
         Raises:
             ValueError: ``mode`` is not one of these.
         """
-        if mode not in PAUSES:
-            raise ValueError(f"Unknown pause mode '{mode}'." + did_you_mean(mode, PAUSES))
+        check_pause(mode)
         if mode == "abort":
             self._done += self.abort(list(self._queue))
         while mode == "drain" and self._queue:
@@ -151,46 +148,37 @@ class HFRolloutEngine(RolloutEngine):
             raise DataError(
                 f"The sampler holds weights of two versions ({self._incomplete}). Update them again."
             )
-        if not self._steps:
-            batch = self._next_batch()
-            with self._generation() as module:
-                sampled = sample(module, batch, *self._how())
-            return [self._end(request, result) for request, result in zip(batch, sampled, strict=True)]
-        decoding = None
+        decoding = self._decoding
         try:
             with self._generation() as module:
-                if self._decoding is None or self._decoding.over:
+                if decoding is None or decoding.over:
                     self._batch = self._next_batch()
-                    self._decoding = Decoding(module, self._batch, *self._how())
-                self._decoding.advance(module, self._steps)
-            decoding = self._decoding
-        finally:
-            if decoding is None:  # interrupted: the requests are still in the queue and start again
-                self._drop_batch()
-        over = [
+                    ends = frozenset([self.tokenizer.eos_token_id])
+                    decoding = Decoding(module, self._batch, ends, self._decode, self._limits()[1])
+                    self._decoding = decoding
+                decoding.advance(module, self._steps)
+        except BaseException:  # the requests are still in the queue and start again
+            self._drop_batch()
+            raise
+        ended = [
             number
             for number, runs in enumerate(decoding.running())
             if not runs and self._batch[number].id in self._queue
         ]
-        return [
-            self._end(self._batch[at], result)
-            for at, result in zip(over, decoding.results(over), strict=True)
+        finished = [
+            self._rollout(self._batch[at], result)
+            for at, result in zip(ended, decoding.results(ended), strict=True)
         ]
-
-    def _end(self, request: Request, result: Sampled) -> Rollout:
-        rollout = self._rollout(request, result)
-        del self._queue[request.id]
-        return rollout
+        for rollout in finished:
+            del self._queue[rollout.request_id]
+        if decoding.over:
+            self._drop_batch()
+        return finished
 
     def _next_batch(self) -> list[Request]:
         # similar lengths together for little padding; the longest first, so an out-of-memory error comes early
         ordered = sorted(self._queue.values(), key=lambda r: (-len(r.prompt.token_ids), r.prompt.token_ids))
         return ordered[: self.options.batch_size]
-
-    def _how(self) -> tuple[frozenset[int], Decode, int]:
-        """Return the arguments of ``Decoding``: end tokens, decoder and most positions."""
-        ends = frozenset([self.tokenizer.eos_token_id])
-        return ends, self._decode, self._limits()[1]
 
     def _drop_batch(self) -> None:
         self._batch, self._decoding = [], None
@@ -363,7 +351,7 @@ class HFRolloutEngine(RolloutEngine):
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
         """Drop the cache of the batch in progress and move the sampler's own weights to the CPU, except ``keep``."""
-        _check_parts(keep)
+        check_parts(keep)
         if "kv_cache" not in keep:
             self._set_aside()
         if "weights" in keep:
@@ -376,7 +364,7 @@ class HFRolloutEngine(RolloutEngine):
 
     def wake(self, only: Sequence[str] | None = None) -> None:
         """Move the sampler's own weights back to the device."""
-        _check_parts(only or ())
+        check_parts(only or ())
         if only is not None and "weights" not in only:
             return
         if self._own is not None:
@@ -389,9 +377,3 @@ class HFRolloutEngine(RolloutEngine):
         self._done.clear()
         self._drop_batch()
         self._own = self._given = self._trainer = None
-
-
-def _check_parts(parts: Sequence[str]) -> None:
-    for part in parts:
-        if part not in PARTS:
-            raise ValueError(f"Unknown part '{part}' of a sampler." + did_you_mean(part, PARTS))

@@ -38,14 +38,6 @@ def support_width(sampling: Sampling, vocabulary: int, full: bool = False) -> in
     return min(sampling.max_support + 1, sampling.top_k or vocabulary, vocabulary)
 
 
-def begun_response(request: Request) -> list[int]:
-    """The tokens of a response that were sampled before it was stopped."""
-    if request.begun is None:
-        return []
-    found: list[int] = request.begun.token_ids[len(request.prompt.token_ids) :].tolist()
-    return found
-
-
 def left_to_sample(request: Request, positions: int) -> int:
     """Return the number of tokens that may still be sampled.
 
@@ -54,7 +46,7 @@ def left_to_sample(request: Request, positions: int) -> int:
         positions: tokens that the engine can hold, response included.
     """
     most = min(request.sampling.max_response_tokens, positions - len(request.prompt.token_ids))
-    return most - len(begun_response(request))
+    return most - len(request.begun_ids)
 
 
 def _seed(sampling: Sampling, begun: int) -> int | None:
@@ -86,7 +78,7 @@ def sampling_params(
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         max_tokens=left_to_sample(request, positions),
-        seed=_seed(sampling, len(begun_response(request))) if seeded else None,
+        seed=_seed(sampling, len(request.begun_ids)) if seeded else None,
         include_stop_str_in_output=True,
         skip_special_tokens=False,  # a stop string may be one
         detokenize=bool(sampling.stop),
