@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from engine_core.config.wording import expectation
-from engine_core.errors import DataError, PluginError, did_you_mean
+from engine_core.errors import DataError, PluginError
 from engine_core.tables import DEFAULTS, SamplingOptions
 from engine_core.types import TIMEOUT
 
 if TYPE_CHECKING:
     from engine_core.contracts.engines import RolloutEngine
     from engine_core.types import Request, Rollout, Sampling
-
-PAUSES = ("abort", "drain", "keep")
-PARTS = ("weights", "kv_cache")  # of a sampler's device memory
 
 
 def check_request(
@@ -68,17 +65,12 @@ def check_request(
         raise ValueError(f"{where} has {problem}.")
 
 
-def check_pause(mode: str) -> None:
-    """Raise ``ValueError`` for a mode that ``RolloutEngine.pause`` does not have."""
-    if mode not in PAUSES:
-        raise ValueError(f"Unknown pause mode '{mode}'." + did_you_mean(mode, PAUSES))
-
-
-def check_parts(parts: Iterable[str]) -> None:
-    """Raise ``ValueError`` for a part that ``RolloutEngine.sleep`` and ``wake`` do not have."""
-    for part in parts:
-        if part not in PARTS:
-            raise ValueError(f"Unknown part '{part}' of a sampler." + did_you_mean(part, PARTS))
+def begun_ids(request: Request) -> list[int]:
+    """Return the tokens of a response that were sampled before it was stopped."""
+    if request.begun is None:
+        return []
+    ids: list[int] = request.begun.token_ids[len(request.prompt.token_ids) :].tolist()
+    return ids
 
 
 def _begun_problem(request: Request, max_positions: int) -> str:

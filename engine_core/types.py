@@ -82,14 +82,6 @@ class Request:
     index: int = 0  #: position within its group, 0..G-1
     begun: Rollout | None = None  #: what ``abort`` returned; `max_response_tokens` limits the whole response
 
-    @property
-    def begun_ids(self) -> list[int]:
-        """The tokens of the response that were sampled before it was stopped."""
-        if self.begun is None:
-            return []
-        ids: list[int] = self.begun.token_ids[len(self.prompt.token_ids) :].tolist()
-        return ids
-
     def unsampled(self) -> Rollout:
         """Return the request's rollout before any new token is sampled, with finish reason ``abort``."""
         import torch

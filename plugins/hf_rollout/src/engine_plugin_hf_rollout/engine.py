@@ -23,8 +23,8 @@ from engine_core.contracts.checksum import Checksum
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.contracts.weight_names import near, own_weights
 from engine_core.data import load_tokenizer
-from engine_core.errors import DataError, TrainingFailed
-from engine_core.sampling import check_parts, check_pause, check_request
+from engine_core.errors import DataError, TrainingFailed, did_you_mean
+from engine_core.sampling import check_request
 from engine_core.types import SUPPORT, Rollout
 from engine_plugin_hf_rollout.adapter import OwnAdapter
 from engine_plugin_hf_rollout.decoding import Decoding, Sampled
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from engine_core.contracts.engines import TrainEngine, WorkerContext
     from engine_core.types import Request
 
+PARTS = ("weights", "kv_cache")
+PAUSES = ("abort", "drain", "keep")
 NO_LIMIT = 1 << 30
 
 log = logging.getLogger("engine")
@@ -128,7 +130,8 @@ class HFRolloutEngine(RolloutEngine):
         Raises:
             ValueError: ``mode`` is not one of these.
         """
-        check_pause(mode)
+        if mode not in PAUSES:
+            raise ValueError(f"Unknown pause mode '{mode}'." + did_you_mean(mode, PAUSES))
         if mode == "abort":
             self._done += self.abort(list(self._queue))
         while mode == "drain" and self._queue:
@@ -351,7 +354,7 @@ class HFRolloutEngine(RolloutEngine):
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
         """Drop the cache of the batch in progress and move the sampler's own weights to the CPU, except ``keep``."""
-        check_parts(keep)
+        _check_parts(keep)
         if "kv_cache" not in keep:
             self._set_aside()
         if "weights" in keep:
@@ -364,7 +367,7 @@ class HFRolloutEngine(RolloutEngine):
 
     def wake(self, only: Sequence[str] | None = None) -> None:
         """Move the sampler's own weights back to the device."""
-        check_parts(only or ())
+        _check_parts(only or ())
         if only is not None and "weights" not in only:
             return
         if self._own is not None:
@@ -377,3 +380,9 @@ class HFRolloutEngine(RolloutEngine):
         self._done.clear()
         self._drop_batch()
         self._own = self._given = self._trainer = None
+
+
+def _check_parts(parts: Sequence[str]) -> None:
+    for part in parts:
+        if part not in PARTS:
+            raise ValueError(f"Unknown part '{part}' of a sampler." + did_you_mean(part, PARTS))

@@ -19,9 +19,9 @@ from torch import Tensor
 from engine_core.contracts.engines import Layout, RolloutEngine
 from engine_core.contracts.weight_names import published
 from engine_core.data import load_tokenizer
-from engine_core.errors import ConfigError, DataError
+from engine_core.errors import ConfigError, DataError, did_you_mean
 from engine_core.model_config import has_no_weights, load_hf_config
-from engine_core.sampling import check_pause, check_request
+from engine_core.sampling import begun_ids, check_request
 from engine_core.temporary_folder import TemporaryFolder
 from engine_plugin_vllm_rollout.memory import Memory
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engine_plugin_vllm_rollout.adapter import AdapterUpdater
     from engine_plugin_vllm_rollout.weights import Updater
 
+PAUSES = ("abort", "drain", "keep")
 FALLBACK_POSITIONS = 8192  # of a model whose config does not say
 STEPS = 8  # of vLLM in one ``step`` at most, where nothing finishes
 HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # while vLLM works out one token of each sequence
@@ -193,7 +194,7 @@ class VLLMRolloutEngine(RolloutEngine):
             )
             taken.add(request.id)
         for request in requests:
-            ids = request.prompt.token_ids + request.begun_ids
+            ids = request.prompt.token_ids + begun_ids(request)
             params = sampling_params(
                 request, self._room, self._vocabulary, self._full, self.options.per_request_seeds
             )
@@ -269,7 +270,8 @@ class VLLMRolloutEngine(RolloutEngine):
         Raises:
             ValueError: the mode is unknown.
         """
-        check_pause(mode)
+        if mode not in PAUSES:
+            raise ValueError(f"Unknown pause mode '{mode}'." + did_you_mean(mode, PAUSES))
         if mode == "abort":
             self._done += self.abort(list(self._running))
         while mode == "drain" and self._running:

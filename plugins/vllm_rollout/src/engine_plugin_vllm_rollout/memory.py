@@ -17,12 +17,13 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from engine_core.errors import DataError
-from engine_core.sampling import PARTS, check_parts
+from engine_core.errors import DataError, did_you_mean
 from engine_plugin_vllm_rollout import versions
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
+
+PARTS = ("weights", "kv_cache")
 
 log = logging.getLogger("engine")
 
@@ -43,7 +44,7 @@ class Memory:
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
         """Give back the parts that are not kept. At level 2 the weights too: the next update brings them."""
-        check_parts(keep)
+        _check_parts(keep)
         wanted = set(PARTS) - set(keep) - self._asleep
         if not wanted:
             return
@@ -74,7 +75,7 @@ class Memory:
 
     def wake(self, only: Sequence[str] | None = None) -> None:
         """Take these parts again; default: all."""
-        check_parts(only or ())
+        _check_parts(only or ())
         parts = set(PARTS if only is None else only)
         start = time.perf_counter()
         self._asleep -= parts
@@ -115,3 +116,9 @@ class Memory:
                 "The sampler gave its weights up (rollout.vllm.sleep_level = 2) and no update came since. Update them, or "
                 "set sleep_level = 1, which keeps them on the host."
             )
+
+
+def _check_parts(parts: Sequence[str]) -> None:
+    for part in parts:
+        if part not in PARTS:
+            raise ValueError(f"Unknown part '{part}' of a sampler." + did_you_mean(part, PARTS))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from engine_core.sampling import begun_ids
 from engine_plugin_vllm_rollout.log_mass import KEY
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def left_to_sample(request: Request, positions: int) -> int:
         positions: tokens that the engine can hold, response included.
     """
     most = min(request.sampling.max_response_tokens, positions - len(request.prompt.token_ids))
-    return most - len(request.begun_ids)
+    return most - len(begun_ids(request))
 
 
 def _seed(sampling: Sampling, begun: int) -> int | None:
@@ -78,7 +79,7 @@ def sampling_params(
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         max_tokens=left_to_sample(request, positions),
-        seed=_seed(sampling, len(request.begun_ids)) if seeded else None,
+        seed=_seed(sampling, len(begun_ids(request))) if seeded else None,
         include_stop_str_in_output=True,
         skip_special_tokens=False,  # a stop string may be one
         detokenize=bool(sampling.stop),

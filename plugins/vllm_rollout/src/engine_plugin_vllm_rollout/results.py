@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine_core.errors import TrainingFailed
+from engine_core.sampling import begun_ids
 from engine_core.types import SUPPORT, TENSORS, Request, Rollout, padded_support
 from engine_plugin_vllm_rollout.log_mass import log_mass
 
@@ -54,7 +55,7 @@ def rollout_of(
         TrainingFailed: a log-prob is not a number.
     """
     request = running.request
-    prompt = request.prompt.token_ids + request.begun_ids  # all that vLLM was given
+    prompt = request.prompt.token_ids + begun_ids(request)  # all that vLLM was given
     tokens = list(output.token_ids) if output else []
     flat: FlatLogprobs | None = output.logprobs if output else None  # type: ignore[assignment]
     count = len(prompt) + len(tokens)
