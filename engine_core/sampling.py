@@ -65,6 +65,14 @@ def check_request(
         raise ValueError(f"{where} has {problem}.")
 
 
+def begun_ids(request: Request) -> list[int]:
+    """Return the tokens of a response that were sampled before it was stopped."""
+    if request.begun is None:
+        return []
+    ids: list[int] = request.begun.token_ids[len(request.prompt.token_ids) :].tolist()
+    return ids
+
+
 def _begun_problem(request: Request, max_positions: int) -> str:
     assert request.begun is not None
     prompt, ids = request.prompt.token_ids, request.begun.token_ids

@@ -124,14 +124,12 @@ class RolloutBackend(Spec):
 
     Args:
         sampling: the supported ``engine_core.tables.SamplingOptions``; a run that sets another one is refused.
-        frozen_only: the weights cannot be updated: the engine samples only for a judge.
     """
 
     kind = "rollout_engines"
     noun = "rollout engine"
     capabilities: frozenset[str] = frozenset()
     sampling: frozenset[str] = BASE_SAMPLING
-    frozen_only: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

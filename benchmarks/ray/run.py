@@ -55,9 +55,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", default="qwen3-0.6b", help="of the lane cuda; tiny: to try it out")
     parser.add_argument("--sampler", choices=("hf", "vllm"), default="hf", help="of the lane cuda")
     parser.add_argument("--processes", type=int, default=2, help="of the lane cuda")
-    parser.add_argument(
-        "--messages", choices=("auto", "ray"), default="auto", help="runtime.ray.worker_transport"
-    )
     parser.add_argument("--budget", type=float, default=3600.0, help="seconds for all")
     parser.add_argument("--out", type=Path, default=os.environ.get("OUT"), help="folder for ray.json")
     given = parser.parse_args()

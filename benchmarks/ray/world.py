@@ -81,8 +81,6 @@ def of_runtime(config: dict[str, Any], given: Any, backend: str) -> dict[str, An
         }
     if given.device == "cuda":
         chosen[f"runtime.{backend}.processes"] = given.processes
-    if backend == "ray":
-        chosen["runtime.ray.worker_transport"] = given.messages
     return {**config, **chosen}
 
 

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from setting import device, median, now, seconds
 
-from engine_core.contracts.weight_sync import buckets
-
 REPEATS = 7
 
 
@@ -61,33 +59,19 @@ def timed(*methods: tuple[Any, str, str], wait: bool = False) -> Iterator[dict[s
 
 def of_update(engine: Any, weights: list[tuple[str, Any]]) -> dict[str, float]:
     """Milliseconds of the parts of an update, each alone with the device waited for, and of the whole."""
-    from engine_plugin_vllm_rollout.weights import BUCKET, Checksum
+    from engine_plugin_vllm_rollout.weights import Checksum
 
     updater, llm = engine._updater, engine._llm
-    plan = getattr(updater._into, "_plan", None)
-    grouped = list(buckets(iter(weights), BUCKET))
     parts: dict[str, Callable[[], Any]] = {
         "checks_of_names": lambda: list(updater._checked(iter(weights), 0)),
         "checksum": lambda: _checksum(Checksum(), weights),
         "reset_prefix_cache_in_flight": lambda: llm.reset_prefix_cache(reset_running_requests=True),
         "whole": lambda: engine.update_weights(iter(weights), engine.version + 1),
     }
-    if plan is not None and updater.how == "direct":
-        parts |= {
-            "copies": lambda: [plan.load(bucket) for bucket in grouped],
-            "copies_addresses": lambda: [plan._now() for _ in grouped],
-            "copies_kernels": _copies(plan, weights),
-        }
-        planned = sum(name in plan.names for name, _ in weights)
-        pairs = sum(len(plan._placed[name].pairs) for name, _ in weights if name in plan.names)
-    else:
-        planned = pairs = 0
+    if updater.how == "direct":
+        parts["copies"] = lambda: updater._load(weights)
     found = {f"update_part_{name}_ms": 1000 * median(_times(work)) for name, work in parts.items()}
-    return found | {
-        "update_planned_tensors": planned,
-        "update_planned_copies": pairs,
-        "update_kv_blocks": llm.vllm_config.cache_config.num_gpu_blocks or 0,
-    }
+    return found | {"update_kv_blocks": llm.vllm_config.cache_config.num_gpu_blocks or 0}
 
 
 def _times(work: Callable[[], Any]) -> list[float]:
@@ -99,16 +83,6 @@ def _times(work: Callable[[], Any]) -> list[float]:
 def _checksum(checksum: Any, weights: list[tuple[str, Any]]) -> None:
     checksum.add(weights)
     checksum.result()
-
-
-def _copies(plan: Any, weights: list[tuple[str, Any]]) -> Callable[[], Any]:
-    """The copies alone, of slices that are made before."""
-    targets, sources = [], []
-    for name, tensor in weights:
-        for target, (offset, size, stride) in plan._placed[name].pairs if name in plan.names else ():
-            targets.append(target)
-            sources.append(tensor.as_strided(size, stride, tensor.storage_offset() + offset))
-    return lambda: torch._foreach_copy_(targets, sources)
 
 
 def of_switch(engine: Any, weights: list[tuple[str, Any]], level: int) -> dict[str, float]:

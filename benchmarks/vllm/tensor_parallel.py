@@ -3,9 +3,8 @@
     python benchmarks/vllm/tensor_parallel.py --budget 400
     python benchmarks/vllm/tensor_parallel.py --shape tiny --dtype float32 --prompts 4 --response 16   # a try on a CPU
 
-For each shape and type three engines answer the same requests: ``whole`` (one GPU), ``ranks`` (two processes of a pool that share
-a model: what a run with a trainer on both GPUs has) and ``workers`` (one process, and vLLM starts those of the parts). Each
-samples, takes other weights in place, samples again, and where it can sleeps, wakes, takes the weights and samples again.
+For each shape and type two engines answer the same requests: ``whole`` (one GPU) and ``ranks`` (two processes of a pool that
+share a model: what a run with a trainer on both GPUs has). Each samples, takes other weights in place, samples again, and where it can sleeps, wakes, takes the weights and samples again.
 ``whole`` is the measure: tokens up to the first difference of a response are compared, their log-probs with ``BOUNDS``.
 """
 
@@ -35,7 +34,7 @@ from engine_plugin_tools.bench.work import requests
 
 BOUNDS = {"float32": (1e-4, 2e-3), "bfloat16": (2e-2, 5e-1)}
 """|difference| of a token's log-prob in nats, mean and largest, that two ways of adding up may make."""
-WAYS = {"whole": 1, "ranks": 2, "workers": 1}  # processes of the pool
+WAYS = {"whole": 1, "ranks": 2}  # processes of the pool
 SAMPLINGS = {"greedy": 0.0, "sampled": 1.0}
 UPDATES = 8
 GRACE = 60  # seconds that the last case may take beyond the budget

@@ -145,10 +145,9 @@ def peft_missing(role: str) -> str | None:
 
 def _frozen_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
     """Yield a problem for each role whose weights change but whose backend is for frozen models."""
-    for role in (role for role in ("actor", "critic", "ref", "rollout") if role in reads):
+    for role in (role for role in ("actor", "critic", "ref") if role in reads):
         table = getattr(config, role)
-        kind = "rollout_engines" if role == "rollout" else "train_engines"
-        found: Any = None if table is None else plugins.find(kind, table.backend)
+        found: Any = None if table is None else plugins.find("train_engines", table.backend)
         if getattr(found, "frozen_only", False):
             yield (
                 f"{role}.backend: '{table.backend}' runs models that are never trained, those of a teacher and of rewards. "

@@ -51,8 +51,7 @@ def train(world, custom_model, digits_plugin, tmp_path_factory):
 
     def run(model, way, **changes):
         plugins = [Path(plugin).stem for plugin in changes.get("plugins", ())]
-        parts = str(changes.get("rollout.vllm.tensor_parallel_size", 1))
-        name = "-".join([model, way, *plugins, changes.get("rollout.backend", "hf"), parts])
+        name = "-".join([model, way, *plugins, changes.get("rollout.backend", "hf")])
         if name not in done:
             settings = {
                 "model.path": str(world / "model"),
@@ -149,16 +148,15 @@ def wide_heads(world):
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm: what the run samples with")
 @pytest.mark.parametrize(
-    ("plugins", "way", "parts"),
+    ("plugins", "way"),
     [
-        (["adapter_lm"], "own", 1),
-        (["adapter_lm", "adapter_vllm"], "own", 1),
-        (["adapter_lm", "adapter_vllm"], "process", 1),
-        (["adapter_lm", "adapter_vllm"], "own", 2),
+        (["adapter_lm"], "own"),
+        (["adapter_lm", "adapter_vllm"], "own"),
+        (["adapter_lm", "adapter_vllm"], "process"),
     ],
 )
-def test_vllm_gets_merged_weights_or_an_architecture_of_the_plugin(train, wide_heads, plugins, way, parts):
-    train("adapter_lm", way, plugins=plugins, **VLLM, **{"rollout.vllm.tensor_parallel_size": parts})
+def test_vllm_gets_merged_weights_or_an_architecture_of_the_plugin(train, wide_heads, plugins, way):
+    train("adapter_lm", way, plugins=plugins, **VLLM)
 
 
 def test_a_hook_that_leaves_the_sampler_out_is_told_what_to_do(train, tmp_path):

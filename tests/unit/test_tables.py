@@ -34,7 +34,7 @@ def test_an_option_is_named_by_its_declaration_the_samplers_and_the_kit_alone():
         "engine_core/tables.py",
         "plugins/hf_rollout/src/engine_plugin_hf_rollout/distribution.py",
         "plugins/testing/src/engine_plugin_testing/rollout_cuts.py",
-        "plugins/vllm_rollout/src/engine_plugin_vllm_rollout/sampling_options.py",
+        "plugins/vllm_rollout/src/engine_plugin_vllm_rollout/requests.py",
     }
 
 

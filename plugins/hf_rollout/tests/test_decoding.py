@@ -8,7 +8,7 @@ import torch
 
 from engine_core.types import Sampling
 from engine_plugin_hf_rollout import decoding
-from engine_plugin_hf_rollout.decoding import sample
+from engine_plugin_hf_rollout.decoding import Decoding
 
 EOS = 1
 
@@ -19,7 +19,9 @@ def run(decode):
 
     def sampled(model, requests, ends=(EOS,), max_positions=64):
         with torch.no_grad():
-            return sample(model, requests, frozenset(ends), decode, max_positions)
+            decoding = Decoding(model, requests, frozenset(ends), decode, max_positions)
+            decoding.advance(model)
+            return decoding.results()
 
     return sampled
 

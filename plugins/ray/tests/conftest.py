@@ -44,7 +44,7 @@ def cluster():
     from engine_plugin_ray.cluster import Cluster
 
     made = Cluster("")
-    made.start(cpus=4, gpus=0, object_store_mib=256, workers=4)
+    made.start(cpus=4, gpus=0)
     yield made
     made.close()
 

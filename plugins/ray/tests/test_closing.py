@@ -3,7 +3,6 @@
 import pytest
 
 from engine_plugin_ray import runtime as module
-from engine_plugin_ray.mail import Store
 from engine_plugin_ray.runtime import RayRuntime
 
 
@@ -21,7 +20,7 @@ class Joined:
 
 def test_workers_that_cannot_be_ended_keep_neither_room_nor_connection(monkeypatch):
     made = RayRuntime.__new__(RayRuntime)
-    made.crew, made.cluster, made.store = BrokenCrew(), Joined(), Store()
+    made.crew, made.cluster = BrokenCrew(), Joined()
     made.replacements = None
     made._groups, made._seats, made._meeting = ["the pool's"], {}, None
     released = []

@@ -1,5 +1,6 @@
 """Clusters that are joined, and those that are refused with the keys to change."""
 
+import contextlib
 import json
 import os
 import re
@@ -17,10 +18,8 @@ import pytest
 from engine_core import load_config
 from engine_core.errors import ConfigError
 from engine_plugin_ray import cluster as module
-from engine_plugin_ray import greeting, joining
+from engine_plugin_ray.address import host_and_port
 from engine_plugin_ray.cluster import Cluster
-from engine_plugin_ray.joining import check, minor
-from engine_plugin_ray.keeper import MARK, clear
 
 
 def refusal(address):
@@ -29,31 +28,22 @@ def refusal(address):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("address", ["head", ":6379", "head:ray", "head:0", "head:65536", "head:²", "a b:1"])
-def test_an_address_without_a_host_or_a_port_is_refused(no_cluster, address):
-    assert f"runtime.ray.address is '{address}'; expected HOST:PORT" in refusal(address)
+ADDRESSES = ["head", ":6379", "head:ray", "head:0", "head:65536", "head:²", "a b:1", "ray://head:10001"]
 
 
-SCHEMES = [("ray://head:10001", "Ray Client's"), ("http://head:8265/x", "not a cluster's")]
-
-
-@pytest.mark.parametrize(("address", "what"), SCHEMES)
-def test_an_address_of_another_service_is_refused_with_the_heads(no_cluster, address, what):
-    text = refusal(address)
-    assert f"runtime.ray.address is '{address}'; an address that begins with" in text
-    assert f"is {what}. Name the cluster's head itself: 'head:6379'" in text
-
-
-@pytest.mark.parametrize("address", ["head", "ray://head:10001"])
+@pytest.mark.parametrize("address", ADDRESSES)
 def test_an_address_that_is_none_is_refused_by_the_key_when_the_file_is_read(settings, address):
     given = settings | {"runtime.backend": "ray", "runtime.ray.address": address}
-    with pytest.raises(ConfigError, match=rf"runtime\.ray\.address: got '{address}': (expected|an address)"):
+    with pytest.raises(
+        ConfigError, match=rf"runtime\.ray\.address: got '{address}': expected HOST:PORT of a Ray"
+    ):
         load_config(given, allow_code=True)
 
 
-def test_an_address_of_the_environment_is_named_as_that(no_cluster, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
-    assert "runtime.ray.address = 'auto': RAY_ADDRESS is 'ray://head:10001'; " in refusal("auto")
+@pytest.mark.parametrize(("port", "what"), [(8265, "the dashboard"), (10001, "Ray Client")])
+def test_a_port_of_another_service_is_named(port, what):
+    with pytest.raises(ValueError, match=rf"{port} is the port of {what}; expected HOST:PORT of a Ray"):
+        host_and_port(f"head:{port}")
 
 
 def test_an_address_where_nobody_answers_is_refused(no_cluster):
@@ -61,83 +51,6 @@ def test_an_address_where_nobody_answers_is_refused(no_cluster):
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert f"runtime.ray.address = '{address}': nothing answers there (" in refusal(address)
-
-
-ANSWERS = [
-    ({"ray": "2.1.0", "python": "3.11.2"}, "the cluster is of Ray 2.1.0 and Python 3.11.2, and this is Ray "),
-    (
-        {"error": "AuthenticationError: RPC error"},
-        "the cluster asks for a token, and does not know ours (no token is",
-    ),
-    ({}, "what answers there is no Ray cluster. Expected the head of one, "),
-    ({"ray": None, "python": None, "mode": "disabled"}, "what answers there is no Ray cluster. "),
-]
-
-
-@pytest.mark.parametrize(("answer", "text"), ANSWERS)
-def test_a_cluster_that_does_not_fit_is_refused_before_it_is_joined(answer, text, monkeypatch):
-    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
-    with pytest.raises(ConfigError) as caught:
-        check("runtime.ray.address = 'head:6379'", answer)
-    assert str(caught.value).startswith("runtime.ray.address = 'head:6379': " + text)
-
-
-def test_a_question_that_takes_too_long_is_told_from_an_answer_that_is_none(monkeypatch):
-    monkeypatch.setattr(greeting, "SECONDS", 0.05)
-    with pytest.raises(ConfigError, match=r"no Ray cluster \(it did not say so within 0\.05 s\)\. Expected"):
-        check("runtime.ray.address = 'head:6379'", greeting.greet("127.0.0.1:1"))
-
-
-DENIED = {"error": "AuthenticationError: RPC error"}
-TOKENS = [
-    ({"RAY_AUTH_TOKEN_PATH": "FILE"}, "(RAY_AUTH_TOKEN_PATH is set here). Set RAY_AUTH_TOKEN to the cluster's token, "),
-    ({"RAY_AUTH_TOKEN_PATH": "NONE"}, "(RAY_AUTH_TOKEN_PATH is set here, to a file that is not there or empty). Set"),
-    ({"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": "ab"}, "(RAY_AUTH_MODE is 'disabled' here, so none is sent). Set"),
-    ({"RAY_AUTH_MODE": "disabled"}, "the file that holds it, and RAY_AUTH_MODE to token."),
-    ({"HOME": "FOLDER"}, "(that of ~/.ray/auth_token). Set"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("env", "text"), TOKENS)
-def test_a_token_that_is_refused_is_named_by_where_it_comes_from(env, text, monkeypatch, tmp_path):
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("ab")
-    places = {
-        "FILE": tmp_path / ".ray" / "auth_token",
-        "NONE": tmp_path / "none",
-        "FOLDER": tmp_path,
-    }
-    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in env.items():
-        monkeypatch.setenv(name, str(places.get(value, value)))
-    with pytest.raises(ConfigError) as caught:
-        check("runtime.ray.address = 'head:6379'", DENIED)
-    assert text in str(caught.value)
-
-
-def test_another_patch_of_python_is_no_other_version():
-    import ray
-
-    theirs = {"ray": ray.__version__, "python": minor(sys.version.split()[0]) + ".99", "mode": "token"}
-    assert check("runtime.ray.address = 'head:6379'", theirs) == "token"
-
-
-def test_a_machine_that_is_no_node_is_refused_with_the_way_to_become_one(monkeypatch):
-    from ray._private import services
-
-    monkeypatch.setattr(joining, "NODE_SECONDS", 0.3)
-    monkeypatch.setattr(services, "find_node_ids", set)
-    with pytest.raises(ConfigError) as caught:
-        joining.see_node("runtime.ray.address = 'head:6379'", "head:6379")
-    assert str(caught.value) == (
-        "runtime.ray.address = 'head:6379': this machine is no node of the cluster, and engine runs on one of them. Make "
-        "it one with 'ray start --address=head:6379', or start engine on a node."
-    )
-    late = iter([set(), {"a node"}])
-    monkeypatch.setattr(services, "find_node_ids", lambda: next(late))
-    joining.see_node("runtime.ray.address = 'head:6379'", "head:6379")  # one that was just starting
 
 
 # -- against a real cluster ----------------------------------------------------------------------
@@ -162,8 +75,8 @@ except ConfigError as error:
 OLDER = """
 import json, sys
 from ray._raylet import GcsClient
-from engine_plugin_ray.greeting import KEY, NAMESPACE
 
+KEY, NAMESPACE = b"CLUSTER_METADATA", b"cluster"
 client = GcsClient(address=sys.argv[1])
 found = json.loads(client.internal_kv_get(KEY, NAMESPACE))
 found |= json.loads(sys.argv[2])
@@ -173,7 +86,7 @@ client.internal_kv_put(KEY, json.dumps(found).encode(), True, NAMESPACE)
 
 def plain(home):
     """Return the environment of a process that belongs to no cluster."""
-    kept = {n: v for n, v in os.environ.items() if not n.startswith("RAY_") and n != MARK}
+    kept = {n: v for n, v in os.environ.items() if not n.startswith("RAY_")}
     return kept | {"HOME": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
 
 
@@ -182,27 +95,6 @@ def says(code, *words, home, **env):
     return subprocess.run(
         command, env=plain(home) | env, capture_output=True, text=True, timeout=120, check=False
     ).stdout
-
-
-@pytest.fixture
-def join(cluster, tmp_path):
-    """Return a function that joins the session's cluster from another process, with a token or without."""
-    import ray
-
-    from engine_plugin_ray import cluster as module
-
-    def run(**env):
-        return says(JOIN, ray.get_runtime_context().gcs_address, home=tmp_path, **env)
-
-    run.token = module._TOKEN
-    return run
-
-
-@pytest.mark.slow
-def test_who_knows_the_token_joins_and_nobody_else(join):
-    assert "joined True" in join(RAY_AUTH_TOKEN=join.token)
-    assert "does not know ours (no token is set here)" in join()
-    assert "does not know ours (RAY_AUTH_TOKEN is set here)" in join(RAY_AUTH_TOKEN="ab" * 32)
 
 
 @pytest.fixture
@@ -219,59 +111,49 @@ def head(tmp_path):
                 sys.executable, "-m", "ray.scripts.scripts", "start", "--head", f"--port={port}", "--num-cpus=2",
                 "--include-dashboard=false", "--object-store-memory=100000000", f"--temp-dir={folder}/ray",
             ],
-            env=plain(tmp_path) | {MARK: folder} | env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+            env=plain(tmp_path) | {"TEST_FOLDER": folder} | env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         node = re.search(r"Local node IP: (\S+)", done.stdout + done.stderr)
         return f"{node[1]}:{port}"
 
     yield start
-    clear(folder)
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("TEST_FOLDER") == folder:
+                process.kill()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "cd" * 32}
 
 
 @pytest.mark.slow
-def test_the_cluster_of_this_machine_is_refused_as_one_by_its_address(head, tmp_path):
-    """Ray itself reports no cluster where it lacks the token, and ends a process that must have one."""
+def test_a_cluster_is_joined_with_its_token_and_its_versions_alone(head, tmp_path):
     address = head(**TOKEN)
-    at = f"runtime.ray.address = 'auto' ({address}): the cluster "
     auto = {"home": tmp_path, "RAY_ADDRESS": address}
     assert "joined True 1" in says(JOIN, "auto", **auto, **TOKEN)
-    assert f"{at}asks for a token, and does not know ours (no token is set here)" in says(
-        JOIN, "auto", **auto
-    )
+    at = f"runtime.ray.address = '{address}': the cluster cannot be joined: "
     no_token = says(JOIN, address, home=tmp_path, RAY_AUTH_MODE="token")
-    assert "the cluster asks for a token, and does not know ours (no token is set here)" in no_token
+    assert f"{at}AuthenticationError: Token authentication is enabled but no authentication token" in no_token
+    wrong = says(JOIN, address, home=tmp_path, **TOKEN | {"RAY_AUTH_TOKEN": "ab" * 32})
+    assert at in wrong
+    assert "If the cluster asks for a token, set RAY_AUTH_MODE to 'token' and RAY_AUTH_TOKEN, or " in wrong
     says(OLDER, address, json.dumps({"ray_version": "2.1.0"}), home=tmp_path, **TOKEN)
-    assert f"{at}is of Ray 2.1.0 and Python " in says(JOIN, "auto", **auto, **TOKEN)
-    older = json.dumps({"ray_version": ray_version(), "python_version": "3.9.1"})
-    says(OLDER, address, older, home=tmp_path, **TOKEN)
-    assert f"the cluster is of Ray {ray_version()} and Python 3.9.1, and this is Ray " in says(
-        JOIN, address, home=tmp_path, **TOKEN
-    )
+    older = says(JOIN, address, home=tmp_path, **TOKEN)
+    assert at in older
+    assert "ersion" in older
 
 
 @pytest.mark.slow
-def test_who_has_a_token_joins_a_cluster_that_asks_for_none_unless_a_token_must_be_asked_for(head, tmp_path):
-    """Ray itself joins with the token, and then ends every worker."""
+def test_a_cluster_that_asks_for_no_token_is_joined(head, tmp_path):
     address = head(RAY_AUTH_MODE="disabled")
-    assert "joined False 1" in says(JOIN, address, home=tmp_path, RAY_AUTH_TOKEN="cd" * 32)
-    assert "RAY_AUTH_MODE is 'token' here, and the cluster asks for no token. " in says(
-        JOIN, address, home=tmp_path, **TOKEN
-    )
-
-
-def ray_version():
-    import ray
-
-    return ray.__version__
+    assert "joined False 1" in says(JOIN, address, home=tmp_path)
 
 
 @pytest.mark.slow
 def test_a_cluster_of_the_runs_own_is_closed_to_others(cluster):
-    ours = [p for p in psutil.process_iter() if marked(p, cluster.folder)]
+    ours = [p for p in psutil.process_iter() if cluster.folder in " ".join(words(p))]
     assert {"raylet", "gcs_server"} <= {p.name() for p in ours}
     listening = [
         c.laddr.ip for p in ours for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN
@@ -281,15 +163,15 @@ def test_a_cluster_of_the_runs_own_is_closed_to_others(cluster):
     assert stat.S_IMODE(os.stat(cluster.folder).st_mode) == 0o700
 
 
-def marked(process, folder):
+def words(process):
     try:
-        return process.environ().get(MARK) == folder
+        return process.cmdline()
     except psutil.Error:
-        return False
+        return []
 
 
 @pytest.mark.parametrize(
-    ("characters", "private"), [(10, True), (19, True), (20, False), (29, False), (60, False)]
+    ("characters", "private"), [(10, True), (15, True), (16, False), (29, False), (60, False)]
 )
 def test_a_temporary_folder_in_which_sockets_would_have_too_long_names_is_not_used(
     monkeypatch, characters, private
@@ -307,7 +189,7 @@ def test_a_cluster_starts_wherever_the_temporary_folder_is(tmp_path_factory):
     try:
         text = (
             "from engine_plugin_ray.cluster import Cluster\nc = Cluster('')\n"
-            "c.start(cpus=1, gpus=0, object_store_mib=100, workers=1)\nc.close()\nprint('started')"
+            "c.start(cpus=1, gpus=0)\nc.close()\nprint('started')"
         )
         done = subprocess.run(
             [sys.executable, "-c", text],
@@ -317,6 +199,6 @@ def test_a_cluster_starts_wherever_the_temporary_folder_is(tmp_path_factory):
             check=False,
         )
         assert "started" in done.stdout, done.stderr
-        assert not list(folder.glob("engine-ray-*"))
+        assert not list(folder.glob("engine-tmp-ray-*"))
     finally:
         shutil.rmtree(folder)

@@ -83,7 +83,7 @@ class Runs:
         return Checkpoints(self.folder / "runs" / "r" / "checkpoints").steps()
 
     def left(self):
-        """Return the processes of the run, and the folders of its cluster."""
+        """Return the processes of the run."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -91,7 +91,11 @@ class Runs:
                     found.append(" ".join(process.cmdline()) or process.name())
             except psutil.Error:
                 continue
-        return found + [path.name for path in self.temporary.glob("engine-ray-*")]
+        return found
+
+    def folders(self):
+        """Return the folders of private clusters."""
+        return list(self.temporary.glob("engine-tmp-ray-*"))
 
     def nothing_is_left(self, seconds):
         deadline = time.monotonic() + seconds
@@ -149,6 +153,7 @@ def test_a_worker_that_is_killed_ends_the_run_within_seconds_with_its_cause(runs
     assert "Traceback" not in runs.said
     assert problems(runs.folder / "runs" / "r" / "checkpoints" / f"step_{runs.steps()[-1]:08d}") == []
     runs.nothing_is_left(0)
+    assert not runs.folders()
 
 
 def test_a_run_that_may_start_again_ends_as_the_straight_one(runs, straight):
@@ -167,7 +172,7 @@ def test_a_controller_that_is_killed_or_stopped_leaves_nothing_but_a_run_that_go
         runs.until(lambda: runs.steps(), run)
         run.kill()
         run.wait()
-        runs.nothing_is_left(60)  # cluster, workers, and the folder
+        runs.nothing_is_left(60)  # cluster and workers
     seen = runs.steps()[-1]
     with runs.started("resume", "r", "--set", "run.steps=1000") as run:
         runs.until(lambda: runs.steps()[-1] > seen, run)

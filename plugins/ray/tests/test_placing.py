@@ -2,10 +2,6 @@
 cluster's resources.
 """
 
-from collections import Counter
-from itertools import combinations_with_replacement
-from random import Random
-
 import pytest
 
 from engine_core.errors import ConfigError
@@ -55,12 +51,6 @@ def test_a_strict_strategy_that_no_cluster_of_this_shape_can_keep_is_refused():
     check([TRAIN], RayOptions(strategy={"train": "spread"}), True, NODES, "it")
 
 
-@pytest.mark.parametrize("key", ["strategy", "python"])
-def test_a_pool_that_is_none_is_named_with_the_nearest(key):
-    text = refusal([TRAIN, SERVE], **{key: {"trian": "pack"}})
-    assert text.startswith(f"runtime.ray.{key}: 'trian' is no pool of this run. Did you mean 'train'?")
-
-
 def test_what_is_short_says_what_to_lower():
     cpu, gpu = "lower runtime.ray.cpus_per_process", "set runtime.ray.device = 'cpu'"
     text = refusal([TRAIN], cpus_per_process=9)
@@ -78,68 +68,6 @@ def test_a_machine_of_too_few_accelerators_is_refused_with_roles_as_a_cluster_is
     assert text.endswith(
         "this machine has 6 CPU and 2 GPU. Lower it, look at CUDA_VISIBLE_DEVICES, set runtime.ray.device = 'cpu'."
     )
-
-
-SIX = {f"10.0.0.{n}": {"CPU": 8.0, "GPU": 3.0} for n in (1, 2)}
-TOGETHER = [
-    ({"a": 2, "b": 2, "c": 2}, {"a": "strict_pack", "b": "strict_pack", "c": "strict_pack"}, False),
-    ({"a": 2, "b": 2, "c": 2}, {"a": "strict_pack", "b": "strict_pack"}, True),
-    ({"a": 3, "b": 2}, {"a": "strict_pack", "b": "strict_spread"}, False),
-    ({"a": 2, "b": 2}, {"a": "strict_pack", "b": "strict_spread"}, True),
-    ({"a": 1, "b": 2, "c": 2}, {"a": "strict_pack", "b": "strict_pack", "c": "strict_spread"}, True),
-    ({"a": 2, "b": 2, "c": 2}, {"a": "strict_spread", "b": "strict_spread", "c": "strict_spread"}, True),
-]
-
-
-@pytest.mark.parametrize(("sizes", "strategy", "fit"), TOGETHER)
-def test_strategies_that_cannot_be_kept_together_are_refused(sizes, strategy, fit):
-    """Each pool fits alone, and there are as many GPUs as are asked for."""
-    pools = [Pool(name, range(size), ("actor",)) for name, size in sizes.items()]
-    if fit:
-        check(pools, RayOptions(strategy=strategy), True, SIX, "it")
-        return
-    text = refusal(pools, SIX, strategy=strategy)
-    assert text.startswith("runtime.ray.strategy: a = ")
-    assert ", ".join(f"{name} = '{kind}'" for name, kind in strategy.items()) in text
-    assert text.endswith("Set one to 'pack' or 'spread', or lower placement.pools.")
-
-
-def test_what_fits_together_is_what_a_search_of_all_places_finds():
-    """Against every way to assign the processes of up to three pools to the rooms of up to three nodes."""
-    random = Random(0)
-    found = Counter()
-    for _ in range(300):
-        room = [random.randint(0, 3) for _ in range(random.randint(1, 3))]
-        kinds = [random.choice(("pack", "strict_pack", "strict_spread")) for _ in range(random.randint(1, 3))]
-        sizes = [random.randint(1, 3) for _ in kinds]
-        names = [f"p{number}" for number in range(len(kinds))]
-        pools = [Pool(name, range(size), ("actor",)) for name, size in zip(names, sizes, strict=True)]
-        options = RayOptions(strategy=dict(zip(names, kinds, strict=True)))
-        ways = searched(list(zip(kinds, sizes, strict=True)), room)
-        try:
-            nodes = {str(number): {"CPU": float(count)} for number, count in enumerate(room)}
-            check(pools, options, False, nodes, "it")
-        except ConfigError:
-            assert not ways, (room, kinds, sizes)
-            found["refused"] += 1
-        else:
-            assert ways, (room, kinds, sizes)
-            found["taken"] += 1
-    assert min(found.values()) > 50
-
-
-def searched(pools, room):
-    if not pools:
-        return True
-    (kind, size), *others = pools
-    for places in combinations_with_replacement(range(len(room)), size):
-        distinct = len(set(places))
-        if (kind == "strict_pack" and distinct > 1) or (kind == "strict_spread" and distinct < size):
-            continue
-        left = [count - places.count(number) for number, count in enumerate(room)]
-        if min(left) >= 0 and searched(others, left):
-            return True
-    return False
 
 
 @pytest.mark.slow

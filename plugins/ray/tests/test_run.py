@@ -1,7 +1,5 @@
 """Whole runs on a cluster: those of the other runtimes, bit for bit."""
 
-import sys
-
 import pytest
 
 pytestmark = pytest.mark.slow
@@ -49,13 +47,3 @@ def test_two_sharded_ranks_are_those_of_torchrun_bit_for_bit(cluster, train):
 def test_rollouts_run_ahead_as_with_torchrun(cluster, train):
     apart = {**POOLS, "trainer": "async"}
     assert train("ray", **RAY, **apart) == train("torchrun", **apart, **{"runtime.backend": "torchrun"})
-
-
-def test_a_pool_may_have_a_python_of_its_own(cluster, train, tmp_path):
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho "$1" >> "{tmp_path}/used"\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    train("ray", **RAY, **{"run.steps": 1, "runtime.ray.python": {"all": str(python)}})
-    looked_at, worker = (tmp_path / "used").read_text().splitlines()
-    assert looked_at == "-c"
-    assert worker.endswith("default_worker.py")

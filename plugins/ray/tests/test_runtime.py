@@ -36,7 +36,7 @@ def kept(kind):
 def test_what_the_runtime_keeps_has_other_names_than_what_the_classes_below_it_keep():
     """Workers are seats of Ray and seats of weights: of two things of one name, the one that is set last is taken for both."""
     classes = [kind for kind in RayRuntime.__mro__ if kind.__module__.startswith("engine_")]
-    assert {"cluster", "store"} <= kept(RayRuntime)
+    assert {"cluster", "_seats"} <= kept(RayRuntime)
     for one, other in itertools.combinations(classes, 2):
         assert not kept(one) & kept(other), f"{one.__name__} and {other.__name__}"
 
@@ -95,7 +95,7 @@ def test_what_a_node_cannot_import_is_said_with_the_node_and_without_a_traceback
     )
     assert module._no_seat(RayError(told)) == (
         "The node 10.0.0.2 cannot import what the run needs: No module named 'engine_plugin_ray'. Install engine-plugin-ray "
-        "and the run's other plugins in the environment of every node, or name one that has them in runtime.ray.python."
+        "and the run's other plugins in the environment of every node."
     )
     assert module._no_seat(RayError("died\nsoon")) == (
         "A worker ended before it had started: RayError: died soon"

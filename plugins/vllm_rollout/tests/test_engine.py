@@ -286,27 +286,6 @@ def test_a_response_that_goes_on_draws_other_numbers_than_it_began_with(engine):
     assert again.token_ids.tolist() == other.token_ids.tolist()
 
 
-def test_weights_copied_by_a_plan_are_those_that_vllms_model_loads(engine, folders):
-    """Models of vLLM as they are before its CPU kernels pack their weights: fused q, k, v and gate, up."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import initialize_model
-
-    from engine_plugin_vllm_rollout.copy_plan import CopyPlan
-
-    config = engine._llm.vllm_config
-    with set_current_vllm_config(config):
-        plain, planned = (initialize_model(config, prefix=name) for name in ("plain", "planned"))
-    plan = CopyPlan(planned)
-    for seed in ("0", "1"):
-        weights = list(load_file(folders / seed / "model.safetensors").items())
-        plain.load_weights(iter(weights))
-        for at in range(0, len(weights), 5):
-            plan.load(weights[at : at + 5])
-        expected, found = dict(plain.named_parameters()), dict(planned.named_parameters())
-        assert all(torch.equal(value, found[name]) for name, value in expected.items())
-    assert plan.names == {name for name, _ in weights} - {"model.embed_tokens.weight"}  # filled up with zeros
-
-
 def test_starting_leaves_the_random_state_alone(folders):
     torch.manual_seed(3)
     expected = torch.rand(2).tolist()
@@ -337,38 +316,3 @@ def test_a_length_without_room_for_a_prompt_is_refused_before_vllm_starts(folder
 def test_a_length_over_the_models_is_one_message(folders):
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.max_model_len is more than the model can hold"):
         build(folders / "0", max_model_len=4096)
-
-
-@pytest.mark.slow  # three processes of vLLM
-def test_two_parts_sample_as_the_whole_also_after_an_update(tmp_path):
-    for seed in (0, 1):
-        write_model(tmp_path / str(seed), SHAPE, seed, tied=bool(seed))
-    found = {}
-    for parts in (1, 2):
-        write_model(tmp_path / f"new{parts}", SHAPE, 2, tied=False)
-        engine = build(tmp_path / "0", tensor_parallel_size=parts)
-        try:
-            found[parts] = [engine.generate(asked(3))]
-            weights = load_file(tmp_path / f"new{parts}" / "model.safetensors")
-            sums = [engine.update_weights(weights.items(), 4)]
-            found[parts].append(engine.generate(asked(3)))
-            broken = {name: tensor for name, tensor in weights.items() if "norm" not in name}
-            with pytest.raises(Exception, match="lacks"):
-                engine.update_weights(broken.items(), 5)
-            sums.append(engine.update_weights(weights.items(), 6))
-            found[parts].append([*sums, engine.generate(asked(1))])
-        finally:
-            engine.close()
-    for whole, cut in zip(found[1][0] + found[1][1], found[2][0] + found[2][1], strict=True):
-        assert cut.token_ids.tolist() == whole.token_ids.tolist()
-        assert float((cut.rollout_log_probs - whole.rollout_log_probs).abs().max()) < TOLERANCE
-        assert cut.policy_versions.tolist() == whole.policy_versions.tolist()
-    assert found[1][0][0].token_ids.tolist() != found[1][1][0].token_ids.tolist()  # other weights
-    assert found[1][2][:2] == found[2][2][:2]  # checksums
-
-
-@pytest.mark.slow
-def test_a_number_of_parts_that_does_not_divide_the_heads_is_one_message(tmp_path):
-    write_model(tmp_path / "0", SHAPE, 0, tied=True)
-    with pytest.raises(ConfigError, match=r"cannot be cut into rollout\.vllm\.tensor_parallel_size parts"):
-        build(tmp_path / "0", tensor_parallel_size=3)

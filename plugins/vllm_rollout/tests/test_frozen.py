@@ -185,20 +185,6 @@ def test_a_judge_does_not_give_up_weights_that_nobody_brings(folders):
         sampler(folders / "writes", sleep_level=2)
 
 
-@pytest.mark.parametrize(
-    ("role", "settings", "words"),
-    [
-        ("actor", {}, r"actor\.backend: 'vllm' runs models that are never trained"),
-        ("teacher", {"lora": {}}, r"teacher\.lora: 'vllm' runs a whole model"),
-    ],
-)
-def test_a_role_that_is_trained_and_an_adapter_are_refused_before_vllm_starts(folders, role, settings, words):
-    from engine_plugin_vllm_rollout.frozen import VLLMFrozenEngine
-
-    with pytest.raises(ConfigError, match=words):
-        build(VLLMFrozenEngine, folders / "writes", role, **settings)
-
-
 def test_a_folder_without_weights_is_refused_before_vllm_starts(folders, tmp_path):
     from engine_plugin_vllm_rollout.frozen import VLLMFrozenEngine
 

@@ -8,7 +8,6 @@ import torch
 
 from engine_core.config import ModelConfig, RoleConfig
 from engine_core.contracts.engines import Layout
-from engine_core.errors import ConfigError
 from engine_core.local.engine_host import RankPlacement
 from engine_plugin_processes.starting import describe
 from engine_plugin_vllm_rollout.frozen_engine import FrozenEngine
@@ -48,21 +47,3 @@ def test_it_scores_and_refuses_to_be_trained_saved_and_exported():
 def test_a_worker_of_many_describes_it_though_it_holds_no_module():
     told = describe(made(), RankPlacement(torch.device("cpu")))
     assert (told["attention"], told["layout"]) == (0.0, Layout())
-
-
-@pytest.mark.parametrize("role", ["actor", "critic", "ref"])
-def test_roles_whose_weights_change_are_refused_before_and_when_it_is_built(role):
-    context = SimpleNamespace(role=role)
-    for build in (
-        lambda: made(role),
-        lambda: Scores.check(RoleConfig(backend="scores"), context, trainable=False),
-    ):
-        with pytest.raises(
-            ConfigError, match=rf"{role}\.backend: 'scores' runs models that are never trained"
-        ):
-            build()
-
-
-def test_an_adapter_is_refused():
-    with pytest.raises(ConfigError, match=r"teacher\.lora: 'scores' runs a whole model\. Merge"):
-        made(lora={})

@@ -5,17 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config, ViTConfig
+from transformers import Qwen3Config, ViTConfig
 
 from engine_core.errors import ConfigError, EnvironmentProblem
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
 from engine_plugin_vllm_rollout.start import (
     MEANINGS,
     Place,
-    _advice,
     _arguments,
     architecture,
-    check_heads,
     meaning,
     prepare_environment,
     take_device,
@@ -73,10 +71,7 @@ def test_what_vllm_says_becomes_one_message_with_the_key(error, kind, key):
 
 
 def test_no_message_about_a_judge_names_a_key_of_the_sampler():
-    for pattern, _, advice in MEANINGS:
-        said = str(_advice(advice, "reward.judge.vllm"))
-        assert "rollout" not in said, pattern
-        assert "{" not in said, pattern
+    assert not [advice for _, _, advice in MEANINGS if "rollout" in advice]
     error = AssertionError("CuMem allocator can only be used for one instance per process.")
     assert "Set reward.judge.vllm.sleep_level = 0" in str(meaning(error, "m", "reward.judge.vllm"))
 
@@ -98,15 +93,6 @@ def test_a_config_that_names_no_class_is_that_of_a_causal_model():
     assert architecture(Qwen3Config()) == {"architectures": ["Qwen3ForCausalLM"]}
     assert architecture(Qwen3Config(architectures=["Other"])) == {}
     assert architecture(ViTConfig()) == {}  # of no causal model: vLLM says what it makes of it
-
-
-def test_heads_that_a_cpu_has_no_kernel_for_are_refused_before_vllm_starts():
-    cpu = torch.device("cpu")
-    for small in (Qwen3Config(head_dim=16), LlamaConfig(hidden_size=64, num_attention_heads=4)):
-        with pytest.raises(ConfigError, match=r"heads have 16 values, .* Use rollout\.backend = \"hf\""):
-            check_heads(small, cpu)
-        check_heads(small, torch.device("cuda"))
-    check_heads(Qwen3Config(head_dim=32), cpu)
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from engine_core.config import ModelConfig, RoleConfig
 from engine_core.config.rewards import JudgeConfig
-from engine_core.contracts.engines import WorkerContext
-from engine_core.plugins.plugin_set import PluginSet
 from engine_core.runs.rollout_files import read_rollouts
 from engine_plugin_rewards.models.judge import VerdictReader
 from engine_plugin_testing.reference import LETTERS, write_model
-from engine_plugin_vllm_rollout.served import VLLMServedEngine
-from engine_plugin_vllm_rollout.server_options import VLLMServerOptions
 
 PAGE = Path(__file__).parents[3] / "docs" / "served_models.md"
 # case is left aside
@@ -236,22 +231,17 @@ def test_the_actor_learns_what_a_classifier_of_vllm_in_its_own_process_scores(fo
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="uvicorn: what a server needs")
-def test_two_ranks_that_share_the_actor_ask_one_server_for_verdicts_each_about_its_share(folder, monkeypatch):
-    monkeypatch.setenv("SERVED_TOKEN", "s3cr3t-of-the-test")
+def test_two_ranks_that_share_the_actor_ask_one_server_for_verdicts_each_about_its_share(
+    folder, monkeypatch, served
+):
+    token = "s3cr3t-of-the-test"
+    monkeypatch.setenv("SERVED_TOKEN", token)
     instead_of_the_judge(folder, VERDICT)
-    plugins = PluginSet.load({"train_engines": {"torch"}})
-    context = WorkerContext(plugins=plugins, role="teacher", device=torch.device("cpu"), frozen=True)
-    started = RoleConfig(backend="vllm_server", path=str(folder / "model"))
-    engine = {"dtype": "float32", "enforce_eager": True} | SMALL
-    started.options = VLLMServerOptions(start={"options": engine}, token_env="SERVED_TOKEN")
-    server = VLLMServedEngine(started, ModelConfig(path=started.path), context, trainable=False)
     run = (folder / "apart.toml").read_text().replace('"frozen"', '"train"')
     (folder / "apart.toml").write_text(run.replace("{ train = 1, frozen = 1 }", "{ train = 2 }"))
-    try:
-        url = {"reward.quality.verdict.vllm_server.url": server._server.url}
+    with served(folder / "model", token, "--max-logprobs=-1") as at:
+        url = {"reward.quality.verdict.vllm_server.url": at}
         lines = train(folder, url | {"actor.backend": "fsdp", "ref.backend": "fsdp"})
-    finally:
-        server.close()
     assert [line["step"] for line in lines] == [1, 2]
     path = folder / "model"
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path).eval()

@@ -306,24 +306,18 @@ def test_a_sampler_that_cannot_use_the_actors_module_is_told_with_both_keys(run)
     check_complete(load_config(run(shared.replace("shared", "own") + SFT.partition("\n")[2])))
 
 
-@pytest.mark.parametrize(("role", "table"), [("actor", "train engine"), ("rollout", "rollout engine")])
-def test_a_backend_for_models_that_are_never_trained_is_refused_for_other_roles(run, role, table):
-    kind = "rollout_engines" if role == "rollout" else "train_engines"
-    made = "RolloutBackend" if role == "rollout" else "TrainBackend"
+def test_a_backend_for_models_that_are_never_trained_is_refused_for_other_roles(run):
     file = run("", "frozen.py")
     file.write_text(
-        f"from engine_core import hookimpl\nfrom engine_core.specs import {made}\n\n@hookimpl\ndef engine_{kind}():\n"
-        f'    return {{"only": {made}(load=print, frozen_only=True)}}\n'
+        "from engine_core import hookimpl\nfrom engine_core.specs import TrainBackend\n\n@hookimpl\n"
+        "def engine_train_engines():\n"
+        '    return {"only": TrainBackend(load=print, frozen_only=True)}\n'
     )
     text = f"{RL}[model]\npath = 'model'\n[data]\ntrain = 'train.jsonl'\n".replace(
         '"say_seven.py"', '"say_seven.py", "frozen.py"'
     )
-    text = (
-        text.replace('backend = "echo"', 'backend = "only"')
-        if role == "rollout"
-        else f"{text}[{role}]\nbackend = 'only'\n"
-    )
-    words = rf"{role}\.backend: 'only' runs models that are never trained, .* Choose another {table} for \[{role}\]"
+    text = f"{text}[actor]\nbackend = 'only'\n"
+    words = r"actor\.backend: 'only' runs models that are never trained, .* Choose another train engine for \[actor\]"
     with pytest.raises(ConfigError, match=words):
         check_complete(load_config(run(text)))
 

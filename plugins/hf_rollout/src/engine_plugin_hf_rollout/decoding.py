@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from engine_core.sampling import begun_ids
 from engine_core.types import SUPPORT, padded_support
 from engine_plugin_hf_rollout.cache import make_cache
 from engine_plugin_hf_rollout.distribution import Distributions, draw, support, uniforms
@@ -38,23 +39,6 @@ class Sampled:
     log_mass: list[float]  # log of the probability mass that top-p and top-k kept
     finish_reason: str
     support: Tensor | None = None  # [n, K] int32, if the request asks for it
-
-
-def sample(
-    module: nn.Module,
-    requests: Sequence[Request],
-    end_ids: frozenset[int],
-    decode: Decode,
-    max_positions: int,
-) -> list[Sampled]:
-    """Sample all requests together until all are finished; arguments as for ``Decoding``.
-
-    Returns:
-        One result per request, in order.
-    """
-    decoding = Decoding(module, requests, end_ids, decode, max_positions)
-    decoding.advance(module)
-    return decoding.results()
 
 
 class Decoding:
@@ -161,7 +145,7 @@ class _Uncached:
     @classmethod
     def begin(cls, module: nn.Module, requests: Sequence[Request], device: torch.device) -> _Uncached:
         """Read each distinct prompt once."""
-        prompts = [tuple(request.prompt.token_ids + begun_response(request)) for request in requests]
+        prompts = [tuple(request.prompt.token_ids + begun_ids(request)) for request in requests]
         read = {prompt: torch.tensor(prompt, device=device) for prompt in dict.fromkeys(prompts)}
         logits = {prompt: _last_logits(module, tokens) for prompt, tokens in read.items()}
         return cls(
@@ -204,7 +188,7 @@ class _Batch:
         budget = [min(s.max_response_tokens, r) for s, r in zip(samplings, room, strict=True)]
         self.steps = max(budget)
         self.budget = torch.tensor(budget, device=device)
-        begun = [begun_response(request) for request in requests]
+        begun = [begun_ids(request) for request in requests]
         self.start = torch.tensor([len(tokens) for tokens in begun], device=device)  # [B]
         self.uniform = uniforms([s.seed for s in samplings], self.steps).to(device)
         self.distributions = Distributions(samplings, device)
@@ -321,17 +305,9 @@ class _Batch:
         )
 
 
-def begun_response(request: Request) -> list[int]:
-    """Return the tokens of a response that were sampled before it was stopped."""
-    if request.begun is None:
-        return []
-    found: list[int] = request.begun.token_ids[len(request.prompt.token_ids) :].tolist()
-    return found
-
-
 def _prefill(module: nn.Module, requests: Sequence[Request], device: torch.device) -> _Cached:
     """Run each distinct prompt once, padded on the left, and copy its row to every request with that prompt."""
-    prompts = [tuple(request.prompt.token_ids + begun_response(request)) for request in requests]
+    prompts = [tuple(request.prompt.token_ids + begun_ids(request)) for request in requests]
     distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
     longest = max(map(len, distinct))
     ids = torch.zeros(len(distinct), longest, dtype=torch.int64)

@@ -27,7 +27,7 @@ from engine_core.errors import DataError, TrainingFailed, did_you_mean
 from engine_core.sampling import check_request
 from engine_core.types import SUPPORT, Rollout
 from engine_plugin_hf_rollout.adapter import OwnAdapter
-from engine_plugin_hf_rollout.decoding import Decode, Decoding, Sampled, sample
+from engine_plugin_hf_rollout.decoding import Decoding, Sampled
 from engine_plugin_hf_rollout.plugin import HFOptions
 from engine_plugin_torch.linear_products import use_quicker_products
 from engine_plugin_torch.model_loading import adopt_live, load_model, sampler_module
@@ -151,46 +151,37 @@ class HFRolloutEngine(RolloutEngine):
             raise DataError(
                 f"The sampler holds weights of two versions ({self._incomplete}). Update them again."
             )
-        if not self._steps:
-            batch = self._next_batch()
-            with self._generation() as module:
-                sampled = sample(module, batch, *self._how())
-            return [self._end(request, result) for request, result in zip(batch, sampled, strict=True)]
-        decoding = None
+        decoding = self._decoding
         try:
             with self._generation() as module:
-                if self._decoding is None or self._decoding.over:
+                if decoding is None or decoding.over:
                     self._batch = self._next_batch()
-                    self._decoding = Decoding(module, self._batch, *self._how())
-                self._decoding.advance(module, self._steps)
-            decoding = self._decoding
-        finally:
-            if decoding is None:  # interrupted: the requests are still in the queue and start again
-                self._drop_batch()
-        over = [
+                    ends = frozenset([self.tokenizer.eos_token_id])
+                    decoding = Decoding(module, self._batch, ends, self._decode, self._limits()[1])
+                    self._decoding = decoding
+                decoding.advance(module, self._steps)
+        except BaseException:  # the requests are still in the queue and start again
+            self._drop_batch()
+            raise
+        ended = [
             number
             for number, runs in enumerate(decoding.running())
             if not runs and self._batch[number].id in self._queue
         ]
-        return [
-            self._end(self._batch[at], result)
-            for at, result in zip(over, decoding.results(over), strict=True)
+        finished = [
+            self._rollout(self._batch[at], result)
+            for at, result in zip(ended, decoding.results(ended), strict=True)
         ]
-
-    def _end(self, request: Request, result: Sampled) -> Rollout:
-        rollout = self._rollout(request, result)
-        del self._queue[request.id]
-        return rollout
+        for rollout in finished:
+            del self._queue[rollout.request_id]
+        if decoding.over:
+            self._drop_batch()
+        return finished
 
     def _next_batch(self) -> list[Request]:
         # similar lengths together for little padding; the longest first, so an out-of-memory error comes early
         ordered = sorted(self._queue.values(), key=lambda r: (-len(r.prompt.token_ids), r.prompt.token_ids))
         return ordered[: self.options.batch_size]
-
-    def _how(self) -> tuple[frozenset[int], Decode, int]:
-        """Return the arguments of ``Decoding``: end tokens, decoder and most positions."""
-        ends = frozenset([self.tokenizer.eos_token_id])
-        return ends, self._decode, self._limits()[1]
 
     def _drop_batch(self) -> None:
         self._batch, self._decoding = [], None

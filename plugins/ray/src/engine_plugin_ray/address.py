@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from urllib.parse import urlsplit
+
 AUTO = "auto"
-MAX_PORT = 65535
+OTHER_PORTS = {8265: "the dashboard", 10001: "Ray Client"}
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -12,18 +14,15 @@ def host_and_port(address: str) -> tuple[str, int]:
     Raises:
         ValueError: the text is no such address; the message says what was expected.
     """
-    scheme, found, rest = address.partition("://")
-    if found:
-        what = "Ray Client's" if scheme == "ray" else "not a cluster's"
-        host = rest.partition("/")[0].rpartition(":")[0] or "HOST"
+    try:
+        parts = urlsplit(f"//{address}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if not host or not port or port in OTHER_PORTS or set(address) & set("/ \t"):
+        other = f"{port} is the port of {OTHER_PORTS[port]}; " if port in OTHER_PORTS else ""
         raise ValueError(
-            f"an address that begins with '{scheme}://' is {what}. Name the cluster's head itself: '{host}:6379' (6379 is "
-            "Ray's port)."
+            f"{other}expected HOST:PORT of a Ray cluster's head (6379 is Ray's port), or '{AUTO}'. Leave it out for a "
+            "cluster of the run's own."
         )
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) <= MAX_PORT or set(host) & set("/ \t"):
-        raise ValueError(
-            f"expected HOST:PORT of a Ray cluster's head (6379 is Ray's port), or '{AUTO}'. Leave it out for a cluster of "
-            "the run's own."
-        )
-    return host.strip("[]"), int(port)
+    return host, port

@@ -16,8 +16,6 @@ from engine_plugin_ray.address import AUTO, host_and_port
 class RayOptions(ProcessOptions):
     """``[runtime.ray]``: every worker an actor of a Ray cluster, which a run starts for itself or joins."""
 
-    renamed = {**ProcessOptions.renamed, "messages": "worker_transport"}
-
     address: str = ""
     """``HOST:PORT`` of a cluster's head, or ``auto`` for the one that this machine belongs to; empty: a private cluster on this machine."""
     cpus_per_process: float = Field(1.0, gt=0)
@@ -26,12 +24,6 @@ class RayOptions(ProcessOptions):
     """By pool of [placement]: place processes close together (``pack``, the default) or on different nodes (``spread``); ``strict_`` fails if that is impossible, the others only try."""
     env: dict[str, str] = {}
     """Environment variables of every worker."""
-    python: dict[str, str] = {}
-    """By pool: the Python that its processes run on, of an environment with the same versions of Python and Ray."""
-    worker_transport: Literal["auto", "ray"] = "auto"
-    """How commands and rollouts reach workers: ``auto``: those on the controller's node over a socket of the loopback interface, others by Ray; ``ray``: all by Ray."""
-    object_store_mib: int = Field(512, ge=128)
-    """Size of the object store of a cluster of the run's own."""
 
     @field_validator("address")
     @classmethod

@@ -1,8 +1,8 @@
 """The ray runtime: every worker is an actor, in a placement group of its pool.
 
-The controller is the driver of a Ray job. Its commands and their answers are those of the other runtimes of processes,
-in the same order. Ray starts workers, reports their end, and transfers messages to other machines. Messages on the
-controller's own machine use a socket (``nearby``).
+The controller is the driver of a Ray job. Ray places and starts workers, and reports why they ended. Each worker then
+connects to the controller and proves the run's token, as under an external ``torchrun``: commands and answers are those
+of the other runtimes of processes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import re
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,13 +22,10 @@ from ray.exceptions import GetTimeoutError, RayError
 from engine_core.errors import EnvironmentProblem
 from engine_core.local.engine_host import default_device
 from engine_plugin_processes import elastic_launch as elastic
+from engine_plugin_processes.channel import callers, listen
 from engine_plugin_processes.placement import Pool, wanted_processes
 from engine_plugin_processes.runtime import MultiProcessRuntime, even_threads
-from engine_plugin_ray import environments
 from engine_plugin_ray.cluster import Cluster, asks_for_token
-from engine_plugin_ray.lifeline import hold
-from engine_plugin_ray.mail import ControllerEnd, Store
-from engine_plugin_ray.nearby import NearEnd, connect_all
 from engine_plugin_ray.placing import (
     THIS_MACHINE,
     Node,
@@ -47,6 +45,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
+LOOK_SECONDS = 0.5  # between two checks of the actors while they connect
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 NOT_IMPORTED = re.compile(r"(?:ModuleNotFoundError|ImportError): (.{1,300}?)\.?(?= \^| File |$)")
 NODE = re.compile(r"\bip=([^,)\s]+)")
@@ -60,7 +59,6 @@ class RayRuntime(MultiProcessRuntime):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.cluster = Cluster(self.options.address)
-        self.store = Store()
         self._gpu = False
         self._groups: list[Any] = []  # placement groups, one for each pool
         self._seats: dict[int, ActorHandle] = {}
@@ -75,7 +73,6 @@ class RayRuntime(MultiProcessRuntime):
 
     def _leave(self) -> None:
         """Release what is held in the cluster; a private cluster ends with all of it."""
-        self.store.forget()
         self._store = None
         self._seats = {}
         groups, self._groups = self._groups, []
@@ -104,8 +101,7 @@ class RayRuntime(MultiProcessRuntime):
         nodes = nodes_of_cluster() if joined else {THIS_MACHINE: own}
         check(self.pools, self.options, self._gpu, nodes, self.cluster.shown)
         if not joined:
-            environments.check_here(self.options.python)
-            self.cluster.start(own["CPU"], gpus, self.options.object_store_mib, size)
+            self.cluster.start(own["CPU"], gpus)
         elif not asks_for_token():
             log.warning(
                 "Ray: %s asks for no token: every client that reaches it can run programs on its nodes. Start it with "
@@ -113,17 +109,8 @@ class RayRuntime(MultiProcessRuntime):
                 self.cluster.shown,
             )
         self._groups = reserve(self.pools, self.options, self._gpu)
-        if joined:
-            self._check_pythons(self.pools, self._groups)
         self._seats = self._take_seats([rank for pool in self.pools for rank in pool.ranks])
         return list(self._seats.values())
-
-    def _check_pythons(self, pools: Sequence[Pool], groups: Sequence[Any]) -> None:
-        seconds = self.options.startup_timeout_minutes * 60
-        try:
-            environments.check_there(pools, self.options.python, groups, seconds)
-        except RayError as error:
-            raise EnvironmentProblem(_no_seat(error)) from error
 
     def _take_seats(self, ranks: Sequence[int]) -> dict[int, ActorHandle]:
         """Start an actor for each of these ranks, in order, in its own bundle.
@@ -137,69 +124,66 @@ class RayRuntime(MultiProcessRuntime):
         from engine_plugin_ray.actor import Seat
         from engine_plugin_ray.handle import ActorHandle
 
-        made = ray.remote(concurrency_groups={"inbox": 1, "outbox": 1})(Seat)
-        each = resources(self.options, self._gpu)
+        made, each, given = ray.remote(Seat), resources(self.options, self._gpu), self._given(self._size)
         actors = []
         for pool, group in zip(self.pools, self._groups, strict=True):
-            python = self.options.python.get(pool.name)
-            given = self._given(self._size, python is not None)
             for rank in (rank for rank in pool.ranks if rank in ranks):
                 chosen = made.options(
                     num_cpus=each["CPU"],
                     num_gpus=each.get("GPU", 0),
                     max_restarts=0,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, pool.ranks.index(rank)),
-                    runtime_env={"py_executable": python} if python else None,
                 )
                 actors.append(chosen.remote(*given))
         try:
             about = ray.get(
                 [actor.about.remote() for actor in actors], timeout=self.options.startup_timeout_minutes * 60
             )
+            served, channels = self._connect(dict(zip(ranks, actors, strict=True)))
         except RayError as error:
             raise EnvironmentProblem(_no_seat(error)) from error
         here, logs = ray.get_runtime_context().get_node_id(), self.cluster.logs
-        ends = self._connect(dict(zip(ranks, actors, strict=True)), about, here)
         return {
-            rank: ActorHandle(rank, actor, ends[rank], found, logs if found["node"] == here else None)
+            rank: ActorHandle(
+                rank, actor, channels[rank], served[rank], found, logs if found["node"] == here else None
+            )
             for rank, actor, found in zip(ranks, actors, about, strict=True)
         }
 
-    def _connect(
-        self, actors: Mapping[int, Any], about: Sequence[Mapping[str, Any]], here: str
-    ) -> dict[int, NearEnd | ControllerEnd]:
-        """Return the mailbox of each actor, which starts to serve it.
+    def _connect(self, actors: Mapping[int, Any]) -> tuple[dict[int, Any], dict[int, Channel]]:
+        """Have actors connect to this process and serve commands.
 
         Args:
             actors: the actors, by rank.
-            about: where each runs, in the order of ``actors``.
-            here: id of the controller's node.
+
+        Returns:
+            By rank, the reference to the result of ``Seat.serve`` and the connection.
 
         Raises:
-            EnvironmentProblem: an actor of this node does not connect.
+            EnvironmentProblem: an actor does not connect in time.
+            RayError: an actor has ended, or does not reach this process.
         """
-        near: dict[int, Any] = {}
-        if self.options.worker_transport == "auto":
-            near = {
-                rank: actor
-                for (rank, actor), found in zip(actors.items(), about, strict=True)
-                if found["node"] == here
-            }
-        try:
-            ends = connect_all(near, self._token, self.options.startup_timeout_minutes * 60)
-        except RayError as error:
-            raise EnvironmentProblem(_no_seat(error)) from error
-        far = {rank: actor for rank, actor in actors.items() if rank not in near}
-        lines = self._lines(far)
-        for rank, actor in far.items():
-            actor.serve.remote(None, "", rank)
-        return ends | {rank: ControllerEnd(actor, self.store, lines.get(rank)) for rank, actor in far.items()}
-
-    def _lines(self, far: Mapping[int, Any]) -> dict[int, Channel]:
-        """Open idle connections to actors of other nodes, whose silence shows that a node is lost."""
         import ray
 
-        return hold(far, ray.util.get_node_ip_address(), self._token) if far else {}
+        deadline = time.monotonic() + self.options.startup_timeout_minutes * 60
+        channels: dict[int, Channel] = {}
+        with listen(ray.util.get_node_ip_address()) as listener:
+            at = listener.getsockname()[:2]
+            served = {rank: actor.serve.remote(at, self._token, rank) for rank, actor in actors.items()}
+            with contextlib.closing(callers(listener, self._token, deadline, LOOK_SECONDS)) as coming:
+                for caller in coming:
+                    if caller is None:
+                        ray.get(
+                            ray.wait(list(served.values()), timeout=0)[0]
+                        )  # raises the error of one that failed
+                    elif caller[0] in actors:
+                        channels[caller[0]] = caller[1]
+                    if len(channels) == len(actors):
+                        return served, channels
+        raise EnvironmentProblem(
+            f"Rank {', '.join(map(str, sorted(set(actors) - set(channels))))} did not connect to the controller at {at[0]} within "
+            "runtime.ray.startup_timeout_minutes. Let nodes reach each other on any port, as Ray asks."
+        )
 
     @property
     def _size(self) -> int:
@@ -212,12 +196,11 @@ class RayRuntime(MultiProcessRuntime):
         self._seats |= self._take_seats([rank])
         return self._seats[rank]
 
-    def _given(self, size: int, own_python: bool) -> tuple[dict[str, str], list[str] | None, str]:
+    def _given(self, size: int) -> tuple[dict[str, str], list[str] | None, str]:
         """Return what an actor gets before it imports anything: environment, path, working folder.
 
         Args:
             size: ranks of the run.
-            own_python: the actor runs on another environment's Python and uses the packages from there.
         """
         from engine_plugin_processes.starting import portable_path
 
@@ -230,7 +213,7 @@ class RayRuntime(MultiProcessRuntime):
             loopback = elastic.loopback_interface()
             env |= {name: os.environ.get(name, loopback) for name in elastic.INTERFACE_VARIABLES if loopback}
         env |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
-        path = portable_path() if self.cluster.own and not own_python else None
+        path = portable_path() if self.cluster.own else None
         return env | self.options.env, path, os.getcwd()
 
     def _seat(self, pool: Pool, rank: int) -> dict[str, Any]:
@@ -267,6 +250,6 @@ def _no_seat(error: Exception) -> str:
         where = f"The node {node[1]}" if node else "A node of the cluster"
         return (
             f"{where} cannot import what the run needs: {missing[-1]}. Install engine-plugin-ray and the run's "
-            "other plugins in the environment of every node, or name one that has them in runtime.ray.python."
+            "other plugins in the environment of every node."
         )
     return f"A worker ended before it had started: {type(error).__name__}: {text:.500}"

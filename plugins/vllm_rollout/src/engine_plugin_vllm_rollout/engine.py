@@ -21,20 +21,12 @@ from engine_core.contracts.weight_names import published
 from engine_core.data import load_tokenizer
 from engine_core.errors import ConfigError, DataError, did_you_mean
 from engine_core.model_config import has_no_weights, load_hf_config
-from engine_core.sampling import check_request
+from engine_core.sampling import begun_ids, check_request
 from engine_core.temporary_folder import TemporaryFolder
 from engine_plugin_vllm_rollout.memory import Memory
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
 from engine_plugin_vllm_rollout.ranks import check_ranks, layout_of
-from engine_plugin_vllm_rollout.registration import registered_in_workers
-from engine_plugin_vllm_rollout.start import (
-    Place,
-    architecture,
-    check_heads,
-    head,
-    prepare_environment,
-    start,
-)
+from engine_plugin_vllm_rollout.start import Place, architecture, prepare_environment, start
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RolloutConfig
@@ -88,7 +80,7 @@ class VLLMRolloutEngine(RolloutEngine):
     def _start(self) -> None:
         prepare_environment()
         from engine_plugin_vllm_rollout.adapter import AdapterUpdater
-        from engine_plugin_vllm_rollout.weights import Updater, choose, expected_shapes
+        from engine_plugin_vllm_rollout.weights import Updater, expected_shapes
 
         live = self.context.live or {}
         tokenizer: Any = live.get("tokenizer") or load_tokenizer(self.model_config)
@@ -107,39 +99,33 @@ class VLLMRolloutEngine(RolloutEngine):
         text_config = hf_config.get_text_config()
         positions = self._positions(text_config)
         device = self.context.device
-        check_heads(text_config, device, self.where)
         self._full = self._tells_mass()
         registered = self._registered()
-        workers = registered_in_workers(self.config, self.model_config, self.context)
-        with workers if registered else contextlib.nullcontext():
-            self._llm = start(
-                self._folder.path if module is not None else self.model_config.path,
-                Path(self._folder.path),
-                self.options,
-                Place(
-                    device,
-                    self.context.seed,
-                    device.type == "cuda",
-                    positions,
-                    self._full,
-                    self.context.world_size,
-                ),
-                load_weights=module is None and not registered and not has_no_weights(self.model_config.path),
-                override=architecture(hf_config)
-                | head(self.options.fp32_head)
-                | self.model_config.override
-                | registered,
-                trust_remote_code=self.model_config.trust_remote_code,
-                key=self.where,
-            )
+        head = {"head_dtype": "float32"} if self.options.fp32_head else {}
+        self._llm = start(
+            self._folder.path if module is not None else self.model_config.path,
+            Path(self._folder.path),
+            self.options,
+            Place(
+                device,
+                self.context.seed,
+                device.type == "cuda",
+                positions,
+                self._full,
+                self.context.world_size,
+            ),
+            load_weights=module is None and not registered and not has_no_weights(self.model_config.path),
+            override=architecture(hf_config) | head | self.model_config.override | registered,
+            trust_remote_code=self.model_config.trust_remote_code,
+            key=self.where,
+        )
         self._vocabulary = text_config.vocab_size
         self._room = self._llm.vllm_config.model_config.max_model_len
         self._updater: Updater | AdapterUpdater
         if self.options.adapter:
             self._updater = AdapterUpdater(self._llm)
         else:
-            how = choose(self.options.weight_update, self._llm, self.where)
-            self._updater = Updater(self._llm, None if registered else expected_shapes(hf_config), how)
+            self._updater = Updater(self._llm, None if registered else expected_shapes(hf_config))
         self.memory = Memory(self._llm, self.options.sleep_level if device.type == "cuda" else 0)
         if module is not None:
             self._updater.take(published(module), 0)
@@ -192,7 +178,7 @@ class VLLMRolloutEngine(RolloutEngine):
         """Queue requests: all of them, or none where one is malformed."""
         from vllm.inputs.engine import tokens_input
 
-        from engine_plugin_vllm_rollout.requests import HOTTEST, begun_response, sampling_params, too_long
+        from engine_plugin_vllm_rollout.requests import HOTTEST, sampling_params, too_long
         from engine_plugin_vllm_rollout.results import Running
 
         taken = set(self._running)
@@ -208,7 +194,7 @@ class VLLMRolloutEngine(RolloutEngine):
             )
             taken.add(request.id)
         for request in requests:
-            ids = request.prompt.token_ids + begun_response(request)
+            ids = request.prompt.token_ids + begun_ids(request)
             params = sampling_params(
                 request, self._room, self._vocabulary, self._full, self.options.per_request_seeds
             )

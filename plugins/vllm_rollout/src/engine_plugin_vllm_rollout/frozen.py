@@ -21,7 +21,7 @@ from engine_plugin_vllm_rollout.frozen_engine import FrozenEngine
 from engine_plugin_vllm_rollout.memory import Memory
 from engine_plugin_vllm_rollout.plugin import FrozenOptions
 from engine_plugin_vllm_rollout.scoring import TABLES, Given, check_lengths, infer
-from engine_plugin_vllm_rollout.start import Place, architecture, check_heads, prepare_environment, start
+from engine_plugin_vllm_rollout.start import Place, architecture, prepare_environment, start
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -49,7 +49,6 @@ class VLLMFrozenEngine(FrozenEngine):
         prepare_environment()
         hf_config = load_hf_config(model_config.model_copy(update={"path": path}))
         text_config = hf_config.get_text_config()
-        check_heads(text_config, context.device, self.where)
         held = getattr(text_config, "max_position_embeddings", None)
         self._llm = start(
             path,

@@ -30,7 +30,6 @@ FIXED = {
     "pipeline_parallel_size": "one engine samples in one process",
     "data_parallel_size": "each process of a pool has its own engine",
     "distributed_executor_backend": "tensor_parallel_size and the sampler's pool decide it",
-    "worker_extension_cls": "weights reach the parts of a model through it",
     "weight_transfer_config": "weights come from the trainer's stream",
     "runner": "this engine generates",
     "enable_lora": "`adapter = true` switches it on",
@@ -58,7 +57,7 @@ class EngineOptions(Options):
     enable_prefix_caching: bool = True
     """A prompt that several requests share (a group) is read once."""
     tensor_parallel_size: int = Field(default=1, gt=0)
-    """Parts that every layer is cut into: over the processes of the sampler's pool, or over processes that vLLM starts where the pool is one; must divide the number of heads. Experimental on GPUs."""
+    """Parts that every layer is cut into, one in each process of the pool; those of a model that only scores are in processes that vLLM starts. Must divide the number of heads. Experimental on GPUs."""
 
     @model_validator(mode="after")
     def _known_to_vllm(self) -> Self:
@@ -106,8 +105,6 @@ class VLLMOptions(EngineOptions):
     """Each response has its own random numbers, so that it does not depend on which others are sampled at the same time, and a resumed run samples as if it had not stopped. ``false``: all draw from vLLM's one generator, which spares a call to the device for every sequence and token."""
     fp32_head: bool = False
     """Logits are computed in float32 from 16-bit weights: nearer to a trainer in float32, a little slower."""
-    weight_update: Literal["auto", "direct", "layerwise"] = "auto"
-    """How weights are replaced: ``direct`` copies into the model's tensors, ``layerwise`` processes each layer again, which models need whose kernels hold weights in another form (quantised, mixtures of experts, on a CPU). ``auto`` chooses."""
 
     @property
     def other_policy(self) -> str:
@@ -123,10 +120,6 @@ class VLLMOptions(EngineOptions):
             if self.dtype == "float32":
                 problems.append(
                     "quantization = 'fp8' computes in 16 bits: set dtype to 'bfloat16' or 'float16'."
-                )
-            if self.weight_update == "direct":
-                problems.append(
-                    "weight_update = 'direct' cannot be set with quantization: weights are made again from each update. Use 'auto'."
                 )
         if self.adapter:
             problems.append(installed.adapter_problem())
@@ -166,10 +159,5 @@ def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
             load="engine_plugin_vllm_rollout.engine:VLLMRolloutEngine",
             config=VLLMOptions,
             capabilities=frozenset({"pause", "sleep", "support", "partial"}),
-        ),
-        "vllm_server": RolloutBackend(
-            load="engine_plugin_vllm_rollout.served:VLLMServedSampler",
-            config=VLLMServerOptions,
-            frozen_only=True,
         ),
     }

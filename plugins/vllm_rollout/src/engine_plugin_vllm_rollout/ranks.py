@@ -23,15 +23,13 @@ def layout_of(parts: int, rank: int, world_size: int) -> Layout:
     Args:
         parts: ``tensor_parallel_size``.
         rank: the process's rank in its pool.
-        world_size: number of processes of the pool; 1: vLLM itself starts those of the other parts.
+        world_size: number of processes of the pool.
     """
-    if world_size == 1:
-        return Layout()
     return Layout(rank // parts, world_size // parts, rank % parts == 0)
 
 
 def check_ranks(config: RolloutConfig, parts: int, context: WorkerContext, table: str = "rollout") -> None:
-    """Look at the pool before vLLM takes a minute to start.
+    """Check the pool before vLLM takes a minute to start.
 
     Args:
         config: of the sampler.
@@ -42,36 +40,24 @@ def check_ranks(config: RolloutConfig, parts: int, context: WorkerContext, table
     Raises:
         ConfigError: so many processes cannot have engines of so many parts.
     """
-    size, first = context.world_size, context.device.index or 0
-    key, pool = f"{table}.vllm.tensor_parallel_size", "the sampler's pool"
-    if table != "rollout":
-        pool = "its pool (placement.reward)"
-    if size == 1:
-        if parts > 1 and first:
-            raise ConfigError(
-                f"{key} = {parts}: {pool} is one process with GPU {first}, and vLLM would "
-                f"take GPUs 0 to {parts - 1}, which are others'. Give the pool {parts} processes ([placement] pools)."
-            )
-        return
-    if parts == 1:
-        if table != "rollout":
-            raise ConfigError(
-                f"{table}.backend = 'vllm' answers in one process, and {pool} has {size}. Name a pool of one process there, or "
-                f"cut the model over them with {key} = {size}."
-            )
+    size, key = context.world_size, f"{table}.vllm.tensor_parallel_size"
+    pool = "the sampler's pool" if table == "rollout" else "its pool (placement.reward)"
+    if parts == 1 and size > 1:
+        alone = "Name a pool of one process there"
+        if table == "rollout":
+            alone = "Give it a dedicated process in each of them with a table [rollout.process]"
         raise ConfigError(
-            f"rollout.backend = 'vllm' samples in one process, and the pool has {size}. Give it a dedicated process in each of "
-            f"them with a table [rollout.process], cut the model over them with {key} = {size}, or "
-            "set runtime.torchrun.processes = 1."
+            f"{table}.backend = 'vllm' runs in one process, and {pool} has {size}. {alone}, or cut the model over them with "
+            f"{key} = {size}."
         )
     if size % parts:
         raise ConfigError(
-            f"{key} = {parts} does not divide the {size} processes of {pool}. Set it to "
-            f"a divisor, such as {max(n for n in range(1, size + 1) if size % n == 0 and n <= max(parts, 1))}, or change the pool."
+            f"{key} = {parts} does not divide the {size} processes of {pool}. Give the pool as many processes as parts, or a "
+            "multiple ([placement] pools), or change the number of parts."
         )
-    if config.request_timeout_seconds:  # a judge's responses have none
+    if parts > 1 and config.request_timeout_seconds:  # a judge's responses have none
         raise ConfigError(
             f"rollout.request_timeout_seconds = {config.request_timeout_seconds:g}: the {parts} processes that share a model would each "
-            "stop a response by their own clocks, and wait for each other for ever. Remove it; rollout.over_sampling "
+            "stop a response by their own clocks, and wait for each other forever. Remove it; rollout.over_sampling "
             "ends a step without the slowest."
         )

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from engine_core.sampling import begun_ids
 from engine_plugin_vllm_rollout.log_mass import KEY
-from engine_plugin_vllm_rollout.sampling_options import kept_at_most, sampling_options
 
 if TYPE_CHECKING:
     from engine_core.types import Request, Sampling
@@ -36,15 +36,7 @@ def support_width(sampling: Sampling, vocabulary: int, full: bool = False) -> in
     """
     if not (sampling.max_support and sampling.cuts):
         return int(tells_mass(sampling, full))
-    return min(sampling.max_support + 1, kept_at_most(sampling, vocabulary))
-
-
-def begun_response(request: Request) -> list[int]:
-    """The tokens of a response that were sampled before it was stopped."""
-    if request.begun is None:
-        return []
-    found: list[int] = request.begun.token_ids[len(request.prompt.token_ids) :].tolist()
-    return found
+    return min(sampling.max_support + 1, sampling.top_k or vocabulary, vocabulary)
 
 
 def left_to_sample(request: Request, positions: int) -> int:
@@ -55,7 +47,7 @@ def left_to_sample(request: Request, positions: int) -> int:
         positions: tokens that the engine can hold, response included.
     """
     most = min(request.sampling.max_response_tokens, positions - len(request.prompt.token_ids))
-    return most - len(begun_response(request))
+    return most - len(begun_ids(request))
 
 
 def _seed(sampling: Sampling, begun: int) -> int | None:
@@ -79,10 +71,15 @@ def sampling_params(
         seeded: the request has its own random numbers; else all requests draw from those of the engine.
     """
     sampling = request.sampling
+    greedy = sampling.temperature == 0
     return SamplingParams(
-        **sampling_options(sampling),
+        temperature=sampling.temperature,
+        top_p=1.0 if greedy else sampling.top_p,
+        top_k=0 if greedy else sampling.top_k,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
         max_tokens=left_to_sample(request, positions),
-        seed=_seed(sampling, len(begun_response(request))) if seeded else None,
+        seed=_seed(sampling, len(begun_ids(request))) if seeded else None,
         include_stop_str_in_output=True,
         skip_special_tokens=False,  # a stop string may be one
         detokenize=bool(sampling.stop),

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from engine_core.errors import TrainingFailed
+from engine_core.sampling import begun_ids
 from engine_core.types import SUPPORT, TENSORS, Request, Rollout, padded_support
 from engine_plugin_vllm_rollout.log_mass import log_mass
-from engine_plugin_vllm_rollout.requests import begun_response
 
 if TYPE_CHECKING:
     from vllm.logprobs import FlatLogprobs
@@ -55,7 +55,7 @@ def rollout_of(
         TrainingFailed: a log-prob is not a number.
     """
     request = running.request
-    prompt = request.prompt.token_ids + begun_response(request)  # all that vLLM was given
+    prompt = request.prompt.token_ids + begun_ids(request)  # all that vLLM was given
     tokens = list(output.token_ids) if output else []
     flat: FlatLogprobs | None = output.logprobs if output else None  # type: ignore[assignment]
     count = len(prompt) + len(tokens)

@@ -1,34 +1,32 @@
-"""The engines ``vllm_server``: a frozen model that a running vLLM server holds.
+"""The train engine ``vllm_server``: a frozen model behind a running vLLM server scores for a teacher or a reward.
 
-``VLLMServedEngine`` scores for a teacher, a reward model, a verdict; ``VLLMServedSampler`` samples for a judge. The
-server is looked at before anything is built. Left out: adapters, and weights that change.
+The server is checked before anything is built. Left out: adapters, and weights that change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from typing import TYPE_CHECKING, Any, NoReturn
+import contextlib
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from engine_core.contracts.engines import Layout, RolloutEngine
+from engine_core.contracts.engines import Layout
 from engine_core.data import load_tokenizer
 from engine_core.errors import ConfigError
 from engine_core.model_config import load_hf_config
-from engine_core.types import Rollout
 from engine_plugin_vllm_rollout.frozen_engine import FrozenEngine
-from engine_plugin_vllm_rollout.sampling_options import PLAIN, sampling_options
 from engine_plugin_vllm_rollout.scoring import TABLES, Given, check_lengths, infer
 from engine_plugin_vllm_rollout.server import Server, chunks
-from engine_plugin_vllm_rollout.workers import Workers
 
 if TYPE_CHECKING:
-    from engine_core.config import ModelConfig, RoleConfig, RolloutConfig
+    from engine_core.config import ModelConfig, RoleConfig
     from engine_core.contracts.engines import WorkerContext
-    from engine_core.types import Batch, Request
-    from engine_plugin_vllm_rollout.server_options import VLLMServerOptions
+    from engine_core.types import Batch
 
 COMPLETIONS, CLASSIFY = "/v1/completions", "/classify"
 
@@ -43,19 +41,15 @@ class VLLMServedEngine(FrozenEngine):
         model = model_config.model_copy(update={"path": config.path or model_config.path})
         self.where = f"{TABLES[context.role]}.vllm_server"
         self.vocabulary = int(load_hf_config(model).get_text_config().vocab_size)
-        classifies = context.role == "reward_model"
-        self._server = looked_at(config.options, self.where, model, context.world_size, classifies)
-        self.model = Remote(self._server)
-        try:
-            self.model.check(classifies)
-        except BaseException:
-            self.close()
-            raise
+        server = Server(config.options, self.where)
+        server.check()
+        server.check_tokens(load_tokenizer(model), model.path)
+        self.model = Remote(server)
+        self.model.check(context.role == "reward_model")
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
-        super().check(config, context, trainable=trainable)
-        if context.rank == 0 and config.options is not None and config.options.start is None:
+        if context.rank == 0:
             Server(config.options, f"{TABLES[context.role]}.vllm_server").check()
 
     @property
@@ -65,47 +59,6 @@ class VLLMServedEngine(FrozenEngine):
     def infer(self, batch: Batch, outputs: Sequence[str], adapter: bool = True) -> dict[str, Tensor]:
         """Compute the outputs [T] or [T, K] that ``scoring`` supports."""
         return infer(self.model, batch, outputs, self.vocabulary, self.where)
-
-    def close(self) -> None:
-        self.model.close()
-        self._server.close()
-
-
-def looked_at(
-    options: VLLMServerOptions | None, table: str, model: ModelConfig, ranks: int, classifies: bool = False
-) -> Server:
-    """Return a server that is running, or is started, and serves this model.
-
-    Args:
-        options: options of the table.
-        table: the table's name in the run file, for messages.
-        model: the model whose tokenizer is compared.
-        ranks: number of ranks that query the server.
-        classifies: the model is a sequence classifier.
-
-    Raises:
-        ConfigError, EnvironmentProblem: it does not serve this model; see ``Server``. No started server is left
-        running.
-    """
-    if options is None:
-        raise ConfigError(
-            f"{table}.url: missing. Expected the address of a vllm serve, such as http://127.0.0.1:8000."
-        )
-    if options.start is None:
-        server = Server(options, table)
-    elif ranks > 1:
-        raise ConfigError(
-            f"[{table}.start]: each of {ranks} ranks would start a server. Start one yourself (vllm serve) and name its `url`."
-        )
-    else:
-        server = Server.started(options, table, model.path, classifies)
-    try:
-        server.check()
-        server.check_tokens(load_tokenizer(model), model.path)
-    except BaseException:
-        server.close()
-        raise
-    return server
 
 
 class Remote:
@@ -117,7 +70,6 @@ class Remote:
 
     def __init__(self, server: Server) -> None:
         self._server = server
-        self._workers = Workers(server.options.connections, "vllm-server")
 
     def check(self, classifies: bool) -> None:
         """Ask one question of the kind that the run will ask.
@@ -183,9 +135,7 @@ class Remote:
         asked = {
             "prompt": list(sequences),
             "max_tokens": 1,
-            "temperature": 1.0,
             "prompt_logprobs": max(top_k, 1),
-            **PLAIN,
         }
         answer = self._server.ask(COMPLETIONS, asked)
         try:
@@ -197,19 +147,37 @@ class Remote:
         except (KeyError, TypeError, ValueError):
             raise self._server.broken(COMPLETIONS, answer) from None
 
-    def _each(self, job: Any, parts: Iterable[Any]) -> Iterator[Any]:
-        """The answers in order, asked at the same time; where one fails the rest is not asked for."""
-        futures = [self._workers.submit(job, part) for part in parts]
+    def _each(self, job: Callable[[Any], Any], parts: Sequence[Any]) -> Iterator[Any]:
+        """Yield the answer for each part, in order. If one fails, no further part is asked for.
+
+        Threads ask at the same time; they end with the process, so that a stopped run does not wait for the server.
+        consumes: parts; waits for: the server; unblocked by: its answers or timeouts; produces: results in futures.
+        """
+        futures: list[Future[Any]] = [Future() for _ in parts]
+        jobs: queue.SimpleQueue[tuple[Future[Any], Any]] = queue.SimpleQueue()
+        for entry in zip(futures, parts, strict=True):
+            jobs.put(entry)
+
+        def work() -> None:
+            """Ask for parts until none is left."""
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    future, part = jobs.get_nowait()
+                    if not future.set_running_or_notify_cancel():
+                        continue
+                    try:
+                        future.set_result(job(part))
+                    except BaseException as error:  # raised in the waiting caller
+                        future.set_exception(error)
+
+        for _ in range(min(self._server.options.connections, len(parts))):
+            threading.Thread(target=work, name="vllm-server", daemon=True).start()
         try:
             for future in futures:
                 yield future.result()
         finally:
             for future in futures:
                 future.cancel()
-
-    def close(self) -> None:
-        """End the threads."""
-        self._workers.close()
 
 
 def read_given(rows: Sequence[Any], token_ids: Sequence[int], top_k: int) -> Given:
@@ -242,119 +210,3 @@ def read_given(rows: Sequence[Any], token_ids: Sequence[int], top_k: int) -> Giv
         torch.tensor(ids, dtype=torch.int64).reshape(count, top_k),
         torch.tensor(log_probs, dtype=torch.float64).reshape(count, top_k),
     )
-
-
-class VLLMServedSampler(RolloutEngine):
-    """Samples for a judge; see the module and ``RolloutEngine``."""
-
-    def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
-        super().__init__(config, model_config, context)
-        if context.role != "judge":
-            raise ConfigError(
-                f"{context.role}.backend: 'vllm_server' samples from a model that is never trained, that of [reward.judge]. "
-                "Choose another rollout engine."
-            )
-        table = "reward.judge.vllm_server"
-        if config.options is None:
-            raise ConfigError(
-                f"{table}.url: missing. Expected the address of a vllm serve, such as http://127.0.0.1:8000."
-            )
-        self._server = Server(config.options, table)
-        self._server.check()
-        self._server.check_tokens(load_tokenizer(model_config), model_config.path)
-        self._workers = Workers(config.options.connections, "vllm-server")
-        self._asked: dict[str, tuple[Request, Future[dict[str, Any]]]] = {}
-
-    @property
-    def num_unfinished(self) -> int:
-        return len(self._asked)
-
-    def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests: all of them, or none if one is malformed.
-
-        Raises:
-            ConfigError: the server cannot answer a request: log-probs, a continued response, or an option that it
-            lacks.
-        """
-        for request in requests:
-            sampling, ids = request.sampling, request.prompt.token_ids
-            if sampling.log_probs or request.begun is not None:
-                raise ConfigError("vllm_server samples text for a judge, without log-probs.")
-            if not ids or len(ids) + 1 > self._server.room:
-                raise ConfigError(
-                    f"[{self._server.table}] a question has {len(ids)} tokens, and the server holds 1 to "
-                    f"{self._server.room - 1} with an answer. Set reward.judge.max_tokens."
-                )
-        for request in requests:
-            self._asked[request.id] = (
-                request,
-                self._workers.submit(self._server.ask, COMPLETIONS, self._body(request)),
-            )
-
-    def _body(self, request: Request) -> dict[str, Any]:
-        sampling, ids = request.sampling, request.prompt.token_ids
-        return {
-            "prompt": ids,
-            **PLAIN,
-            "max_tokens": min(sampling.max_response_tokens, self._server.room - len(ids)),
-            **sampling_options(sampling),
-            "seed": sampling.seed,
-            "include_stop_str_in_output": True,
-            "skip_special_tokens": False,
-            "return_token_ids": True,
-        }
-
-    def step(self) -> list[Rollout]:
-        """Wait for the next answers."""
-        if not self._asked:
-            return []
-        done, _ = wait([future for _, future in self._asked.values()], return_when=FIRST_COMPLETED)
-        finished = [id for id, (_, future) in self._asked.items() if future in done]
-        return [self._rollout(*self._asked.pop(id)) for id in finished]
-
-    def _rollout(self, request: Request, future: Future[dict[str, Any]]) -> Rollout:
-        answer = future.result()
-        try:
-            (choice,) = answer["choices"]
-            tokens = [int(token) for token in choice["token_ids"]]
-            reason = {"stop": "stop", "length": "length"}[choice["finish_reason"]]
-        except (KeyError, TypeError, ValueError):
-            raise self._server.broken(COMPLETIONS, answer) from None
-        prompt = request.prompt.token_ids
-        count = len(prompt) + len(tokens)
-        mask = torch.zeros(count, dtype=torch.bool)
-        mask[len(prompt) :] = True
-        return Rollout(
-            request_id=request.id,
-            prompt=request.prompt,
-            token_ids=torch.tensor(prompt + tokens),
-            loss_mask=mask,
-            rollout_log_probs=torch.zeros(count),
-            policy_versions=torch.zeros(count, dtype=torch.int32),
-            finish_reason=reason,
-            group_id=request.group_id,
-            index=request.index,
-        )
-
-    def abort(self, ids: Sequence[str]) -> list[Rollout]:
-        """Nothing is had of an answer before its end; one that is under way ends at the server by itself."""
-        stopped = []
-        for id in ids:
-            if id in self._asked:
-                request, future = self._asked.pop(id)
-                future.cancel()
-                stopped.append(request.unsampled())
-        return stopped
-
-    def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> NoReturn:
-        """Refuse new weights ``[D_1, D_2, ...]``: the server's model is frozen.
-
-        Raises:
-            RuntimeError: always.
-        """
-        raise RuntimeError("The model of a server is never trained: its weights cannot be replaced.")
-
-    def close(self) -> None:
-        self._asked.clear()
-        self._workers.close()
-        self._server.close()

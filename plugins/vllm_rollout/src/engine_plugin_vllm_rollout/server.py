@@ -2,12 +2,12 @@
 
 ::
 
-    GET  /version                  its release
-    GET  /v1/models                whether it takes the token, and which models it has
-    POST /tokenize, /detokenize    whether its tokens are those of the run's folder
+    GET  /version        its release
+    GET  /v1/models      whether it accepts the token, and which models it has
+    POST /detokenize     whether its tokens are those of the run's folder
     POST /v1/completions, /classify
 
-Everything is token ids: no text is tokenised there. Tokens, addresses, tries and time-outs are those of
+Everything is token ids: no text is tokenized there. Tokens, addresses, tries and time-outs are those of
 ``engine_plugin_processes.http``. vLLM guards only paths below ``/v1`` with its token.
 """
 
@@ -23,23 +23,14 @@ from engine_core.errors import ConfigError, EnvironmentProblem, TrainingFailed, 
 from engine_plugin_processes.http.connections import Connections
 from engine_plugin_processes.http.requests import LONGEST_BACKOFF, Asker, NoAnswer, secret_parts
 from engine_plugin_vllm_rollout import installed
-from engine_plugin_vllm_rollout.serve_process import (
-    ServerProcess,
-    environment,
-    free_port,
-    new_token,
-    vllm_serve,
-)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from engine_plugin_vllm_rollout.server_options import VLLMServerOptions
 
-PROBE = "Say 3 + 4 = 7, \u00fcber \u4f60\u597d?\n\tdef f(x): return x"
 PROBED_IDS = 512  # of the vocabulary, evenly spread
 START_SECONDS = 30.0  # for one question at the start
-ANSWER_SECONDS = 2.0  # for a starting server to answer
 
 
 class Server:
@@ -47,7 +38,7 @@ class Server:
 
     Args:
         options: of the table.
-        table: its name in the run file, such as ``reward.judge.vllm_server``, for messages.
+        table: its name in the run file, such as ``teacher.vllm_server``, for messages.
 
     Raises:
         ConfigError: a secret is missing.
@@ -55,14 +46,9 @@ class Server:
 
     def __init__(self, options: VLLMServerOptions, table: str) -> None:
         self.options, self.table, self.url = options, table, options.url
-        self._process: ServerProcess | None = None
-        headers, secrets = secret_parts(options.token_env, {}, table)
-        self._connect(headers, secrets)
         self.model = options.model or ""
         self.room = 0  # tokens that it holds, once it was asked
-
-    def _connect(self, headers: Mapping[str, str], secrets: Sequence[str]) -> None:
-        options = self.options
+        headers, secrets = secret_parts(options.token_env, {}, table)
         self.base = (urlsplit(self.url).path or "").rstrip("/").removesuffix("/v1")
         self._asker = Asker(
             Connections(self.url),
@@ -74,50 +60,6 @@ class Server:
             options.max_response_mb << 20,
             longest_key="max_response_mb",
         )
-
-    @classmethod
-    def started(cls, options: VLLMServerOptions, table: str, model: str, classifies: bool) -> Server:
-        """Start a server of this process and wait until it answers; ``close`` ends it.
-
-        Args:
-            options: options with ``start``.
-            table: the table's name in the run file, for messages.
-            model: folder or hub name.
-            classifies: the model is a sequence classifier.
-
-        Raises:
-            EnvironmentProblem: the server does not start; the message has what it printed. No server is left.
-        """
-        start = options.start
-        assert start is not None
-        _, secrets = secret_parts(options.token_env, {}, table)
-        token = secrets[0] if secrets else new_token()
-        port = start.port or free_port(start.host)
-        named = f"[{start.host}]" if ":" in start.host else start.host
-        server = cls(options.model_copy(update={"url": f"http://{named}:{port}"}), table)
-        server._connect({"Authorization": f"Bearer {token}"}, [token])
-        server._process = ServerProcess(vllm_serve(model, start, port, classifies), environment(token))
-        try:
-            server._process.wait_until(
-                server._answers, start.startup_timeout_minutes * 60, f"[{table}.start] vllm serve"
-            )
-        except BaseException:
-            server.close()
-            raise
-        return server
-
-    def _answers(self) -> bool:
-        try:
-            self._asker.answer(None, time.monotonic() + ANSWER_SECONDS, f"{self.base}/health")
-        except (NoAnswer, TimeoutError):
-            return False
-        return True
-
-    def close(self) -> None:
-        """End the process, where it is this one's own."""
-        if self._process is not None:
-            self._process.kill()
-            self._process = None
 
     # -- before the run -----------------------------------------------------
 
@@ -150,7 +92,7 @@ class Server:
     def check_tokens(self, tokenizer: PreTrainedTokenizerBase, path: str) -> None:
         """Refuse a model whose tokens are not those of the folder that the run reads.
 
-        A text is cut into tokens there and here, and tokens spread over the vocabulary are made text there and here.
+        Tokens spread over the vocabulary are decoded there and here: all requests are token ids.
 
         Args:
             tokenizer: of the folder.
@@ -159,24 +101,16 @@ class Server:
         Raises:
             ConfigError: it is of another vocabulary.
         """
-        here = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
-        asked = {"model": self.model, "prompt": PROBE, "add_special_tokens": False}
-        there = self._asked_at_start("/tokenize", asked, missing="has no /tokenize").get("tokens")
-        if there != here:
-            raise ConfigError(self._other_tokens(path, f"{PROBE[:13]!r}... is {there} there and {here} here"))
         ids = spread(len(tokenizer), PROBED_IDS)
         text = str(tokenizer.decode(ids))
         asked = {"model": self.model, "tokens": ids}
         found = self._asked_at_start("/detokenize", asked, missing="has no /detokenize").get("prompt")
         if found != text:
-            said = f"ids 0 to {ids[-1]} are {self._asker.shown(str(found))!r} there and {text[:160]!r} here"
-            raise ConfigError(self._other_tokens(path, said))
-
-    def _other_tokens(self, path: str, why: str) -> str:
-        return (
-            f"[{self.table}] model: '{self.model}' at {self.url} has other tokens than '{path}': {why}. Name the folder "
-            "of the model that is served, or serve that one."
-        )
+            raise ConfigError(
+                f"[{self.table}] model: '{self.model}' at {self.url} has other tokens than '{path}': ids 0 to {ids[-1]} are "
+                f"{self._asker.shown(str(found))!r} there and {text[:160]!r} here. Name the folder of the model that is "
+                "served, or serve that one."
+            )
 
     def _asked_at_start(
         self, path: str, body: Mapping[str, Any] | None = None, missing: str = ""

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from engine_core.errors import ConfigError, EnvironmentProblem
-from engine_plugin_vllm_rollout.sharded import EXTENSION
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
 LOG_MASS = "engine_plugin_vllm_rollout.log_mass:LogMass"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
 CPU_CACHE = 1 << 30  # bytes of KV cache on a CPU, where a share of the memory would be most of the machine
-CPU_HEAD = 32  # values of a head, at least
 CPU_TOKENS = 8192  # read in one step at most
 
 MEANINGS: tuple[tuple[str, type[ConfigError] | type[EnvironmentProblem], str], ...] = (
@@ -61,7 +59,7 @@ MEANINGS: tuple[tuple[str, type[ConfigError] | type[EnvironmentProblem], str], .
         r"must be divisible by tensor parallel size|World size .* is larger than the number of available GPUs",
         ConfigError,
         "The model cannot be cut into {key}.tensor_parallel_size parts here: it must divide the number of heads, and each part "
-        "needs a GPU that {sees}.",
+        "needs a GPU.",
     ),
     (
         r"out of memory|OutOfMemory|CUDA error: out of memory",
@@ -74,22 +72,13 @@ MEANINGS: tuple[tuple[str, type[ConfigError] | type[EnvironmentProblem], str], .
         "Two engines of vLLM in one process cannot both sleep. Set {key}.sleep_level = 0 for one of them.",
     ),
     (
-        r"expandable_segments",
-        EnvironmentProblem,
-        "vLLM's sleep mode and expandable segments exclude each other: unset PYTORCH_CUDA_ALLOC_CONF, or set {key}.sleep_level = 0.",
-    ),
-    (
         r"vllm\._C|undefined symbol|cannot open shared object",
         EnvironmentProblem,
         "vLLM's kernels do not load: they were built for another torch or another device. Install the vLLM whose requirements name your torch.",
     ),
-    (
-        r"flashinfer|ninja|nvcc",
-        EnvironmentProblem,
-        "vLLM wants to compile a kernel and cannot. Set VLLM_USE_FLASHINFER_SAMPLER=0, or install flashinfer and a CUDA compiler.",
-    ),
 )
-"""What vLLM says, the sort of error, and what to do; ``{key}`` is the table of its options, ``{sees}`` who sees GPUs."""
+"""vLLM's text, the class of the error, and what to do. ``{key}`` is the table of vLLM's options, ``{table}`` the one that
+chose vLLM, and ``{name}`` another backend for it."""
 
 
 @dataclass(frozen=True)
@@ -219,33 +208,6 @@ def architecture(config: PretrainedConfig, classifies: bool = False) -> dict[str
     return {"architectures": [name]} if name else {}
 
 
-def head(fp32: bool) -> dict[str, Any]:
-    """Return the overrides of a model's config by which logits are computed in float32."""
-    return {"head_dtype": "float32"} if fp32 else {}
-
-
-def check_heads(config: PretrainedConfig, device: torch.device, key: str = "rollout.vllm") -> None:
-    """Refuse heads that are too small for vLLM's CPU kernels, which notice it only at the first prompt.
-
-    Raises:
-        ConfigError: the heads are too small.
-    """
-    heads = getattr(config, "num_attention_heads", None)
-    size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else CPU_HEAD)
-    if device.type == "cpu" and size < CPU_HEAD:
-        table, name = _instead(key)
-        raise ConfigError(
-            f"{table}.backend = 'vllm': the model's heads have {size} values, and on a CPU vLLM has "
-            f'attention for {CPU_HEAD} and more. Use {table}.backend = "{name}".'
-        )
-
-
-def _instead(key: str) -> tuple[str, str]:
-    """The table that chose vLLM, whose options are ``key``, and a backend that it may choose instead."""
-    table = key.removesuffix(".vllm")
-    return table, "hf" if table in ("rollout", "reward.judge") else "torch"
-
-
 def _arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
     made: dict[str, Any] = {
         "dtype": options.dtype,
@@ -274,9 +236,9 @@ def _arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
     if place.ranks > 1:
         made["distributed_executor_backend"] = _launcher(place.device)
     elif options.tensor_parallel_size > 1:
-        made |= {"distributed_executor_backend": "mp", "worker_extension_cls": EXTENSION}
+        made["distributed_executor_backend"] = "mp"
     if place.tells_mass:
-        made |= {"logits_processors": [LOG_MASS], "worker_extension_cls": EXTENSION}
+        made["logits_processors"] = [LOG_MASS]
     if place.device.type == "cpu":
         made |= {
             "kv_cache_memory_bytes": CPU_CACHE,
@@ -330,19 +292,11 @@ def meaning(
     text = f"{type(error).__name__}: {error}"
     for pattern, kind, advice in MEANINGS:
         if re.search(pattern, text):
-            return kind(
-                f"vLLM does not start with model '{model}'. {_advice(advice, key)} vLLM says: {_said(str(error))}"
-            )
+            table = key.removesuffix(".vllm")
+            name = "hf" if table in ("rollout", "reward.judge") else "torch"
+            hint = advice.format(key=key, table=table, name=name)
+            return kind(f"vLLM does not start with model '{model}'. {hint} vLLM says: {_said(str(error))}")
     return None
-
-
-def _advice(template: str, key: str) -> str:
-    """Return the hint for the table ``key``."""
-    table, name = _instead(key)
-    sees = "the sampler's process sees (with [rollout.process] that is one)"
-    if table != "rollout":
-        sees = "its process sees"
-    return template.format(key=key, table=table, name=name, sees=sees)
 
 
 def _said(text: str) -> str:

@@ -10,10 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from vllm.v1.engine import FinishReason
-
-from engine_plugin_vllm_rollout.copy_plan import CopyPlan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,16 +23,11 @@ if TYPE_CHECKING:
     from engine_plugin_vllm_rollout.log_mass import LogMass
 
 
-def on_cpu(engine: LLMEngine) -> bool:
-    """Whether this is vLLM's CPU build."""
+def on_cpu() -> bool:
+    """Return whether this is vLLM's CPU build."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
-
-
-def parts_elsewhere(engine: LLMEngine) -> bool:
-    """Whether the model runs in processes that vLLM has started, a part in each."""
-    return bool(engine.vllm_config.parallel_config.distributed_executor_backend == "mp")
 
 
 def tokens_sampled(engine: LLMEngine, internal_id: str) -> int:
@@ -51,60 +44,27 @@ def partial_output(engine: LLMEngine, internal_id: str) -> RequestOutput:
     return cast("RequestOutput", made)
 
 
-def log_mass_of(worker: Any) -> LogMass:
-    """The processor that notes log-probs before the cut, of one worker."""
-    processors = worker.model_runner.input_batch.logitsprocs.argmax_invariant
-    found: LogMass = next(each for each in processors if type(each).__name__ == "LogMass")
-    return found
-
-
 def likeliest(engine: LLMEngine, ids: Sequence[str]) -> Mapping[str, Sequence[float]]:
-    """Log-probs of the likeliest tokens before the cut, of these requests; noted by every rank alike."""
-    noted: Mapping[str, Sequence[float]] = engine.collective_rpc("take_likeliest", args=(list(ids),))[0]
-    return noted
+    """Return the log-probs of the likeliest tokens before the cut, of these requests; every rank records them."""
+
+    def take(worker: Any) -> Mapping[str, Sequence[float]]:
+        """Take them from the logits processor of a worker."""
+        processors = worker.model_runner.input_batch.logitsprocs.argmax_invariant
+        noting: LogMass = next(each for each in processors if type(each).__name__ == "LogMass")
+        return noting.take(ids)
+
+    return engine.collective_rpc(take)[0]
 
 
-def needs_layerwise(engine: LLMEngine) -> str:
-    """Why copying into the parameters would not change what the kernels read; empty where it does."""
+def needs_layerwise(engine: LLMEngine) -> bool:
+    """Return whether copying into the parameters would not change what the kernels read."""
     config = engine.vllm_config.model_config
-    if on_cpu(engine):
-        return "this is a CPU"
-    if config.quantization is not None:
-        return f"the model is quantised ({config.quantization})"
-    if config.is_moe:
-        return "the model is a mixture of experts"
-    if config.use_mla:
-        return "the model has latent attention"
-    return ""
+    return bool(on_cpu() or config.quantization is not None or config.is_moe or config.use_mla)
 
 
-class Whole:
-    """Weights for an engine whose model is whole, in this process.
-
-    Args:
-        engine: vLLM's.
-    """
-
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
-        self._plan = CopyPlan(model_of(engine))
-
-    def load(self, bucket: list[tuple[str, Tensor]]) -> None:
-        """Copy weights ``[D_1, D_2, ...]`` into the models' own tensors."""
-        self._plan.load(bucket)
-
-    def reload(self, weights: list[tuple[str, Tensor]]) -> None:
-        """Load all weights ``[D_1, D_2, ...]`` as from a folder."""
-        reload(self._engine, weights)
-
-    def close(self) -> None:
-        """Nothing is held."""
-
-
-def model_of(engine: LLMEngine) -> nn.Module:
-    """The model that runs in this process."""
-    found: list[nn.Module] = engine.apply_model(lambda model: model)
-    return found[0]
+def model_of(engine: LLMEngine) -> Any:
+    """Return the module that runs in this process; if the model is cut, this process's part."""
+    return engine.apply_model(lambda model: model)[0]
 
 
 @contextlib.contextmanager
@@ -112,14 +72,10 @@ def loaded(engine: LLMEngine) -> Iterator[set[str]]:
     """Within it, ``load_weights`` of the model is watched.
 
     Yields:
-        Parameters that no call has loaded, once all calls are over. Empty where the model does not tell which it has
-        loaded, or runs in processes of vLLM's own.
+        Parameters that no call has loaded, once all calls are over. Empty if the model does not return which it has
+        loaded.
     """
-    missing: set[str] = set()
-    if parts_elsewhere(engine):
-        yield missing
-        return
-    model: Any = model_of(engine)
+    model = model_of(engine)
     whole, found = model.load_weights, []
 
     def watched(weights: Any) -> Any:
@@ -127,7 +83,7 @@ def loaded(engine: LLMEngine) -> Iterator[set[str]]:
         return found[-1]
 
     model.load_weights = watched
-    missing |= {name for name, _ in model.named_parameters()}
+    missing = {name for name, _ in model.named_parameters()}
     try:
         yield missing
     finally:
@@ -142,7 +98,7 @@ def loaded(engine: LLMEngine) -> Iterator[set[str]]:
 def reload(engine: LLMEngine, weights: list[tuple[str, Tensor]]) -> None:
     """Load all weights ``[D_1, D_2, ...]`` as from a folder: each layer is processed again, into the storage of kernels."""
     engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-    if on_cpu(engine):
+    if on_cpu():
         engine.apply_model(refresh_tied_head)
 
 

@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 from engine_core.contracts.checksum import Checksum
 from engine_core.contracts.weight_names import near, published
 from engine_core.contracts.weight_sync import buckets
-from engine_core.errors import ConfigError, DataError
+from engine_core.errors import DataError
 from engine_plugin_vllm_rollout import versions
-from engine_plugin_vllm_rollout.sharded import Sharded
 
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -41,16 +40,17 @@ class Updater:
         shapes: the shape of every weight that must come. None: of a plugin's architecture, whose weights only vLLM
         knows; the
             first update must bring every parameter, later ones the same names.
-        how: ``direct`` copies into the model's own tensors while the stream arrives, by a plan from the second update
-        on;
-            ``layerwise`` waits for the whole stream and processes each layer again.
+
+    Attributes:
+        how: ``direct`` copies into the model's own tensors while the stream arrives; ``layerwise`` waits for the whole
+            stream and processes each layer again, for kernels that hold weights in another form.
     """
 
     request = None  # what requests carry: no adapter
 
-    def __init__(self, engine: LLMEngine, shapes: Mapping[str, torch.Size] | None, how: str) -> None:
-        self._engine, self._shapes, self.how = engine, shapes, how
-        self._into = Sharded(engine) if versions.parts_elsewhere(engine) else versions.Whole(engine)
+    def __init__(self, engine: LLMEngine, shapes: Mapping[str, torch.Size] | None) -> None:
+        self._engine, self._shapes = engine, shapes
+        self.how = "layerwise" if versions.needs_layerwise(engine) else "direct"
         self.touched = False
 
     def take(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
@@ -69,13 +69,20 @@ class Updater:
             whole = list(self._checked(stream, version))
             checksum.add(whole)
             self.touched = True
-            self._into.reload(whole)
+            self._load(whole)
         else:
             for bucket in buckets(self._checked(stream, version), BUCKET):
                 checksum.add(bucket)
                 self.touched = True
-                self._into.load(bucket)
+                self._load(bucket)
         return checksum.result()
+
+    @torch.no_grad()
+    def _load(self, weights: list[tuple[str, Tensor]]) -> None:
+        if self.how == "layerwise":
+            versions.reload(self._engine, weights)
+        else:
+            versions.model_of(self._engine).load_weights(iter(weights))
 
     def _take_first(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
         """``take`` of the first update of a registered architecture."""
@@ -84,7 +91,7 @@ class Updater:
         self.touched = True
         try:
             with versions.loaded(self._engine) as missing:
-                self._into.reload(came) if self.how == "layerwise" else self._into.load(came)
+                self._load(came)
         except (ValueError, KeyError, AssertionError) as error:
             raise DataError(
                 f"vLLM's model does not take the weights of the update to version {version}: {error}. Rename or leave out "
@@ -99,8 +106,7 @@ class Updater:
         return checksum.result()
 
     def close(self) -> None:
-        """Free what weights went through."""
-        self._into.close()
+        """Do nothing: no resource is held."""
 
     def _checked(self, stream: Iterable[tuple[str, Tensor]], version: int) -> Iterator[tuple[str, Tensor]]:
         assert self._shapes is not None
@@ -120,17 +126,3 @@ class Updater:
             raise DataError(
                 f"The update to version {version} lacks {len(left)} weights, such as '{min(left)}'."
             )
-
-
-def choose(wanted: str, engine: LLMEngine, key: str = "rollout.vllm") -> str:
-    """``direct`` or ``layerwise``: what `weight_update` of the table ``key`` comes to.
-
-    Raises:
-        ConfigError: ``direct`` is asked for and the kernels hold weights in another form.
-    """
-    why = versions.needs_layerwise(engine)
-    if wanted == "direct" and why:
-        raise ConfigError(
-            f"{key}.weight_update: got 'direct', but {why}: its kernels hold weights in another form. Use 'auto'."
-        )
-    return ("layerwise" if why else "direct") if wanted == "auto" else wanted
