@@ -14,7 +14,6 @@ from engine_core.specs import Command, Options, Part, Reward
 from engine_plugin_processes.http.options import ServerOptions, says_it_is_secret
 from engine_plugin_rewards.code_options import CodeOptions
 from engine_plugin_rewards.http_chat import ChatOptions  # noqa: TC001 (pydantic reads it)
-from engine_plugin_rewards.tables import CodeLanguage
 
 OWN_HEADERS = frozenset(
     {"host", "content-type", "content-length", "transfer-encoding", "connection", "accept", "accept-encoding"}
@@ -178,7 +177,7 @@ def engine_rewards() -> Mapping[str, Reward]:
             factory=True,
             health=f"{here}.code:health",
             workers="cores",
-            check=f"{here}.code_check:make_check",
+            check=f"{here}.code:make_check",
         ),
         "exact_match": Reward(load=f"{here}.text:exact_match", config=ExactMatchOptions, answers=True),
         "format": Reward(
@@ -198,12 +197,6 @@ def engine_rewards() -> Mapping[str, Reward]:
             load=f"{here}.python_file:make_python", config=PythonOptions, factory=True, answers=True
         ),
     }
-
-
-@hookimpl
-def engine_code_languages() -> Mapping[str, CodeLanguage]:
-    """Offer ``python``."""
-    return {"python": CodeLanguage(load="engine_plugin_rewards.code_languages:python")}
 
 
 @hookimpl

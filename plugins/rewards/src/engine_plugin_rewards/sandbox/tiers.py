@@ -6,7 +6,6 @@ tier       what closes the box, in addition to the means of the tiers above it
 limits     limits of memory, time, output, descriptors; a filter of system calls if available
 landlock   Landlock: only listed files are visible; seccomp: only listed system calls are allowed
 namespaces a separate process tree, network and file system, a disk in memory for each program
-bubblewrap the same, built by the program ``bwrap``
 ========== ======================================================================================
 """
 
@@ -20,14 +19,13 @@ from engine_core.errors import EnvironmentProblem
 from engine_plugin_rewards.sandbox import probes
 from engine_plugin_rewards.sandbox.box import Box, BoxProblem, Limits
 
-TIERS = ("limits", "landlock", "namespaces", "bubblewrap")
+TIERS = ("limits", "landlock", "namespaces")
 """All tiers, from the weakest to the strongest."""
 
 HINTS = {
     "landlock": "It needs Linux 5.13 or later with Landlock among its security modules, on x86_64 or aarch64.",
     "namespaces": "User namespaces may be switched off (sysctl user.max_user_namespaces, "
     "kernel.apparmor_restrict_unprivileged_userns) or forbidden by the container's own filter.",
-    "bubblewrap": "Install the package bubblewrap; it needs user namespaces too.",
 }
 
 
@@ -38,16 +36,11 @@ class TierStatus:
     tier: str
     problem: str = ""  # why the tier is not in force; empty: it is
 
-    @property
-    def holds(self) -> bool:
-        """Whether the tier is in force."""
-        return not self.problem
-
 
 @functools.cache
 def look(tier: str) -> TierStatus:
-    """Start a box of this tier and attack it by the essential probes; once in a process."""
-    promised = [probe for probe in probes.ESSENTIAL if TIERS.index(probe.tier) <= TIERS.index(tier)]
+    """Start a box of this tier and attack it by the probes; once in a process."""
+    promised = [probe for probe in probes.PROBES if TIERS.index(probe.tier) <= TIERS.index(tier)]
     try:
         with Box(tier, Limits()) as box, probes.bait() as laid:
             for probe in promised:
@@ -67,11 +60,11 @@ def strongest() -> tuple[str, list[TierStatus]]:
     """
     failed = []
     for tier in reversed(TIERS):
-        standing = look(tier)
-        if standing.holds:
+        status = look(tier)
+        if not status.problem:
             return tier, failed
-        failed.append(standing)
-    raise EnvironmentProblem(f"No program can be run in a box on this machine: {_told(failed)}.")
+        failed.append(status)
+    raise EnvironmentProblem(f"No program can be run in a box on this machine: {_listed(failed)}.")
 
 
 def demand(least: str) -> str:
@@ -83,7 +76,7 @@ def demand(least: str) -> str:
     tier, failed = strongest()
     if TIERS.index(tier) >= TIERS.index(least):
         return tier
-    wanted = next(standing for standing in failed if standing.tier == least)
+    wanted = next(status for status in failed if status.tier == least)
     raise EnvironmentProblem(
         f"[reward.code] min_isolation = '{least}', but this machine has only '{tier}': {wanted.problem}. "
         f"{HINTS[least]} Or lower min_isolation, if you trust what the model writes that far."
@@ -97,8 +90,8 @@ def health() -> str:
         EnvironmentProblem: not even ``limits`` holds.
     """
     tier, failed = strongest()
-    return f"sandbox: {tier}" + (f" ({_told(failed)})" if failed else "")
+    return f"sandbox: {tier}" + (f" ({_listed(failed)})" if failed else "")
 
 
-def _told(failed: Sequence[TierStatus]) -> str:
-    return "; ".join(f"{standing.tier}: {standing.problem}" for standing in failed)
+def _listed(failed: Sequence[TierStatus]) -> str:
+    return "; ".join(f"{status.tier}: {status.problem}" for status in failed)

@@ -11,13 +11,11 @@ import importlib.util
 import json
 import math
 import os
-import signal
 import sys
 import types
 
 VALUES = 3  # descriptor
 DEEPEST = 100  # lists in lists
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/box", "TMPDIR": "/box", "LANG": "C.UTF-8"}
 
 
 class Source(importlib.abc.SourceLoader):
@@ -66,12 +64,10 @@ def tell(message: dict) -> None:
 
 
 def run(what: dict) -> None:
-    """Run a test: ``kind`` is ``stdin``, ``call``, ``expression``, ``assert`` or ``command``."""
+    """Run a test: ``kind`` is ``stdin``, ``call``, ``expression`` or ``assert``."""
     sys.argv = ["solution.py"]
     _fresh_streams()
     kind = what["kind"]
-    if kind == "command":
-        _command(what)
     if kind == "stdin":
         load(what["source"], "__main__", "solution.py")
         return
@@ -86,19 +82,6 @@ def run(what: dict) -> None:
         load(what["test"], "test", "test.py", into=module)
         _run_test_functions(module, what)
         tell({"nonce": nonce})
-
-
-def _command(what: dict) -> None:
-    """Run a program of another language: write its file, compile it if needed, then replace this process by it."""
-    with open(what["file"], "w", encoding="utf-8") as file:
-        file.write(what["source"])
-    os.closerange(VALUES, 64)
-    signal.signal(
-        signal.SIGPIPE, signal.SIG_DFL
-    )  # Python ignores the signal, and child processes would inherit that
-    if what["build"] and (code := os.spawnve(os.P_WAIT, what["build"][0], what["build"], ENVIRONMENT)):
-        sys.exit(code if code > 0 else 1)
-    os.execve(what["run"][0], what["run"], ENVIRONMENT)
 
 
 def _fresh_streams() -> None:
