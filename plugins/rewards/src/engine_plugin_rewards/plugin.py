@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from engine_core import hookimpl
+from engine_core.config.rewards import WrittenVerdict
 from engine_core.specs import Command, Options, Part, Reward
 from engine_plugin_processes.http.options import ServerOptions, says_it_is_secret
 from engine_plugin_rewards.code_options import CodeOptions
-from engine_plugin_rewards.http_chat import ChatOptions  # noqa: TC001 (pydantic reads it)
 
 OWN_HEADERS = frozenset(
     {"host", "content-type", "content-length", "transfer-encoding", "connection", "accept", "accept-encoding"}
@@ -86,6 +86,15 @@ class LengthOptions(Options):
                 f"buffer_tokens = {self.buffer_tokens} is more than max_tokens = {self.max_tokens}; choose at most that"
             )
         return self
+
+
+class ChatOptions(WrittenVerdict):
+    """``[reward.http.chat]``: ``url`` is the ``/v1/chat/completions`` of a language model, which judges each response."""
+
+    model: str
+    """Its name at the server."""
+    max_tokens: Annotated[int, Field(ge=1)] = 256
+    """Longest answer."""
 
 
 class HTTPOptions(ServerOptions):
