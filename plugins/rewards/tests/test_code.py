@@ -268,7 +268,7 @@ def runner(tmp_path, options, **settings):
 
 
 def test_a_run_that_demands_more_than_the_machine_has_does_not_start(monkeypatch):
-    monkeypatch.setattr(tiers, "strongest", lambda: ("limits", [tiers.TierStatus("landlock", "none")]))
+    monkeypatch.setattr(tiers, "strongest", lambda: ("limits", {"landlock": "none"}))
     with pytest.raises(EnvironmentProblem, match=r"min_isolation = 'landlock', but this machine has only"):
         make_code(10.0, min_isolation="landlock")
 

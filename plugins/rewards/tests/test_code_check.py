@@ -59,7 +59,7 @@ def test_validate_sees_a_sandbox_that_this_machine_has_not(validate, monkeypatch
     assert "isolation" not in validate('min_isolation = "limits"')[1]
     limits = (
         "limits",
-        [tiers.TierStatus("namespaces", "the kernel refuses"), tiers.TierStatus("landlock", "none")],
+        {"namespaces": "the kernel refuses", "landlock": "none"},
     )
     monkeypatch.setattr(tiers, "strongest", lambda: limits)
     code, said = validate('min_isolation = "namespaces"')

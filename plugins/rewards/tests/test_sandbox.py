@@ -343,10 +343,10 @@ def broken(monkeypatch):
             raise BoxProblem("not on this machine")
         real(self)
 
-    tiers.look.cache_clear()
+    tiers.problem.cache_clear()
     monkeypatch.setattr(Box, "_start", start)
     yield names.add
-    tiers.look.cache_clear()
+    tiers.problem.cache_clear()
 
 
 def test_a_weaker_machine_is_refused_before_anything_runs(broken):
@@ -361,7 +361,7 @@ def test_a_weaker_machine_is_refused_before_anything_runs(broken):
     assert "Linux 5.13" in str(exc.value)
     assert exc.value.exit_code == 5
     broken("limits")
-    tiers.look.cache_clear()
+    tiers.problem.cache_clear()
     with pytest.raises(EnvironmentProblem, match="No program can be run"):
         tiers.demand("limits")
 
@@ -371,7 +371,7 @@ def test_a_tier_that_does_not_stop_an_attack_is_not_in_force(broken, monkeypatch
     sieve = probes.Probe("get through", "landlock", "nothing", "breach()")
     monkeypatch.setattr(probes, "PROBES", (sieve,))
 
-    assert tiers.look("landlock").problem.startswith("it does not stop an attempt to get through: BREACH")
+    assert tiers.problem("landlock").startswith("it does not stop an attempt to get through: BREACH")
     assert tiers.strongest()[0] == "limits"
 
 

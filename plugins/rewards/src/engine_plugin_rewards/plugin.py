@@ -110,8 +110,6 @@ class HTTPOptions(ServerOptions):
     """Its table makes the server a language model that is asked about each response."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Samples in one request. A worker has at most 32 at a time."""
-    connections: Annotated[int, Field(ge=1, le=256)] = 4
-    """Requests of one worker at the same time."""
     requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Most requests of one worker in a second, tries counted, at even distances."""
     attempt_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0

@@ -12,8 +12,7 @@ namespaces a separate process tree, network and file system, a disk in memory fo
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from engine_core.errors import EnvironmentProblem
 from engine_plugin_rewards.sandbox import probes
@@ -29,41 +28,32 @@ HINTS = {
 }
 
 
-@dataclass(frozen=True)
-class TierStatus:
-    """The result of the check of one tier."""
-
-    tier: str
-    problem: str = ""  # why the tier is not in force; empty: it is
-
-
 @functools.cache
-def look(tier: str) -> TierStatus:
-    """Start a box of this tier and attack it by the probes; once in a process."""
+def problem(tier: str) -> str:
+    """Start a box of this tier and attack it by the probes; return why it is not in force, empty if it is."""
     promised = [probe for probe in probes.PROBES if TIERS.index(probe.tier) <= TIERS.index(tier)]
     try:
         with Box(tier, Limits()) as box, probes.bait() as laid:
             for probe in promised:
                 got, _ = probes.run(probe, box, laid)
                 if got:
-                    return TierStatus(tier, f"it does not stop an attempt to {probe.name}: {got}")
+                    return f"it does not stop an attempt to {probe.name}: {got}"
     except (BoxProblem, OSError) as exc:
-        return TierStatus(tier, str(exc))
-    return TierStatus(tier)
+        return str(exc)
+    return ""
 
 
-def strongest() -> tuple[str, list[TierStatus]]:
-    """Return the strongest tier that holds, and the stronger ones that do not; weaker tiers are not tried.
+def strongest() -> tuple[str, dict[str, str]]:
+    """Return the strongest tier that holds, and the problems of the stronger ones; weaker tiers are not tried.
 
     Raises:
         EnvironmentProblem: not even ``limits`` holds.
     """
-    failed = []
+    failed: dict[str, str] = {}
     for tier in reversed(TIERS):
-        status = look(tier)
-        if not status.problem:
+        if not problem(tier):
             return tier, failed
-        failed.append(status)
+        failed[tier] = problem(tier)
     raise EnvironmentProblem(f"No program can be run in a box on this machine: {_listed(failed)}.")
 
 
@@ -76,9 +66,8 @@ def demand(least: str) -> str:
     tier, failed = strongest()
     if TIERS.index(tier) >= TIERS.index(least):
         return tier
-    wanted = next(status for status in failed if status.tier == least)
     raise EnvironmentProblem(
-        f"[reward.code] min_isolation = '{least}', but this machine has only '{tier}': {wanted.problem}. "
+        f"[reward.code] min_isolation = '{least}', but this machine has only '{tier}': {failed[least]}. "
         f"{HINTS[least]} Or lower min_isolation, if you trust what the model writes that far."
     )
 
@@ -93,5 +82,5 @@ def health() -> str:
     return f"sandbox: {tier}" + (f" ({_listed(failed)})" if failed else "")
 
 
-def _listed(failed: Sequence[TierStatus]) -> str:
-    return "; ".join(f"{status.tier}: {status.problem}" for status in failed)
+def _listed(failed: Mapping[str, str]) -> str:
+    return "; ".join(f"{tier}: {why}" for tier, why in failed.items())

@@ -56,7 +56,7 @@ def serve_reward(
     require_token(host, token)
     config = read_service(target, reward, sets or (), allow_code)
     with (
-        closing(RewardService(config, reward)) as service,
+        closing(RewardService(config)) as service,
         RewardServer(service, host, port, token) as server,
     ):
         # A shell starts background commands with SIGINT ignored; a SIGINT sent to this process must end it.
