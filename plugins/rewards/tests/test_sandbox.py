@@ -16,7 +16,7 @@ import pytest
 from engine_core.errors import EnvironmentProblem
 from engine_plugin_rewards.sandbox import box as boxes
 from engine_plugin_rewards.sandbox import probes, tiers
-from engine_plugin_rewards.sandbox.box import Box, BoxProblem, Limits
+from engine_plugin_rewards.sandbox.box import Box, BoxProblem
 
 PAGE = Path(__file__).parents[3] / "docs" / "code_reward.md"
 HEADERS = {
@@ -38,7 +38,7 @@ def box_of():
     def get(tier):
         if tier not in made:
             try:
-                made[tier] = Box(tier, Limits())
+                made[tier] = Box(tier)
             except BoxProblem as exc:
                 made[tier] = str(exc)
         if isinstance(made[tier], str):
@@ -170,7 +170,6 @@ except OSError as exc:
     print(900 < files < 1100, exc.errno)
 """
     box = box_of("namespaces")
-    assert box.limits.disk_mb == 16
     assert box.run({"kind": "stdin", "source": source}).output in (
         b"16 28\nTrue 28\n",
         b"16 27\nTrue 28\n",
@@ -200,7 +199,7 @@ for mode, name in (("w", "package/data"), ("w", "package/new"), ("a", "single"),
     except OSError:
         pass
 """
-    with Box(tier, Limits(), [str(folder), str(tmp_path / "single")]) as box:
+    with Box(tier, [str(folder), str(tmp_path / "single")]) as box:
         output = box.run({"kind": "stdin", "source": source}).output
     assert output.startswith(b"inside\nalone\n")
     assert tier == "limits" or output == b"inside\nalone\n"
@@ -222,7 +221,7 @@ def test_values_that_are_too_long_end_a_program(box_of):
     )
 
     assert ended.flooded
-    assert len(ended.values) <= Limits().output_kb * 1024
+    assert len(ended.values) <= 256 * 1024
 
 
 def test_a_program_cannot_answer_for_the_box(box_of):
@@ -253,7 +252,7 @@ def test_descriptors_do_not_leak(monkeypatch):
     def refuse(*arguments):
         raise OSError("no memory for files")
 
-    with Box("limits", Limits()) as box:
+    with Box("limits") as box:
         box.run(HELLO, b"x")
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(20):
@@ -268,7 +267,7 @@ def test_descriptors_do_not_leak(monkeypatch):
 
 
 def test_a_box_that_breaks_says_so_and_is_there_again():
-    with Box("limits", Limits()) as box:
+    with Box("limits") as box:
         os.kill(box.popen.pid, signal.SIGKILL)
         box.popen.wait()
         with pytest.raises(BoxProblem, match="started again"):
@@ -280,8 +279,8 @@ def test_a_box_that_breaks_says_so_and_is_there_again():
 
 ENGINE = """
 import sys
-from engine_plugin_rewards.sandbox.box import Box, Limits
-box = Box(sys.argv[1], Limits())
+from engine_plugin_rewards.sandbox.box import Box
+box = Box(sys.argv[1])
 print(box.popen.pid, flush=True)
 box.run({"kind": "stdin", "source": "import time; time.sleep(600)"}, seconds=600)
 """
@@ -320,7 +319,7 @@ def test_nothing_survives_an_engine_that_is_killed(box_of, tier):
 def test_a_closed_box_leaves_nothing(box_of, tier, tmp_path, monkeypatch):
     box_of(tier)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    box = Box(tier, Limits())
+    box = Box(tier)
     box.run(HELLO, b"x")
     family = [psutil.Process(box.popen.pid), *psutil.Process(box.popen.pid).children(recursive=True)]
     box.close()

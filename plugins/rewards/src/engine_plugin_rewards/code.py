@@ -20,7 +20,7 @@ from engine_plugin_rewards.code_cases import Assertions, Case, Stdin
 from engine_plugin_rewards.code_options import CodeOptions
 from engine_plugin_rewards.code_verdicts import PASSED, verdict
 from engine_plugin_rewards.sandbox import tiers
-from engine_plugin_rewards.sandbox.box import Box, BoxProblem, Ended, Limits
+from engine_plugin_rewards.sandbox.box import Box, BoxProblem, Ended
 
 DEFAULT_SHARE, LARGEST_SHARE = 0.5, 0.9  # of the time limit of a sample
 LEAST_SECONDS = 0.01
@@ -118,9 +118,8 @@ class Judge:
         self.options, self.total_timeout_seconds = options, total_timeout_seconds
         check_readable(options.readable)
         self.tier = tiers.demand(options.min_isolation)
-        limits = Limits(memory_mb=options.memory_mb, output_kb=options.output_kb, disk_mb=options.disk_mb)
         try:
-            self.box = Box(self.tier, limits, options.readable)
+            self.box = Box(self.tier, options.readable, options.memory_mb, options.output_kb, options.disk_mb)
         except (BoxProblem, OSError) as exc:
             raise EnvironmentProblem(f"[reward.code] The sandbox cannot be started: {exc}.") from exc
 

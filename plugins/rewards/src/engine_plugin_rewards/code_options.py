@@ -12,8 +12,6 @@ from engine_core.specs import Options
 class CodeOptions(Options):
     """``[reward.code]``: runs the program in a response against the tests of its row, in a sandbox."""
 
-    renamed = {"test_seconds": "test_timeout_seconds", "total_seconds": "total_timeout_seconds"}
-
     min_isolation: Literal["limits", "landlock", "namespaces"] = "landlock"
     """The run does not start where this machine's sandbox is weaker. The strongest that there is is used anyway."""
     block: Literal["last", "first", "whole"] = "last"

@@ -42,18 +42,6 @@ class BoxProblem(Exception):
     """An error: the box could not be closed to the outside, or does not answer; the message says why."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """The resources that one program may use."""
-
-    memory_mb: int = 512
-    """Address space, MiB."""
-    output_kb: int = 256
-    """Bytes on stdout, and on the pipe for values, KiB each; more ends the program."""
-    disk_mb: int = 16
-    """Size of its folder, in memory, MiB; 0: no folder. Below the tier ``namespaces`` a program never has one."""
-
-
 @dataclass(frozen=True)
 class Ended:
     """The end of a program."""
@@ -78,20 +66,29 @@ class Box:
 
     Args:
         tier: how it is closed: a name of ``tiers.TIERS``.
-        limits: the limits of each program.
         show: further files and folders to read.
+        memory_mb: address space of a program, MiB.
+        output_kb: bytes on a program's stdout, and on its pipe for values, KiB each; more ends the program.
+        disk_mb: size of a program's folder, in memory, MiB; 0: no folder. Below the tier ``namespaces`` it never has one.
 
     Raises:
         BoxProblem: this machine cannot close it that way. Nothing is left running.
     """
 
-    def __init__(self, tier: str, limits: Limits, show: Sequence[str] = ()) -> None:
-        self.tier, self.limits = tier, limits
+    def __init__(
+        self,
+        tier: str,
+        show: Sequence[str] = (),
+        memory_mb: int = 512,
+        output_kb: int = 256,
+        disk_mb: int = 16,
+    ) -> None:
+        self.tier, self.most = tier, output_kb * 1024
         self.order = {
             "tier": tier,
             "readable": readable(show),
-            "memory_mb": limits.memory_mb,
-            "disk_mb": limits.disk_mb,
+            "memory_mb": memory_mb,
+            "disk_mb": disk_mb,
             "preload": PRELOAD,
             "parent": os.getpid(),
         }
@@ -155,7 +152,7 @@ class Box:
         """Read all pipes until the box reports the program's end, then what is left in the pipes."""
         kept = {descriptor: bytearray() for descriptor in reading}
         output, errors, values = kept.values()
-        most, flooded, end = self.limits.output_kb * 1024, False, None
+        most, flooded, end = self.most, False, None
         with selectors.DefaultSelector() as selector:
             selector.register(self.channel, selectors.EVENT_READ)
             for descriptor in reading:

@@ -82,14 +82,11 @@ for f, arguments in (
 NETWORK = """
 def tcp():
     socket.create_connection(("127.0.0.1", bait["tcp"]), timeout=1)
-def udp():
-    socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"BREACH", ("127.0.0.1", bait["udp"]))
 def unix():
     socket.socket(socket.AF_UNIX).connect(chr(0) + bait["unix"])
 def pair(kind):
     socket.socketpair(socket.AF_UNIX, kind)[0].sendto(b"BREACH", chr(0) + bait["unix"])
 attempt(tcp)
-attempt(udp)
 attempt(unix)
 attempt(pair, socket.SOCK_STREAM)
 attempt(pair, socket.SOCK_DGRAM)
@@ -157,7 +154,12 @@ PROBES = (
         "read files, processes or the environment", "landlock", "Landlock, an empty one; not mounted", READ
     ),
     Probe("write, change or delete files", "landlock", "Landlock, seccomp; not mounted", WRITE),
-    Probe("reach a socket: TCP, UDP, unix", "landlock", "seccomp, Landlock; a separate network", NETWORK),
+    Probe(
+        "reach a socket by TCP or on the machine",
+        "landlock",
+        "seccomp, Landlock; a separate network",
+        NETWORK,
+    ),
     Probe("signal other processes", "landlock", "seccomp, Landlock; a separate process tree", SIGNAL),
     Probe("start a process or a program", "landlock", "seccomp", START),
     Probe("make system calls that are not listed", "landlock", "seccomp, no capabilities", SYSTEM_CALLS),
@@ -177,12 +179,10 @@ class Bait:
         self.file.chmod(0o644)
         folder.chmod(0o755)
         self.tcp = socket.create_server(("127.0.0.1", 0))
-        self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self.udp.bind(("127.0.0.1", 0))
         self.unix = socket.socket(socket.AF_UNIX)
         self.unix.bind("")  # Linux chooses a name without a file
         self.unix.listen()
-        self.sockets = (self.tcp, self.udp, self.unix)
+        self.sockets = (self.tcp, self.unix)
 
     def described(self) -> bytes:
         """Return the targets' addresses as JSON for the program."""
@@ -190,7 +190,6 @@ class Bait:
             "file": str(self.file),
             "folder": str(self.folder),
             "tcp": self.tcp.getsockname()[1],
-            "udp": self.udp.getsockname()[1],
             "unix": self.unix.getsockname()[1:].decode(),
             "pid": os.getpid(),
         }

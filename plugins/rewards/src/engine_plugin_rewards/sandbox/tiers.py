@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from engine_core.errors import EnvironmentProblem
 from engine_plugin_rewards.sandbox import probes
-from engine_plugin_rewards.sandbox.box import Box, BoxProblem, Limits
+from engine_plugin_rewards.sandbox.box import Box, BoxProblem
 
 TIERS = ("limits", "landlock", "namespaces")
 """All tiers, from the weakest to the strongest."""
@@ -33,7 +33,7 @@ def problem(tier: str) -> str:
     """Start a box of this tier and attack it by the probes; return why it is not in force, empty if it is."""
     promised = [probe for probe in probes.PROBES if TIERS.index(probe.tier) <= TIERS.index(tier)]
     try:
-        with Box(tier, Limits()) as box, probes.bait() as laid:
+        with Box(tier) as box, probes.bait() as laid:
             for probe in promised:
                 got, _ = probes.run(probe, box, laid)
                 if got:

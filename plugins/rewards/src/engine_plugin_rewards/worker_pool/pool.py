@@ -1,4 +1,4 @@
-"""The workers of one reward, and ``drive``, which keeps the workers of all rewards busy at once.
+"""The workers of one reward.
 
 A request holds several samples. When its worker dies or exceeds the timeout, the current sample fails, the others are
 sent again, and a new worker replaces the old one. A worker that was killed during its start is started again, as is a
@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core import errors
@@ -30,7 +30,6 @@ START_ATTEMPTS = 3
 GRACE_SECONDS = 1.0  # after the worker's own watchdog, which prints the stack of the function
 WATCHDOG = "Timeout ("  # printed by faulthandler before it ends a worker
 SHOWN_CHARACTERS = 3000
-POLL_SECONDS = 0.25  # until a death that closes no connection is detected
 SAMPLES_PER_REQUEST = 32
 SAMPLES_AT_ONCE = 64  # of an asynchronous function in singular form
 
@@ -272,52 +271,10 @@ class Pool:
         self.workers = []
 
 
-def start(pools: Sequence[Pool]) -> None:
-    """Start the missing workers of all pools at once and wait until they are ready.
-
-    Raises:
-        EngineError: a reward does not load; the workers of all pools are ended.
-    """
-    try:
-        _tend_while(lambda pool: pool.starting, pools, _unexpected)
-    except BaseException:
-        for pool in pools:
-            pool.close()
-        raise
-
-
-def drive(pools: Sequence[Pool], on_failure: OnFailure) -> None:
-    """Run the workers until every sample of every pool has its outcome.
-
-    Args:
-        pools: after ``begin``.
-        on_failure: called with each failed sample as it fails; an error that it raises ends the work and is raised
-            here. The pools can be used again afterwards.
-    """
-    try:
-        _tend_while(lambda pool: pool.pending, pools, on_failure)
-    except BaseException:
-        for pool in pools:
-            pool.abandon()
-        raise
-
-
-def _tend_while(unfinished: Callable[[Pool], bool], pools: Sequence[Pool], on_failure: OnFailure) -> None:
-    while any(map(unfinished, pools)):
-        for pool in pools:
-            pool.tend(on_failure)
-        if any(map(unfinished, pools)):  # otherwise no message would come
-            wait(pools, POLL_SECONDS)
-
-
 def wait(pools: Sequence[Pool], seconds: float) -> None:
     """Wait at most ``seconds`` for a message of a worker, or its end."""
     with _ARRIVED:
         _ARRIVED.wait_for(lambda: any(worker.messages for pool in pools for worker in pool.workers), seconds)
-
-
-def _unexpected(reward: str, position: int, outcome: Outcome) -> None:
-    raise AssertionError(f"no sample was given to '{reward}' at position {position}")
 
 
 def _bounds(signature: Signature, count: int, workers: int) -> list[int]:
