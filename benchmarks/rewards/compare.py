@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 
-from engine_plugin_rewards.sandbox.box import Box, BoxProblem, Limits
+from engine_plugin_rewards.sandbox.box import Box, BoxProblem
 from engine_plugin_rewards.sandbox.tiers import TIERS
 
 PROGRAM = "n = int(input())\nprint(sum(i * i for i in range(n)))"
@@ -82,7 +82,7 @@ def main() -> None:
     row("no sandbox, `python -I -S -c`", [plain] * arguments.workers, arguments.programs)
     for tier in TIERS:
         try:
-            boxes = [Box(tier, Limits()) for _ in range(arguments.workers)]
+            boxes = [Box(tier) for _ in range(arguments.workers)]
         except BoxProblem as exc:
             print(f"| {tier} | not on this machine: {exc} | | | |")
             continue

@@ -112,15 +112,9 @@ class VerdictConfig(Asked, FrozenScorer):
         return verdicts
 
 
-class JudgeConfig(Asked, FrozenModel):
-    """``[reward.judge]``: a language model writes about a response, and the reward is read from what it wrote."""
+class WrittenVerdict(Asked):
+    """A language model that writes about each response, and how the reward is read from what it wrote."""
 
-    backend: str = "hf"
-    """Rollout engine that runs it, by name; its options stand in the table of that name."""
-    max_tokens: PositiveInt | None = None
-    """Longest question and answer together; a longer question fails by `on_error`. Default: what the model's config says."""
-    max_response_tokens: PositiveInt = 256
-    """Its answer is cut after this many tokens."""
     votes: PositiveInt = 1
     """Answers to each question; the reward is the mean of those that can be read."""
     temperature: NonNegativeFloat = 0.0
@@ -131,8 +125,6 @@ class JudgeConfig(Asked, FrozenModel):
     """Regular expression (Python's) of a verdict: its last match counts, of it the first group. Default: a word of `verdicts`, or a number."""
     scale: tuple[FiniteFloat, FiniteFloat] | None = None
     """The number's range, mapped to 0..1; a number outside cannot be read. Default: the number itself."""
-    options: Any = Field(default=None, exclude=True)
-    """The backend's own table, filled in by the loader."""
 
     @field_validator("pattern")
     @classmethod
@@ -157,6 +149,19 @@ class JudgeConfig(Asked, FrozenModel):
             )
             raise ValueError(f"scale = {list(self.scale)}: {why}.")
         return self
+
+
+class JudgeConfig(WrittenVerdict, FrozenModel):
+    """``[reward.judge]``: a language model writes about a response, and the reward is read from what it wrote."""
+
+    backend: str = "hf"
+    """Rollout engine that runs it, by name; its options stand in the table of that name."""
+    max_tokens: PositiveInt | None = None
+    """Longest question and answer together; a longer question fails by `on_error`. Default: what the model's config says."""
+    max_response_tokens: PositiveInt = 256
+    """Its answer is cut after this many tokens."""
+    options: Any = Field(default=None, exclude=True)
+    """The backend's own table, filled in by the loader."""
 
     def as_sampler(self) -> RolloutConfig:
         """Return the table as a ``[rollout]`` table."""

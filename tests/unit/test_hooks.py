@@ -33,7 +33,7 @@ FROZEN = {
     "engine_parts": [],
     "engine_on_event": ["event", "step", "data"],
 }
-TABLES_OF_PLUGINS = ["engine_architectures", "engine_code_languages"]
+TABLES_OF_PLUGINS = ["engine_architectures"]
 """Hooks that plugins define, as frozen as the core's; they take no argument."""
 STEP_HOOKS = [
     "engine_build_model",

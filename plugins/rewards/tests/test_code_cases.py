@@ -71,6 +71,8 @@ def test_functions_of_pytest_become_expressions():
         "x = f(1)\nassert x == 2",
         "assert abs(f(1) - 0.5) < 1e-6",
         "assert math.isclose(f(1), 0.5)",
+        "assert isclose(f(1), 0.5)",
+        "from numpy import allclose as close\nassert close(f(1), 0.5)",
         "assert all(f(i) for i in range(3))",
         "assert f(1) == g(2)",
     ],
@@ -106,6 +108,11 @@ def test_what_is_expected_is_not_told(case):
         ({"arguments": [1], "expected": 2}, "no function"),
         ([{"input": "1", "output": "2", "testtype": "functional"}], "does not name it"),
         ({"a": 1}, "the keys a"),
+        (
+            {"function": "f", "arguments": [], "expected": json.loads("[" * 150 + "]" * 150)},
+            "nested more than",
+        ),
+        ({"test_list": ["assert f(1) == 2"], "setup": "import"}, "in line 1 of a test: 'import'"),
         (["assert f(1) =="], "invalid syntax"),
         ({"inputs": 1, "outputs": 2}, r"object of type 'int' has no len\(\)"),
         ([{"function": "f", "arguments": 5, "expected": 5}], "'int' object is not iterable"),
@@ -126,9 +133,9 @@ def test_what_has_no_known_form_is_told(tests, message):
         ("def f(x):\n    return x", "asserts nothing"),  # a solution where tests should be
         ("x = f(1)\nprint(x)", "asserts nothing"),
         ("def check(candidate):\n    assert candidate(1) == 2", "nothing in the column 'entry_point'"),
-        ("def test_a(x):\n    assert f(x) == 2", "nothing calls 'test_a', which takes arguments"),
-        ("class TestF:\n    def test_a(self):\n        assert f(1) == 2", "nothing calls 'TestF'"),
-        ("async def test_a():\n    assert f(1) == 2", "nothing calls 'test_a'"),
+        ("def test_a(x):\n    assert f(x) == 2", "nothing calls what asserts"),
+        ("class TestF:\n    def test_a(self):\n        assert f(1) == 2", "nothing calls what asserts"),
+        ("async def test_a():\n    assert f(1) == 2", "nothing calls what asserts"),
         ("def helper():\n    assert f(1) == 2", "nothing calls what asserts"),
     ],
 )

@@ -13,7 +13,7 @@ from engine_plugin_rewards.sandbox.inside.python_tests import encode
 
 def ended(value=None, code=0, values=None, output=b"", late=False, flooded=False):
     values = json.dumps({"value": encode(value)}).encode() if values is None else values
-    return Ended(code, late, flooded, output, b"", values, 0.0)
+    return Ended(code, late, flooded, output, b"", values)
 
 
 SAME = [
@@ -28,6 +28,8 @@ SAME = [
     (None, None),
     ((1, [2]), [1, (2,)]),
     ({1, 2}, frozenset({2, 1})),
+    ({0.1 + 0.2, 1.0, 5}, {0.3, 1, 5.0}),
+    ({(1, "a"), None}, {None, (1, "a")}),
     ({1: [2]}, {"1": (2,)}),
     (b"a", b"a"),
     (1 + 2j, 1 + 2j),
@@ -47,6 +49,9 @@ DIFFERENT = [
     (b"a", "a"),
     (b"a", b"b"),
     (0.1, 0.2),
+    ({0.1, 0.2}, {0.1, 0.3}),
+    ({0.1}, {0.1, 0.2}),
+    ({1, "a"}, {1, "b"}),
     (math.nan, 0.0),
 ]
 
@@ -85,6 +90,9 @@ def test_a_value_may_be_wrapped_where_the_form_of_the_data_says_so():
         b'{"value": [[], []]}',
         b'{"value": ["passed", true]}',
         b'{"value": {"value": 3}}',
+        b'{"value": ["set", [[]]]}',
+        b'{"value": ["set", [{}, 3]]}',
+        b'{"nonce": 3, "value": ["dict", [[[], 4]]]}',
         b'{"nonce": "", "value": []}',
         b'{"value": 1e999}',
         b'{"value": ' + b"9" * 5000 + b"}",

@@ -10,9 +10,8 @@ from engine_core import load_config
 from engine_core.config.rewards import RewardConfig
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.rewards import RewardRunner
-from engine_plugin_rewards.http_chat import Chat, ChatOptions
-from engine_plugin_rewards.http_scorer import make_http
-from engine_plugin_rewards.plugin import HTTPOptions
+from engine_plugin_rewards.http_scorer import Chat, ScorerError, make_http
+from engine_plugin_rewards.plugin import ChatOptions, HTTPOptions
 
 TABLE = {"model": "judge", "prompt": "Q: {question}\nA: {completion}\nRight: {answer}"}
 
@@ -57,8 +56,8 @@ def test_each_sample_is_one_question_and_its_verdict_the_reward(scorer_server):
     ("body", "message"),
     [
         (says("I would rather not."), "no verdict in the judge's answer: 'I would rather not.'"),
-        (says("11"), "the judge's verdict 11 is out of bounds"),
-        (says("-1"), "the judge's verdict -1 is out of bounds"),
+        (says("11"), "no verdict in the judge's answer: '11'"),
+        (says("-1"), "no verdict in the judge's answer: '-1'"),
         (says(None), "the response is no chat completion"),
         (b'{"choices": []}', "the response is no chat completion"),
         (b'{"choices": {"0": 1}}', "the response is no chat completion"),
@@ -74,7 +73,7 @@ def test_an_answer_without_a_verdict_is_a_failure(scorer_server, body, message):
 
 
 def test_a_verdict_beyond_all_numbers_is_a_failure():
-    with pytest.raises(ValueError, match="out of bounds"):
+    with pytest.raises(ScorerError, match="no verdict"):
         Chat(ChatOptions(**TABLE)).read(says("9" * 400), lambda text, last=False: text)
 
 
@@ -85,7 +84,7 @@ def test_a_verdict_beyond_all_numbers_is_a_failure():
         ({"pattern": "(a"}, "not a regular expression"),
         ({"scale": (2.0, 1.0)}, r"expected \[low, high\]"),
         ({"votes": 3}, "votes = 3 with temperature = 0 gives the same answer each time"),
-        ({"votes": 0}, "greater than or equal to 1"),
+        ({"votes": 0}, "greater than 0"),
     ],
 )
 def test_a_table_that_cannot_work_is_refused(options, message):

@@ -138,17 +138,17 @@ def test_schema_is_json_over_all_tables_and_installed_names(engine):
     assert optim["properties"]["lr"]["default"] == 1e-6
 
 
-def test_schema_has_the_names_of_tables_that_plugins_define(engine, install):
+def test_schema_has_the_names_that_a_table_chooses_from_plugins(engine, install):
     source = """
         from engine_core import hookimpl
-        from engine_plugin_rewards.tables import CodeLanguage
+        from engine_core.specs import PairLoss
 
         @hookimpl
-        def engine_code_languages():
-            return {"rust": CodeLanguage(load="rust_language:language")}
+        def engine_pair_losses():
+            return {"acme": PairLoss(load="acme_loss:loss")}
         """
-    install("engine-rust", {"code_languages": {"rust": "rust_language"}}, {"rust_language": source})
-    assert 'language = "python"  ("python" | "rust")' in engine("schema", "reward.code").out
+    install("engine-acme", {"pair_losses": {"acme": "acme_loss"}}, {"acme_loss": source})
+    assert '("acme" | ' in engine("schema", "dpo.loss").out
 
 
 def test_schema_of_a_table_is_readable(engine):

@@ -141,7 +141,7 @@ def test_a_name_of_another_kind_is_said_to_be_so(without_our_plugins):
     assert message.startswith("'hf' is a rollout engine, not a train engine. Known: ")
 
 
-@pytest.mark.parametrize("name", ["nll", "ref_log_probs", "validate", "episodes", "code_languages"])
+@pytest.mark.parametrize("name", ["nll", "ref_log_probs", "validate", "episodes", "architectures"])
 def test_a_name_that_no_key_can_choose_is_not_said_to_be_something_else(name):
     """Objectives, columns, commands, parts and tables are asked for by code."""
     (message,) = problems_of({"rewards": {name}})

@@ -11,59 +11,74 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from engine_core.errors import ConfigError, EnvironmentProblem, PluginError, did_you_mean
-from engine_core.plugins.plugin_set import PluginSet
+from engine_core.errors import ConfigError, EnvironmentProblem, did_you_mean
 from engine_plugin_rewards import code_cases
 from engine_plugin_rewards.code_cases import Assertions, Case, Stdin
 from engine_plugin_rewards.code_options import CodeOptions
 from engine_plugin_rewards.code_verdicts import PASSED, verdict
 from engine_plugin_rewards.sandbox import tiers
-from engine_plugin_rewards.sandbox.box import Box, BoxProblem, Ended, Limits
-
-if TYPE_CHECKING:
-    from engine_plugin_rewards.code_languages import Language
+from engine_plugin_rewards.sandbox.box import Box, BoxProblem, Ended
 
 DEFAULT_SHARE, LARGEST_SHARE = 0.5, 0.9  # of the time limit of a sample
 LEAST_SECONDS = 0.01
 SHOWN_CHARACTERS = 200
 FENCE = "```"
+LANGUAGES = ("python", "python3", "py")  # words after the three backticks
 NEVER_SHOWN = ("/proc", "/sys", "/dev", "/run")
 
 
-def make_code(
-    timeout: float, modules: Sequence[str], root: Path, allow_code: bool, **options: Any
-) -> Callable[..., dict[str, float | str] | None]:
+def make_code(timeout: float, **options: Any) -> Callable[..., dict[str, float | str] | None]:
     """Make the reward function of one worker, with its own sandbox.
 
     Args:
         timeout: seconds that a sample may take.
-        modules: the run file's plugins, which may offer the language.
-        root: folder of the run file.
-        allow_code: plugin files outside of ``root`` are allowed.
         options: the fields of ``CodeOptions``.
 
     Raises:
         EnvironmentProblem: this machine's sandbox is weaker than `min_isolation`.
-        ConfigError: the timeouts contradict each other.
-        PluginError: no plugin offers the language.
+        ConfigError: the timeouts contradict each other, or `readable` names what cannot be shown.
     """
     chosen = CodeOptions.model_validate(options)
-    total, language = settled(chosen, timeout, modules, root, allow_code)
-    return Judge(chosen, language, total).score
+    return Judge(chosen, total_seconds(chosen, timeout)).score
 
 
-def settled(
-    chosen: CodeOptions, timeout: float, modules: Sequence[str], root: Path, allow_code: bool
-) -> tuple[float, Language]:
-    """Return the seconds for all tests of a response, and the language. The arguments are those of ``make_code``.
+def make_check(timeout: float, **options: Any) -> Callable[[Mapping[str, Any]], None]:
+    """Make the function that checks rows before a run begins; the arguments and errors are those of ``make_code``.
+
+    The function raises LookupError for a row without tests, and ValueError for tests that cannot be used.
+    """
+    chosen = CodeOptions.model_validate(options)
+    total_seconds(chosen, timeout)
+    check_readable(chosen.readable)
+    tiers.demand(chosen.min_isolation)
+
+    def check(columns: Mapping[str, Any]) -> None:
+        """Raise LookupError for a row without tests, ValueError for tests that cannot be used."""
+        column = next((name for name in ("tests", "answer") if columns.get(name) is not None), None)
+        if column is None:
+            raise LookupError(
+                "finds no tests: the row has no value in a column 'tests' or 'answer'."
+                f'{did_you_mean("tests", [str(name) for name in columns])} Name their column in [data.columns]: answer = "...". '
+                f"Forms of tests: {code_cases.FORMS}."
+            )
+        try:
+            code_cases.parse(columns[column], columns.get("entry_point"), columns.get("test_setup"))
+        except code_cases.BadTests as error:
+            raise ValueError(
+                f"cannot use the tests in column '{column}': {error}. Forms of tests: {code_cases.FORMS}."
+            ) from None
+
+    return check
+
+
+def total_seconds(chosen: CodeOptions, timeout: float) -> float:
+    """Return the seconds for all tests of a response.
 
     Raises:
-        ConfigError: the timeouts contradict each other.
-        PluginError: no plugin offers the language.
+        ConfigError: they leave too little of ``timeout``, the seconds that a sample may take.
     """
     total = timeout * DEFAULT_SHARE if chosen.total_timeout_seconds is None else chosen.total_timeout_seconds
     if total > timeout * LARGEST_SHARE:
@@ -71,47 +86,20 @@ def settled(
             f"[reward.code] total_timeout_seconds = {total:g} is more than nine tenths of timeout_seconds = {timeout:g} "
             "of the [[reward]], so a slow program would count as a failure of the reward. Raise timeout_seconds."
         )
-    try:
-        plugins = PluginSet.load({"code_languages": [chosen.language]}, modules, root, allow_code)
-    except PluginError as error:
-        raise PluginError(f"[reward.code] language = '{chosen.language}': {error}") from None
-    return total, plugins.resolve("code_languages", chosen.language)()
+    return total
 
 
-def least_tier(options: CodeOptions, language: Language) -> str:
-    """Return the weakest tier that satisfies the options and the language.
-
-    Raises:
-        ConfigError: the options do not suit the language, or show what no sandbox may show.
-    """
-    for path in options.readable:
-        _check_shown(path)
-    if language.file is None:
-        return options.min_isolation
-    if options.disk_mb == 0:
-        raise ConfigError(f"[reward.code] disk_mb = 0, but language '{options.language}' needs files.")
-    if language.build and options.max_processes == 1:
-        raise ConfigError(
-            f"[reward.code] max_processes = 1, but language '{options.language}' is compiled by other processes. "
-            "Set 16 or so."
-        )
-    return max(options.min_isolation, "namespaces", key=tiers.TIERS.index)
-
-
-def _check_shown(path: str) -> None:
-    """Raise ``ConfigError`` for a path of ``readable`` that does not exist, or that would open the sandbox."""
-    said = f"[reward.code] readable: '{path}'"
-    if not os.path.exists(path):
-        parent = os.path.dirname(path.rstrip("/"))
-        siblings = os.listdir(parent) if os.path.isdir(parent) else []
-        known = did_you_mean(os.path.basename(path.rstrip("/")), siblings)
-        raise ConfigError(f"{said} does not exist on this machine.{known.partition(' Known:')[0]}")
-    real = os.path.realpath(path)
-    if real == "/" or any(f"{real}/".startswith(f"{open_}/") for open_ in NEVER_SHOWN):
-        raise ConfigError(
-            f"{said} is {real if real != path else 'what no program may see'}: what processes, devices and all users keep lies there. "
-            "Name the folder of a package or of data."
-        )
+def check_readable(paths: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for a path that does not exist, or that would open the sandbox."""
+    for path in paths:
+        said, real = f"[reward.code] readable: '{path}'", os.path.realpath(path)
+        if not os.path.exists(path):
+            raise ConfigError(f"{said} does not exist on this machine.")
+        if real == "/" or any(f"{real}/".startswith(f"{open_}/") for open_ in NEVER_SHOWN):
+            raise ConfigError(
+                f"{said} is {real if real != path else 'what no program may see'}: what processes, devices and all users keep lies there. "
+                "Name the folder of a package or of data."
+            )
 
 
 class Judge:
@@ -119,25 +107,19 @@ class Judge:
 
     Args:
         options: the reward's options.
-        language: the programs' language.
         total_timeout_seconds: time limit for all tests of one response.
 
     Raises:
         EnvironmentProblem: the sandbox does not start, or is weaker than `min_isolation`.
+        ConfigError: `readable` names what cannot be shown.
     """
 
-    def __init__(self, options: CodeOptions, language: Language, total_timeout_seconds: float) -> None:
-        self.options, self.language, self.total_timeout_seconds = options, language, total_timeout_seconds
-        self.tier = tiers.demand(least_tier(options, language))
-        limits = Limits(
-            memory_mb=options.memory_mb,
-            output_kb=options.output_kb,
-            disk_mb=options.disk_mb,
-            processes=options.max_processes,
-        )
-        shows = (*options.readable, *language.shows)
+    def __init__(self, options: CodeOptions, total_timeout_seconds: float) -> None:
+        self.options, self.total_timeout_seconds = options, total_timeout_seconds
+        check_readable(options.readable)
+        self.tier = tiers.demand(options.min_isolation)
         try:
-            self.box = Box(self.tier, limits, shows, executing=language.file is not None)
+            self.box = Box(self.tier, options.readable, options.memory_mb, options.output_kb, options.disk_mb)
         except (BoxProblem, OSError) as exc:
             raise EnvironmentProblem(f"[reward.code] The sandbox cannot be started: {exc}.") from exc
 
@@ -168,8 +150,7 @@ class Judge:
             return None
         cases = code_cases.parse(given, entry_point, test_setup)
         cases = cases[: self.options.max_tests or None]
-        check_kinds(cases, self.options.language, self.language)
-        program = extract(completion, self.options.block, self.language.fences)
+        program = extract(completion, self.options.block)
         if program is None:
             return {"score": 0.0, "pred": "no program"}
         options = self.options
@@ -195,31 +176,11 @@ class Judge:
         return {"score": score, "pred": counts + first}
 
     def _try(self, source: str, case: Case, seconds: float) -> tuple[str, Ended]:
-        what = {"kind": case.kind, "source": source, **case.asked()}
         nonce = secrets.token_hex(16) if isinstance(case, Assertions) else ""
-        if nonce:
-            what["nonce"] = nonce
-        if self.language.file is not None:
-            what |= {
-                "kind": "command",
-                "file": self.language.file,
-                "build": self.language.build,
-                "run": self.language.run,
-            }
+        what = {"kind": case.kind, "source": source, "nonce": nonce, **case.asked()}
         stdin = case.stdin.encode() if isinstance(case, Stdin) else b""
         ended = self.box.run(what, stdin, seconds)
         return verdict(case, ended, self.options.tolerance, nonce), ended
-
-
-def check_kinds(cases: Sequence[Case], name: str, language: Language) -> None:
-    """Raise for tests that programs of a language cannot run.
-
-    Raises:
-        BadTests: a test is of a kind that the language does not have.
-    """
-    for case in cases:
-        if case.kind not in language.kinds:
-            raise code_cases.BadTests(f"language '{name}' has no tests of kind '{case.kind}'")
 
 
 def _last_line(errors: bytes) -> str:
@@ -228,14 +189,14 @@ def _last_line(errors: bytes) -> str:
     return "".join(c if c.isprintable() else "?" for line in last for c in line[:SHOWN_CHARACTERS])
 
 
-def extract(completion: str, block: str, fences: Collection[str]) -> str | None:
+def extract(completion: str, block: str) -> str | None:
     """Return the program in a response; None if it contains none.
+
+    Blocks that say they are Python take precedence over those that say nothing; others are ignored.
 
     Args:
         completion: the response.
         block: ``last`` or ``first`` fenced block, or ``whole``.
-        fences: names of the language. Blocks with such a name take precedence over those without a name; others are
-            ignored.
     """
     if block == "whole":
         return completion
@@ -247,7 +208,7 @@ def extract(completion: str, block: str, fences: Collection[str]) -> str | None:
             if mark.startswith(FENCE):
                 name, lines = mark.lstrip("`").strip().lower(), []
         elif mark == FENCE:
-            if name in fences or not name:
+            if name in LANGUAGES or not name:
                 found[bool(name)].append("\n".join(lines))
             name = None
         else:

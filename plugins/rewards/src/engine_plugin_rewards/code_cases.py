@@ -20,11 +20,13 @@ value. Other assertions run in the program's process (``Assertions``).
 from __future__ import annotations
 
 import ast
+import builtins
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from engine_plugin_rewards.sandbox.inside.python_tests import encode
 
@@ -41,8 +43,19 @@ FORMS = (
 SETUPS = ("setup", "test_setup_code", "test_imports")
 
 
+class _Shown:
+    """The base of all cases: ``shown`` names the fields that the program's process gets; never the expected value."""
+
+    kind: ClassVar[str]
+    shown: ClassVar[tuple[str, ...]] = ()
+
+    def asked(self) -> dict[str, Any]:
+        """Return the fields for the program's process."""
+        return {name: getattr(self, name) for name in self.shown}
+
+
 @dataclass(frozen=True)
-class Stdin:
+class Stdin(_Shown):
     """A test in which the program reads one text and must print another."""
 
     stdin: str
@@ -50,13 +63,9 @@ class Stdin:
 
     kind = "stdin"
 
-    def asked(self) -> dict[str, Any]:
-        """Return the fields for the program's process; never the expected value."""
-        return {}
-
 
 @dataclass(frozen=True)
-class Call:
+class Call(_Shown):
     """A test in which a function of the program must return a value."""
 
     function: str
@@ -65,14 +74,15 @@ class Call:
     wrapped: bool = False  # the data set may have put the value into a list of length 1
 
     kind = "call"
+    shown = ("function", "arguments")
 
-    def asked(self) -> dict[str, Any]:
-        """Return the fields for the program's process; never the expected value."""
-        return {"function": self.function, "arguments": self.arguments}
+    def __post_init__(self) -> None:
+        """Raise TypeError for a value that cannot be compared."""
+        encode(self.expected)
 
 
 @dataclass(frozen=True)
-class Expression:
+class Expression(_Shown):
     """A test in which an expression over the program's names must have a value."""
 
     expression: str
@@ -81,14 +91,11 @@ class Expression:
     truth: bool | None = None  # compare only the value's truth
 
     kind = "expression"
-
-    def asked(self) -> dict[str, Any]:
-        """Return the fields for the program's process; never the expected value."""
-        return {"expression": self.expression, "setup": self.setup}
+    shown = ("expression", "setup")
 
 
 @dataclass(frozen=True)
-class Assertions:
+class Assertions(_Shown):
     """A test of Python code that raises if the program is wrong; it runs in the program's process."""
 
     test: str
@@ -96,10 +103,7 @@ class Assertions:
     functions: Sequence[str] = ()
 
     kind = "assert"
-
-    def asked(self) -> dict[str, Any]:
-        """Return the fields for the program's process."""
-        return {"test": self.test, "entry_point": self.entry_point, "functions": self.functions}
+    shown = ("test", "entry_point", "functions")
 
 
 Case = Stdin | Call | Expression | Assertions
@@ -134,19 +138,16 @@ def parse(tests: Any, entry_point: str | None = None, setup: str | None = None) 
 
 
 def _cases(tests: Any, entry_point: str, setup: str) -> Iterator[Case]:
+    if isinstance(tests, str) and tests.lstrip().startswith(JSON_STARTS):
+        tests = _value(tests)
     if isinstance(tests, str):
-        if tests.lstrip().startswith(JSON_STARTS) and (loaded := _loaded(tests)) is not None:
-            tests = loaded
-        else:
-            yield from _of_code(tests, entry_point, setup)
-            return
+        yield from _of_code(tests, entry_point, setup)
+        return
     if isinstance(tests, Mapping):
         entry_point = next((str(tests[name]) for name in FUNCTION_NAMES if tests.get(name)), entry_point)
         setup = "\n".join([setup, *(_lines(tests[name]) for name in SETUPS if tests.get(name))]).strip()
         if "inputs" in tests and "outputs" in tests:
             yield from _of_columns(tests["inputs"], tests["outputs"], entry_point)
-        elif "test" in tests:
-            yield from _cases(tests["test"], entry_point, setup)
         elif found := [tests[name] for name in LISTS if name in tests]:
             yield from _cases(found[0], entry_point, setup)
         else:
@@ -156,18 +157,11 @@ def _cases(tests: Any, entry_point: str, setup: str) -> Iterator[Case]:
             if isinstance(test, str):
                 yield from _of_code(test, entry_point, setup)
             elif isinstance(test, Mapping):
-                yield from _of_item(test, entry_point, setup)
+                yield _of_table(test, entry_point)
             else:
                 raise BadTests(f"a test is {_shown(test)}; expected text or a table")
     else:
         raise BadTests(f"got {_shown(tests)}; expected text, a list or a table")
-
-
-def _of_item(test: Mapping[str, Any], entry_point: str, setup: str) -> Iterator[Case]:
-    if "assert" in test:
-        yield from _of_code(str(test["assert"]), entry_point, setup)
-    else:
-        yield _of_table(test, entry_point)
 
 
 def _of_table(test: Mapping[str, Any], entry_point: str) -> Case:
@@ -215,13 +209,6 @@ def _value(text: Any) -> Any:
         return text
 
 
-def _loaded(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
-
-
 def _lines(value: Any) -> str:
     """Return a text as it is; join the items of a list to lines."""
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -238,54 +225,40 @@ def _shown(value: Any) -> str:
 
 def _of_code(test: str, entry_point: str, setup: str) -> Iterator[Case]:
     """Yield expressions if the engine can judge all assertions of the code, else the code as ``Assertions``."""
-    try:
-        tree = ast.parse(test)
-    except SyntaxError as exc:
-        raise BadTests(f"{exc.msg} in line {exc.lineno} of a test: {_shown(test)}") from exc
+    for code in (setup, test):
+        try:
+            tree = ast.parse(code)
+        except SyntaxError as exc:
+            raise BadTests(f"{exc.msg} in line {exc.lineno} of a test: {_shown(code)}") from exc
     imports: list[str] = []
     found: list[Expression] = []
     if all(_judged(node, entry_point, setup, imports, found) for node in tree.body) and found:
         yield from found
         return
+    if not any(_asserts(node) for node in ast.walk(tree)):
+        raise BadTests(f"code that asserts nothing: {_shown(test)}")
     functions = tuple(node.name for node in tree.body if isinstance(node, ast.FunctionDef) and _is_test(node))
     checks = any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body)
     calls = any("check(" in ast.unparse(node) for node in tree.body if isinstance(node, ast.Expr))
+    if checks and not (calls or entry_point or functions):
+        raise BadTests("code with check(candidate), and nothing in the column 'entry_point'")
     entry_point = entry_point if checks and not calls else ""
-    _check_that_it_tests(tree, test, bool(functions or entry_point), checks and not calls)
+    if not (functions or entry_point or any(map(_runs, tree.body))):
+        raise BadTests(f"code in which nothing calls what asserts: {_shown(test)}")
     yield Assertions(f"{setup}\n{test}", entry_point, functions)
 
 
-def _check_that_it_tests(tree: ast.Module, test: str, called: bool, needs_entry_point: bool) -> None:
-    """Raise ``BadTests`` for code that any program would pass: no assertions, or none that is called.
+def _asserts(node: ast.AST) -> bool:
+    """Return whether a node may raise for a wrong program."""
+    calls = isinstance(node, ast.Call) and ASSERTING.search(ast.unparse(node.func)) is not None
+    return calls or isinstance(node, ast.Assert | ast.Raise)
 
-    Args:
-        tree: the code's syntax tree.
-        test: the code, for the message.
-        called: the code has functions that will be called.
-        needs_entry_point: the code has a ``check(candidate)`` that only an entry point could call.
-    """
-    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+
+def _runs(node: ast.stmt) -> bool:
+    """Return whether a statement of a module does more than define or assign."""
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     acting = (ast.Assert, ast.Raise, ast.Call)
-    runs = any(
-        isinstance(part, acting)
-        for node in tree.body
-        if not isinstance(node, defined)
-        for part in ast.walk(node)
-    )
-    asserts = any(
-        isinstance(part, ast.Assert | ast.Raise)
-        or (isinstance(part, ast.Call) and ASSERTING.search(ast.unparse(part.func)))
-        for part in ast.walk(tree)
-    )
-    if not asserts:
-        raise BadTests(f"code that asserts nothing: {_shown(test)}")
-    if needs_entry_point and not called:
-        raise BadTests("code with check(candidate), and nothing in the column 'entry_point'")
-    names = [getattr(node, "name", "") for node in tree.body if isinstance(node, defined)]
-    left_out = [name for name in names if name.lower().startswith("test")]
-    if not (called or runs):
-        what = f"'{left_out[0]}', which takes arguments or is a class" if left_out else "what asserts"
-        raise BadTests(f"code in which nothing calls {what}: {_shown(test)}")
+    return not isinstance(node, defined) and any(isinstance(part, acting) for part in ast.walk(node))
 
 
 def _is_test(node: ast.stmt) -> bool:
@@ -325,7 +298,7 @@ def _expression(asserted: ast.expr, setup: str) -> Expression | None:
         return Expression(ast.unparse(asserted.operand), setup, truth=False)
     if isinstance(asserted, ast.Constant):
         return Expression("True", setup, truth=True) if asserted.value else None
-    if isinstance(asserted, ast.Call) and _calls_the_program(asserted):
+    if isinstance(asserted, ast.Call) and _calls_the_program(asserted, setup):
         return Expression(ast.unparse(asserted), setup, truth=True)
     if not (isinstance(asserted, ast.Compare) and len(asserted.ops) == 1):
         return None
@@ -342,7 +315,10 @@ def _expression(asserted: ast.expr, setup: str) -> Expression | None:
     return None
 
 
-def _calls_the_program(call: ast.Call) -> bool:
-    """Return whether a call's truth is the program's own answer: of ``f(...)``, not of a builtin or ``math.isclose(...)``."""
-    builtin = {"all", "any", "isinstance", "callable", "hasattr", "issubclass", "len", "set", "bool"}
-    return isinstance(call.func, ast.Name) and call.func.id not in builtin
+def _calls_the_program(call: ast.Call, setup: str) -> bool:
+    """Return whether a call's truth is the program's own answer: of ``f(...)``, not of ``all`` or ``math.isclose``."""
+    imports = [node for node in ast.walk(ast.parse(setup)) if isinstance(node, ast.ImportFrom)]
+    others = {
+        alias.asname or alias.name for node in imports if node.module != "solution" for alias in node.names
+    }
+    return isinstance(call.func, ast.Name) and call.func.id not in others | {*dir(builtins), *dir(math)}

@@ -12,12 +12,7 @@ from engine_core.specs import Options
 class CodeOptions(Options):
     """``[reward.code]``: runs the program in a response against the tests of its row, in a sandbox."""
 
-    chooses = {"language": "code_languages"}
-    renamed = {"test_seconds": "test_timeout_seconds", "total_seconds": "total_timeout_seconds"}
-
-    language: str = "python"
-    """Language of the programs, by name; others come from plugins (``engine.code_languages``)."""
-    min_isolation: Literal["limits", "landlock", "namespaces", "bubblewrap"] = "landlock"
+    min_isolation: Literal["limits", "landlock", "namespaces"] = "landlock"
     """The run does not start where this machine's sandbox is weaker. The strongest that there is is used anyway."""
     block: Literal["last", "first", "whole"] = "last"
     """The program: the last or the first fenced block of the response, or the whole response."""
@@ -41,8 +36,6 @@ class CodeOptions(Options):
     """What a program may print, KiB; more ends it."""
     disk_mb: Annotated[int, Field(ge=0, le=4096)] = 16
     """Size of a program's own empty folder, MiB, in memory; 0: none. Only from ``namespaces`` on, below that files cannot be written."""
-    max_processes: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Processes (with more than one: and threads) of a program at the same time; more than one needs ``namespaces``."""
     readable: list[str] = []
     """Further files and folders that programs may read, absolute, such as that of an installed package."""
 
@@ -52,9 +45,4 @@ class CodeOptions(Options):
             raise ValueError("template must contain {code} once.")
         if relative := [path for path in self.readable if not path.startswith("/")]:
             raise ValueError(f"readable: '{relative[0]}' must be absolute.")
-        weak = self.min_isolation in ("limits", "landlock")
-        if self.max_processes > 1 and weak:
-            raise ValueError(
-                f"max_processes = {self.max_processes} needs min_isolation = 'namespaces' or better, got '{self.min_isolation}'."
-            )
         return self

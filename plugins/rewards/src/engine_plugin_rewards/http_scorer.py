@@ -7,8 +7,12 @@
 
 A score is a finite number, or null where the reward does not apply; ``"errors": {"3": "why"}`` names samples that the
 server could not score. Each request has a timeout, and is retried after a failure that may pass. If a batch fails, all
-its samples fail; other batches count. With ``[reward.http.chat]`` a language model judges instead (``http_chat``).
-``engine_plugin_processes.http`` has addresses, connections and retries.
+its samples fail; other batches count. ``engine_plugin_processes.http`` has addresses, connections and retries.
+
+With ``[reward.http.chat]`` the server is a language model at an OpenAI-compatible address, asked once for each sample::
+
+    POST {"model": "judge", "messages": [{"role": "user", "content": "..."}], "max_tokens": 256, "temperature": 0.0}
+    200  {"choices": [{"message": {"content": "Right. Score: 8"}}]}
 """
 
 from __future__ import annotations
@@ -19,11 +23,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from inspect import Parameter, Signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine_plugin_processes.http.connections import Connections
 from engine_plugin_processes.http.requests import Asker, NoAnswer, Pace, secret_parts
-from engine_plugin_rewards.http_chat import Chat, ChatOptions, mean_vote
+from engine_plugin_rewards.judging import VerdictReader, columns_of, filled
+from engine_plugin_rewards.plugin import HTTPOptions
+
+if TYPE_CHECKING:
+    from engine_plugin_rewards.plugin import ChatOptions
 
 SHARE_OF_TIMEOUT = 0.9  # of a call's timeout; the rest is for returning the scores
 
@@ -34,58 +42,64 @@ class ScorerError(Exception):
     """An error: a request gave no scores, for good."""
 
 
-def make_http(
-    url: str,
-    columns: Sequence[str],
-    token_env: str | None,
-    batch_size: int,
-    connections: int,
-    attempt_timeout_seconds: float,
-    retries: int,
-    backoff_seconds: float,
-    max_response_kb: int,
-    timeout: float,
-    requests_per_second: float | None = None,
-    secret_headers: Mapping[str, str] | None = None,
-    chat: ChatOptions | None = None,
-) -> Callable[..., list[Score]]:
-    """Make the reward function of one worker; the arguments are the fields of ``HTTPOptions``.
+def make_http(timeout: float, **options: Any) -> Callable[..., list[Score]]:
+    """Make the reward function of one worker.
+
+    Args:
+        timeout: seconds of a call.
+        options: the fields of ``HTTPOptions``.
 
     Raises:
         ConfigError: a variable with a secret is not set, or its value cannot be a token.
     """
-    headers, secrets = secret_parts(token_env, secret_headers or {}, "reward.http")
+    chosen = HTTPOptions.model_validate(options)
+    headers, secrets = secret_parts(chosen.token_env, chosen.secret_headers, "reward.http")
     asker = Asker(
-        Connections(url),
+        Connections(chosen.url),
         headers,
         secrets,
-        attempt_timeout_seconds,
-        retries,
-        backoff_seconds,
-        max_response_kb * 1024,
-        Pace(requests_per_second),
+        chosen.attempt_timeout_seconds,
+        chosen.retries,
+        chosen.backoff_seconds,
+        chosen.max_response_kb * 1024,
+        Pace(chosen.requests_per_second),
     )
-    scorer = Scorer(asker)
-    judge = None if chat is None else Chat(chat)
-    if judge is not None:
-        columns, batch_size = judge.columns, 1
-    threads = ThreadPoolExecutor(connections, thread_name_prefix="http-reward")
-    whole = "group_ids" in columns  # samples that the reward compares stay together
+    judge = None if chosen.chat is None else Chat(chosen.chat)
+    columns = chosen.columns if judge is None else judge.columns
+    votes = 1 if chosen.chat is None else chosen.chat.votes
+    threads = ThreadPoolExecutor(chosen.connections, thread_name_prefix="http-reward")
+
+    def scores(batch: Mapping[str, Sequence[Any]], deadline: float) -> list[Score]:
+        """Return a score for each sample of a batch; for a failed batch, the same exception for each."""
+        body = request_of(batch) if judge is None else judge.request(batch)
+        if body is None:
+            return [None]
+        count, error = len(batch["completions"]), Exception()
+        try:
+            answer = asker.answer(json.dumps(body).encode(), deadline)
+            return (
+                read_scores(answer, count, asker.shown)
+                if judge is None
+                else [judge.read(answer, asker.shown)]
+            )
+        except NoAnswer as failed:
+            error = ScorerError(str(failed))
+        except (ScorerError, TimeoutError) as failed:
+            error = failed
+        return [error] * count
 
     def http(**given: Sequence[Any]) -> list[Score]:
         """Score the samples of one call; its signature names the columns that the server receives."""
         deadline, count = time.monotonic() + SHARE_OF_TIMEOUT * timeout, len(given["completions"])
-        size = max(count, 1) if whole else batch_size
-        starts = range(0, count, size)
-        batches = [{name: values[i : i + size] for name, values in given.items()} for i in starts]
-        if chat is None:
-            asked = [threads.submit(scorer.scores, batch, deadline) for batch in batches]
-            return [score for future in asked for score in future.result()]
-        voting = [
-            [threads.submit(scorer.scores, batch, deadline, judge) for _ in range(chat.votes)]
-            for batch in batches
+        size = chosen.batch_size if judge is None else 1
+        if "group_ids" in columns:  # samples that the reward compares stay together
+            size = max(count, 1)
+        batches = [
+            {name: values[i : i + size] for name, values in given.items()} for i in range(0, count, size)
         ]
-        return [mean_vote([future.result()[0] for future in votes]) for votes in voting]
+        asked = [[threads.submit(scores, batch, deadline) for _ in range(votes)] for batch in batches]
+        answers = [[future.result() for future in voting] for voting in asked]
+        return [mean_vote(sample) for voting in answers for sample in zip(*voting, strict=True)]
 
     named: dict[str, Any] = dict.fromkeys(("prompts", "completions", *columns), Parameter.empty)
     parameters = [
@@ -95,53 +109,10 @@ def make_http(
     return http
 
 
-class Scorer:
-    """A client that posts batches to one server. Thread-safe.
-
-    Args:
-        asker: sends requests to the server.
-    """
-
-    def __init__(self, asker: Asker) -> None:
-        self.asker = asker
-
-    def scores(
-        self, batch: Mapping[str, Sequence[Any]], deadline: float, judge: Chat | None = None
-    ) -> list[Score]:
-        """Return a score for each sample of a batch; for a failed batch, the same exception for each.
-
-        Args:
-            batch: the columns; of one sample if ``judge`` is given.
-            deadline: moment of ``time.monotonic`` at which all attempts end.
-            judge: builds the request and reads the response, if the server is a language model.
-        """
-        count = len(batch["completions"])
-        extra = {name: values for name, values in batch.items() if name not in ("prompts", "completions")}
-        sent = {"prompts": batch["prompts"], "completions": batch["completions"], "columns": extra}
-        asked = sent if judge is None else judge.request(batch)
-        if asked is None:
-            return [None]
-        try:
-            answer = self._answer(json.dumps(asked).encode(), deadline)
-            return (
-                read_scores(answer, count, self.asker.shown)
-                if judge is None
-                else [self._verdict(judge, answer)]
-            )
-        except (ScorerError, TimeoutError) as error:
-            return [error] * count
-
-    def _answer(self, body: bytes, deadline: float) -> bytes:
-        try:
-            return self.asker.answer(body, deadline)
-        except NoAnswer as error:
-            raise ScorerError(str(error)) from None
-
-    def _verdict(self, judge: Chat, answer: bytes) -> float:
-        try:
-            return judge.read(answer, self.asker.shown)
-        except ValueError as error:
-            raise ScorerError(str(error)) from None
+def request_of(batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Return the request body for a batch."""
+    texts = {name: batch[name] for name in ("prompts", "completions")}
+    return texts | {"columns": {name: values for name, values in batch.items() if name not in texts}}
 
 
 def read_scores(body: bytes, count: int, shown: Callable[[bytes | str], str]) -> list[Score]:
@@ -177,15 +148,62 @@ def _number(score: Any, position: int, shown: Callable[[bytes | str], str]) -> S
     if score is None:
         return None
     if isinstance(score, bool) or not isinstance(score, int | float):
-        return ScorerError(
-            f"score {position} of the response is {shown(str(score))!r}, expected a number or null"
-        )
+        said = shown(str(score))
+        return ScorerError(f"score {position} of the response is {said!r}, expected a number or null")
     try:
         value = float(score)
     except OverflowError:
         value = math.inf
-    return (
-        value
-        if math.isfinite(value)
-        else ScorerError(f"score {position} of the response is {value}, not finite")
-    )
+    if math.isfinite(value):
+        return value
+    return ScorerError(f"score {position} of the response is {value}, not finite")
+
+
+class Chat:
+    """A builder of questions and reader of verdicts, by ``ChatOptions``."""
+
+    def __init__(self, options: ChatOptions) -> None:
+        self.options, self.reader = options, VerdictReader(options)
+        self.columns = [name for name in columns_of(options.prompt) if name not in ("completion", "prompt")]
+
+    def request(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any] | None:
+        """Return the request body for a batch of one; None if the row lacks a value that the question names."""
+        sample = {name: values[0] for name, values in batch.items()}
+        sample |= {"completion": sample["completions"], "prompt": sample["prompts"]}
+        options, text = self.options, filled(self.options.prompt, sample)
+        if text is None:
+            return None
+        system = [] if options.system is None else [{"role": "system", "content": options.system}]
+        return {
+            "model": options.model,
+            "messages": [*system, {"role": "user", "content": text}],
+            "max_tokens": options.max_tokens,
+            "temperature": options.temperature,
+        }
+
+    def read(self, body: bytes, shown: Callable[..., str]) -> float:
+        """Read the verdict from a response.
+
+        Args:
+            body: the response's body.
+            shown: redacts and cuts a text for a message; with ``last=True`` it keeps the end.
+
+        Raises:
+            ScorerError: there is no verdict, or one out of bounds; the message is safe for a log.
+        """
+        try:
+            said = json.loads(body)["choices"][0]["message"]["content"]
+        except (ValueError, RecursionError, KeyError, IndexError, TypeError):
+            said = None
+        if not isinstance(said, str):
+            raise ScorerError(f"the response is no chat completion: {shown(body)!r}")
+        value = self.reader.read(said)
+        if value is None:
+            raise ScorerError(f"no verdict in the judge's answer: {shown(said, last=True)!r}")
+        return value
+
+
+def mean_vote(votes: Sequence[Score]) -> Score:
+    """Return the mean of the readable verdicts; without any, the first vote."""
+    read = [vote for vote in votes if isinstance(vote, float)]
+    return sum(read) / len(read) if len(read) > 1 else (read or votes)[0]

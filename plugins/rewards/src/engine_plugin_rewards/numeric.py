@@ -42,27 +42,19 @@ def numeric(
     if answer is None:
         return None
     with localcontext(_WIDE):
-        return _compared(completion, str(answer), tolerance, relative_tolerance, boxed)
-
-
-def _compared(
-    completion: str, answer: str, tolerance: float, relative_tolerance: float, boxed: str
-) -> dict[str, float | str | None]:
-    expected = last_number(answer)
-    if expected is None:
-        raise ValueError(f"the answer {answer[:60]!r} holds no number")
-    inside = last_boxed(completion) if boxed != "ignore" else None
-    if boxed == "only" and inside is None:
-        return {"score": 0.0, "pred": None}
-    got = last_number(inside) if inside is not None else None
-    if got is None and boxed != "only":
-        got = last_number(completion)
-    if got is None:
-        return {"score": 0.0, "pred": None}
-    allowed = max(Decimal(tolerance), Decimal(relative_tolerance) * abs(expected))
-    right = abs(got - expected) <= allowed
-    # 72, 72.0 and numbers within the tolerance of the answer have the same pred
-    return {"score": float(right), "pred": f"{(expected if right else got).normalize():g}"}
+        expected = last_number(str(answer))
+        if expected is None:
+            raise ValueError(f"the answer {str(answer)[:60]!r} holds no number")
+        inside = last_boxed(completion) if boxed != "ignore" else None
+        got = last_number(inside) if inside is not None else None
+        if got is None and boxed != "only":
+            got = last_number(completion)
+        if got is None:
+            return {"score": 0.0, "pred": None}
+        allowed = max(Decimal(tolerance), Decimal(relative_tolerance) * abs(expected))
+        right = abs(got - expected) <= allowed
+        # 72, 72.0 and numbers within the tolerance of the answer have the same pred
+        return {"score": float(right), "pred": f"{(expected if right else got).normalize():g}"}
 
 
 def last_number(text: str) -> Decimal | None:

@@ -10,11 +10,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from engine_core import hookimpl
+from engine_core.config.rewards import WrittenVerdict
 from engine_core.specs import Command, Options, Part, Reward
 from engine_plugin_processes.http.options import ServerOptions, says_it_is_secret
 from engine_plugin_rewards.code_options import CodeOptions
-from engine_plugin_rewards.http_chat import ChatOptions  # noqa: TC001 (pydantic reads it)
-from engine_plugin_rewards.tables import CodeLanguage
 
 OWN_HEADERS = frozenset(
     {"host", "content-type", "content-length", "transfer-encoding", "connection", "accept", "accept-encoding"}
@@ -89,6 +88,15 @@ class LengthOptions(Options):
         return self
 
 
+class ChatOptions(WrittenVerdict):
+    """``[reward.http.chat]``: ``url`` is the ``/v1/chat/completions`` of a language model, which judges each response."""
+
+    model: str
+    """Its name at the server."""
+    max_tokens: Annotated[int, Field(ge=1)] = 256
+    """Longest answer."""
+
+
 class HTTPOptions(ServerOptions):
     """``[reward.http]``: the scores that a server gives, such as ``engine serve-reward``."""
 
@@ -102,8 +110,6 @@ class HTTPOptions(ServerOptions):
     """Its table makes the server a language model that is asked about each response."""
     batch_size: Annotated[int, Field(ge=1)] = 32
     """Samples in one request. A worker has at most 32 at a time."""
-    connections: Annotated[int, Field(ge=1, le=256)] = 4
-    """Requests of one worker at the same time."""
     requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Most requests of one worker in a second, tries counted, at even distances."""
     attempt_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
@@ -178,7 +184,7 @@ def engine_rewards() -> Mapping[str, Reward]:
             factory=True,
             health=f"{here}.code:health",
             workers="cores",
-            check=f"{here}.code_check:make_check",
+            check=f"{here}.code:make_check",
         ),
         "exact_match": Reward(load=f"{here}.text:exact_match", config=ExactMatchOptions, answers=True),
         "format": Reward(
@@ -198,12 +204,6 @@ def engine_rewards() -> Mapping[str, Reward]:
             load=f"{here}.python_file:make_python", config=PythonOptions, factory=True, answers=True
         ),
     }
-
-
-@hookimpl
-def engine_code_languages() -> Mapping[str, CodeLanguage]:
-    """Offer ``python``."""
-    return {"python": CodeLanguage(load="engine_plugin_rewards.code_languages:python")}
 
 
 @hookimpl

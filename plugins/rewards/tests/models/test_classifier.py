@@ -139,7 +139,5 @@ def test_folders_that_hold_no_trained_score_are_refused(scorer, folder_of, token
         DataError, match=r"reward\.r\.model: The tokenizer has ids up to 260.*model embeds ids 0 to 99"
     ):
         scorer(folder_of("small", vocab_size=100))
-    with pytest.raises(
-        DataError, match="rows of the data are conversations, and its tokenizer has no chat template"
-    ):
+    with pytest.raises(DataError, match="rows are conversations, and its tokenizer has no chat template"):
         scorer(folder_of("plain", tokenizer=tokenizer_of(None)), tokenizer_of(), ["messages"])

@@ -25,6 +25,7 @@ def reader(**settings):
         ({}, "Score: -2.", -2.0),
         ({}, "no idea", None),
         ({}, "", None),
+        ({}, "9" * 400, None),
         ({"scale": [0, 10]}, "Score: 7", 0.7),
         ({"scale": [1, 5]}, "1", 0.0),
         ({"scale": [1, 5]}, "Score: 10", None),  # out of bounds, and not clipped to a full mark

@@ -55,7 +55,7 @@ def serve(tmp_path):
     made = []
 
     def make(name, *sets):
-        made.append(RewardService(read_service(str(tmp_path / "run.toml"), name, sets), name))
+        made.append(RewardService(read_service(str(tmp_path / "run.toml"), name, sets)))
         return made[-1]
 
     yield make

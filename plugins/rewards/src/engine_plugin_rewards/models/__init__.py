@@ -4,9 +4,8 @@
 
     roles.py       the roles that a run's rewards need, and the rewards that query them
     sequences.py   a prompt and its response as the tokens that a reward model was trained on
-    classifier.py  `[reward.model]`: the score of a sequence classifier
-    questions.py   the questions to a judge
-    asking.py      the base of both kinds of judge
+    classifier.py  the base of all; `[reward.model]`: the score of a sequence classifier
+    questions.py   the questions to a judge, and the base of both kinds of judge
     judge.py       `[reward.judge]`: a verdict read from a language model's answer
     verdict.py     `[reward.verdict]`: the same from its probabilities, in one forward pass
     folders.py     checks before any model is built

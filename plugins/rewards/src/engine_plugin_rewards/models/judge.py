@@ -7,20 +7,19 @@ again after a resume.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from engine_core.rewards.signatures import Outcome
 from engine_core.types import Prompt, Request, Rollout, Sampling
-from engine_plugin_rewards.models.asking import AskingReward
+from engine_plugin_rewards.judging import VerdictReader
 from engine_plugin_rewards.models.classifier import failure
+from engine_plugin_rewards.models.questions import AskingReward
 
 if TYPE_CHECKING:
     from engine_core.config.rewards import JudgeConfig
     from engine_plugin_rewards.models.questions import Questions
 
-NUMBER = r"-?\d+(?:\.\d+)?"
 SHOWN = 80  # characters of an answer in a message
 
 Generate = Callable[[Sequence[Request]], Sequence[Rollout]]
@@ -79,38 +78,3 @@ class JudgeReward(AskingReward):
         return Sampling(
             config.temperature, max_response_tokens=config.max_response_tokens, seed=seed, log_probs=False
         )
-
-
-class VerdictReader:
-    """A reader that finds the verdict in a judge's answer.
-
-    Args:
-        config: ``pattern``, ``verdicts``, ``scale``.
-    """
-
-    def __init__(self, config: JudgeConfig) -> None:
-        self.values = {word.casefold(): value for word, value in config.verdicts.items()}
-        self.scale = config.scale
-        longest_first = sorted(config.verdicts, key=len, reverse=True)
-        words = rf"(?<!\w)(?:{'|'.join(map(re.escape, longest_first))})(?!\w)"
-        own = config.pattern or (words if self.values else NUMBER)
-        self.pattern = re.compile(own, re.IGNORECASE if self.values else 0)
-
-    def read(self, text: str) -> float | None:
-        """Return the value of the last verdict in ``text``; None without a verdict, or for one out of bounds."""
-        found = None
-        for found in self.pattern.finditer(text):  # noqa: B007
-            pass
-        if found is None:
-            return None
-        said = (found[1] if self.pattern.groups else found[0]) or ""
-        return self.values.get(said.strip().casefold()) if self.values else self._number(said)
-
-    def _number(self, said: str) -> float | None:
-        if not re.fullmatch(NUMBER, said.strip()):
-            return None
-        value = float(said)
-        if self.scale is None:
-            return value
-        low, high = self.scale
-        return (value - low) / (high - low) if low <= value <= high else None

@@ -1,21 +1,19 @@
-"""The questions to a judge: a template filled in with one sample, as the tokens of a prompt."""
+"""The questions to a judge as tokens, and the base of both kinds of judge."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from engine_core.config.rewards import PLACEHOLDER
 from engine_core.data.chat import ChatFormat
 from engine_core.errors import DataError
+from engine_plugin_rewards.judging import PLACEHOLDER, QUESTION, columns_of, filled
+from engine_plugin_rewards.models.classifier import TokenReward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from engine_core.config.rewards import Asked
-
-QUESTION = "question"
 
 
 class Questions:
@@ -41,10 +39,9 @@ class Questions:
             raise DataError(
                 f"{where}.system: the judge's tokenizer has no chat template. Write the text into prompt."
             )
-        named = tuple(dict.fromkeys(PLACEHOLDER.findall(table.prompt)))
-        self.required = tuple(name for name in named if name != QUESTION)
-        asks = QUESTION in named
-        self.names = (*named, "prompt", "messages") if asks else named
+        self.required = columns_of(table.prompt)
+        asks = QUESTION in PLACEHOLDER.findall(table.prompt)
+        self.names = (*self.required, QUESTION, "prompt", "messages") if asks else self.required
 
     def text(self, sample: Mapping[str, Any]) -> str | None:
         """Fill in the template, each value once and unchanged; return None if a value is missing.
@@ -52,29 +49,39 @@ class Questions:
         Args:
             sample: ``names``; columns that the data lacks are left out.
         """
-        values = {name: sample.get(name) for name in self.required}
-        values[QUESTION] = sample.get(QUESTION) or _question(sample)
-        if any(values[name] is None for name in self.required):
-            return None
-        return PLACEHOLDER.sub(lambda found: _shown(values[found[1]]), self.table.prompt)
+        return filled(self.table.prompt, sample)
 
     def token_ids(self, text: str) -> list[int]:
-        """Return the filled-in template as a prompt of the judge; with a chat template, control tokens are plain text.
+        """Return the filled-in template as a prompt of the judge; control tokens are plain text.
 
         Raises:
             BadRow: the chat template or the tokenizer refuses it.
         """
         if not self.tokenizer.chat_template:
-            return list(self.tokenizer(text)["input_ids"])
+            # the tokens that the tokenizer puts around a text, and between them the text without control tokens
+            whole, inner = (
+                list(self.tokenizer(text, add_special_tokens=added)["input_ids"]) for added in (True, False)
+            )
+            starts = (i for i in range(len(whole)) if whole[i : i + len(inner)] == inner)
+            start = next(starts, 0)
+            return [*whole[:start], *self._format.text(text), *whole[start + len(inner) :]]
         system = [] if self.table.system is None else [{"role": "system", "content": self.table.system}]
         return self._format.prompt([*system, {"role": "user", "content": text}]).token_ids
 
 
-def _question(sample: Mapping[str, Any]) -> Any:
-    """Return the last message of the user, or the whole prompt if it is plain text."""
-    asked = [m["content"] for m in sample.get("messages") or () if m["role"] == "user"]
-    return asked[-1] if asked else sample.get("prompt")
+class AskingReward(TokenReward):
+    """A reward by a language model's answers to questions, which a subclass obtains.
 
+    Args:
+        questions: builds the questions to the model.
+        limit: longest question in tokens.
+    """
 
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    def __init__(self, questions: Questions, limit: int) -> None:
+        super().__init__(limit)
+        self.questions, self.names, self.required = questions, questions.names, questions.required
+
+    def tokens(self, sample: Mapping[str, Any]) -> list[int] | None:
+        """Return the question about a sample."""
+        text = self.questions.text(sample)
+        return None if text is None else self.questions.token_ids(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine_core.contracts.runtime import REWARD_PHASE as PHASE
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from engine_core.config.rewards import RewardConfig
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.rewards import ModelReward
-    from engine_core.types import Batch, Request, Rollout
+    from engine_core.types import Batch, Request
 
 ROLES: Mapping[str, Role] = {
     "model": Role("train", trainable=False, engine_role="reward_model", phase=PHASE),
@@ -56,83 +55,54 @@ def model_rewards(
     Raises:
         EngineError: a model's folder, template or limit does not suit its reward.
     """
-    makers: dict[str, Callable[..., ModelReward]] = {
-        "model": _classifier,
-        "judge": _judge,
-        "verdict": _verdict,
+    return {
+        reward.name: _model_reward(kind, config, reward, plugins, group_of, tokenizer, columns)
+        for reward in config.reward
+        for kind in reward.models
     }
-    made: dict[str, ModelReward] = {}
-    for reward in config.reward:
-        for kind in reward.models:
-            asked = _Asked(config, reward, plugins, group_of, f"reward.{reward.name}.{kind}")
-            made[reward.name] = makers[kind](asked, tokenizer, columns)
-    return made
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """One reward's model, before it is built."""
+def _model_reward(
+    kind: str,
+    config: EngineConfig,
+    reward: RewardConfig,
+    plugins: PluginSet,
+    group_of: Callable[[str], WorkerGroup],
+    tokenizer: Any,
+    columns: Collection[str],
+) -> ModelReward:
+    settings: Any = reward.own_model
+    table = f"reward.{reward.name}.{kind}"
+    hf_config, own = open_folder(config.model_of(reward.role), table)
+    limit = longest(hf_config, settings.max_tokens)
 
-    config: EngineConfig
-    reward: RewardConfig
-    plugins: PluginSet
-    group_of: Callable[[str], WorkerGroup]
-    table: str  # its name, for messages
-
-    def open(self) -> tuple[Any, Any]:
-        """Return its config and tokenizer."""
-        return open_folder(self.config.model_of(self.reward.role), self.table)
-
-    def infer(self, batch: Batch, outputs: tuple[str, ...]) -> Mapping[str, Any]:
+    def infer(batch: Batch, outputs: tuple[str, ...]) -> Any:
         """Run ``infer`` of the role's workers."""
-        found: Mapping[str, Any] = (
-            self.group_of(self.reward.role).call("infer", batch, outputs=outputs).result()
-        )
-        return found
+        return group_of(reward.role).call("infer", batch, outputs=outputs).result()
 
-    def generate(self, requests: Sequence[Request]) -> Sequence[Rollout]:
+    def generate(requests: Sequence[Request]) -> Any:
         """Run ``generate`` of the role's workers."""
-        done: Sequence[Rollout] = self.group_of(self.reward.role).call("generate", requests=requests).result()
-        return done
+        return group_of(reward.role).call("generate", requests=requests).result()
 
-
-def _classifier(asked: _Asked, tokenizer: Any, columns: Collection[str]) -> ClassifierReward:
-    settings, (hf_config, own) = asked.reward.model, asked.open()
-    assert settings is not None
-    if not asked.plugins.overrides("engine_build_model"):
-        spec: Any = asked.plugins.spec("train_engines", settings.backend)
-        check_classifier(hf_config, settings.path, asked.table, remote=spec.remote)
-    same = (
-        settings.reuse_token_ids
-        and tokenizer is not None
-        and tokenizer_hash(tokenizer) == tokenizer_hash(own)
-    )
-    sequences = Sequences(own, settings.chat_template, settings.score_at == "end", asked.table)
-    if not same and "messages" in columns and settings.chat_template is None and not own.chat_template:
-        raise DataError(
-            f"{asked.table}: the rows of the data are conversations, and its tokenizer has no chat template. Use a "
-            "reward model that has one, or set chat_template = false to score the prompt as the actor saw it."
-        )
-    return ClassifierReward(sequences, asked.infer, longest(hf_config, settings.max_tokens), same)
-
-
-def _verdict(asked: _Asked, tokenizer: Any, columns: Collection[str]) -> VerdictReward:
-    settings, (hf_config, own) = asked.reward.verdict, asked.open()
-    assert settings is not None
-    questions = Questions(settings, own, asked.table)
-    return VerdictReward(questions, asked.infer, longest(hf_config, settings.max_tokens), settings.verdicts)
-
-
-def _judge(asked: _Asked, tokenizer: Any, columns: Collection[str]) -> JudgeReward:
-    settings, (hf_config, own) = asked.reward.judge, asked.open()
-    assert settings is not None
-    questions, limit = Questions(settings, own, asked.table), longest(hf_config, settings.max_tokens)
+    if kind == "model":
+        if not plugins.overrides("engine_build_model"):
+            spec: Any = plugins.spec("train_engines", settings.backend)
+            check_classifier(hf_config, settings.path, table, remote=spec.remote)
+        known = settings.reuse_token_ids and tokenizer is not None
+        same = known and tokenizer_hash(tokenizer) == tokenizer_hash(own)
+        sequences = Sequences(own, settings.chat_template, settings.score_at == "end", table)
+        if not same and "messages" in columns and settings.chat_template is None:
+            sequences.check_template()
+        return ClassifierReward(sequences, infer, limit, same)
+    questions = Questions(settings, own, table)
+    if kind == "verdict":
+        return VerdictReward(questions, infer, limit, settings.verdicts)
     if limit <= settings.max_response_tokens:
         raise DataError(
-            f"{asked.table}.max_response_tokens: {settings.max_response_tokens} leaves no room for a question in the "
+            f"{table}.max_response_tokens: {settings.max_response_tokens} leaves no room for a question in the "
             f"{limit} tokens of its model."
         )
-    return JudgeReward(questions, asked.generate, limit, settings, asked.config.run.seed)
+    return JudgeReward(questions, generate, limit, settings, config.run.seed)
 
 
 class RewardModels:

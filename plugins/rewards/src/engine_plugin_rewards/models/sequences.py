@@ -91,12 +91,16 @@ class Sequences:
             self._end_ids = self._ids(self._rendered(asked).text.rpartition(MARK)[2])
         return self._end_ids
 
-    def _rendered(self, messages: list[Message]) -> Rendered:
+    def check_template(self) -> None:
+        """Raise ``DataError`` if conversations cannot be rendered."""
         if not self.tokenizer.chat_template:
             raise DataError(
                 f"{self.table}: the rows are conversations, and its tokenizer has no chat template. Use a reward model "
                 "that has one, or set chat_template = false to score the prompt as the actor saw it."
             )
+
+    def _rendered(self, messages: list[Message]) -> Rendered:
+        self.check_template()
         try:
             return self._format.whole(messages) if self.end else self._format.prompt(messages)
         except BadRow as error:

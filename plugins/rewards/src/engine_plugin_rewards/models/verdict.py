@@ -16,8 +16,8 @@ import torch
 
 from engine_core.errors import DataError
 from engine_core.rewards.signatures import Outcome
-from engine_plugin_rewards.models.asking import AskingReward
-from engine_plugin_rewards.models.classifier import Infer, batch_of, failure
+from engine_plugin_rewards.models.classifier import Infer, failure, infer_last
+from engine_plugin_rewards.models.questions import AskingReward
 
 if TYPE_CHECKING:
     from engine_plugin_rewards.models.questions import Questions
@@ -44,15 +44,11 @@ class VerdictReward(AskingReward):
 
     def answers(self, asked: Sequence[list[int]]) -> list[Outcome]:
         """Return the expected verdict of each question, from one forward pass over all questions."""
-        batch = batch_of([[*ids, int(self.candidates[0])] for ids in asked])
-        last = batch.offsets[1:] - 1
-        mask = torch.zeros(batch.num_tokens, dtype=torch.bool)
-        mask[last] = True
-        columns = {"loss_mask": mask, "candidate_ids": self.candidates.expand(batch.num_tokens, -1)}
-        found = self.infer(batch.with_columns(columns), ("log_probs_at", "log_rest"))
-        rest = found["log_rest"][last].double().exp()
-        self.found = {"other_mass": float(rest.mean())}
-        expected = found["log_probs_at"][last].double().softmax(-1) @ self.values  # [N]
+        sequences = [[*ids, int(self.candidates[0])] for ids in asked]
+        outputs = ("log_probs_at", "log_rest")
+        log_probs, rest = infer_last(self.infer, sequences, outputs, candidate_ids=self.candidates)
+        self.found = {"other_mass": float(rest.double().exp().mean())}
+        expected = log_probs.double().softmax(-1) @ self.values  # [N]
         return [
             Outcome(value) if value == value else failure("the judge gave probabilities that are no numbers")
             for value in expected.tolist()

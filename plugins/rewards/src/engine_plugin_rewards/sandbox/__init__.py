@@ -9,6 +9,6 @@
 
 Alternatives that were considered: ``landlock`` (a development version for years), ``pyseccomp`` (needs a system
 library, last released in 2021) and ``sandlock`` (Linux 6.7 and later, starts a program rather than forking one, 13 MB)
-on the package index; nsjail and firejail must be built or installed as root. bubblewrap is used where it is installed.
-None of them starts a program in a millisecond or two.
+on the package index; bubblewrap, nsjail and firejail must be installed on the machine. None of them starts a program in
+a millisecond or two.
 """

@@ -6,72 +6,55 @@ tier       what closes the box, in addition to the means of the tiers above it
 limits     limits of memory, time, output, descriptors; a filter of system calls if available
 landlock   Landlock: only listed files are visible; seccomp: only listed system calls are allowed
 namespaces a separate process tree, network and file system, a disk in memory for each program
-bubblewrap the same, built by the program ``bwrap``
 ========== ======================================================================================
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from engine_core.errors import EnvironmentProblem
 from engine_plugin_rewards.sandbox import probes
-from engine_plugin_rewards.sandbox.box import Box, BoxProblem, Limits
+from engine_plugin_rewards.sandbox.box import Box, BoxProblem
 
-TIERS = ("limits", "landlock", "namespaces", "bubblewrap")
+TIERS = ("limits", "landlock", "namespaces")
 """All tiers, from the weakest to the strongest."""
 
 HINTS = {
     "landlock": "It needs Linux 5.13 or later with Landlock among its security modules, on x86_64 or aarch64.",
     "namespaces": "User namespaces may be switched off (sysctl user.max_user_namespaces, "
     "kernel.apparmor_restrict_unprivileged_userns) or forbidden by the container's own filter.",
-    "bubblewrap": "Install the package bubblewrap; it needs user namespaces too.",
 }
 
 
-@dataclass(frozen=True)
-class TierStatus:
-    """The result of the check of one tier."""
-
-    tier: str
-    problem: str = ""  # why the tier is not in force; empty: it is
-
-    @property
-    def holds(self) -> bool:
-        """Whether the tier is in force."""
-        return not self.problem
-
-
 @functools.cache
-def look(tier: str) -> TierStatus:
-    """Start a box of this tier and attack it by the essential probes; once in a process."""
-    promised = [probe for probe in probes.ESSENTIAL if TIERS.index(probe.tier) <= TIERS.index(tier)]
+def problem(tier: str) -> str:
+    """Start a box of this tier and attack it by the probes; return why it is not in force, empty if it is."""
+    promised = [probe for probe in probes.PROBES if TIERS.index(probe.tier) <= TIERS.index(tier)]
     try:
-        with Box(tier, Limits()) as box, probes.bait() as laid:
+        with Box(tier) as box, probes.bait() as laid:
             for probe in promised:
                 got, _ = probes.run(probe, box, laid)
                 if got:
-                    return TierStatus(tier, f"it does not stop an attempt to {probe.name}: {got}")
+                    return f"it does not stop an attempt to {probe.name}: {got}"
     except (BoxProblem, OSError) as exc:
-        return TierStatus(tier, str(exc))
-    return TierStatus(tier)
+        return str(exc)
+    return ""
 
 
-def strongest() -> tuple[str, list[TierStatus]]:
-    """Return the strongest tier that holds, and the stronger ones that do not; weaker tiers are not tried.
+def strongest() -> tuple[str, dict[str, str]]:
+    """Return the strongest tier that holds, and the problems of the stronger ones; weaker tiers are not tried.
 
     Raises:
         EnvironmentProblem: not even ``limits`` holds.
     """
-    failed = []
+    failed: dict[str, str] = {}
     for tier in reversed(TIERS):
-        standing = look(tier)
-        if standing.holds:
+        if not problem(tier):
             return tier, failed
-        failed.append(standing)
-    raise EnvironmentProblem(f"No program can be run in a box on this machine: {_told(failed)}.")
+        failed[tier] = problem(tier)
+    raise EnvironmentProblem(f"No program can be run in a box on this machine: {_listed(failed)}.")
 
 
 def demand(least: str) -> str:
@@ -83,9 +66,8 @@ def demand(least: str) -> str:
     tier, failed = strongest()
     if TIERS.index(tier) >= TIERS.index(least):
         return tier
-    wanted = next(standing for standing in failed if standing.tier == least)
     raise EnvironmentProblem(
-        f"[reward.code] min_isolation = '{least}', but this machine has only '{tier}': {wanted.problem}. "
+        f"[reward.code] min_isolation = '{least}', but this machine has only '{tier}': {failed[least]}. "
         f"{HINTS[least]} Or lower min_isolation, if you trust what the model writes that far."
     )
 
@@ -97,8 +79,8 @@ def health() -> str:
         EnvironmentProblem: not even ``limits`` holds.
     """
     tier, failed = strongest()
-    return f"sandbox: {tier}" + (f" ({_told(failed)})" if failed else "")
+    return f"sandbox: {tier}" + (f" ({_listed(failed)})" if failed else "")
 
 
-def _told(failed: Sequence[TierStatus]) -> str:
-    return "; ".join(f"{standing.tier}: {standing.problem}" for standing in failed)
+def _listed(failed: Mapping[str, str]) -> str:
+    return "; ".join(f"{tier}: {why}" for tier, why in failed.items())

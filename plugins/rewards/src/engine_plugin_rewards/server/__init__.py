@@ -6,5 +6,5 @@
     server.py    the server: its two paths, its limits, its stop
 
 Left out on purpose: several rewards at one address, queues that outlive a request, metrics pages, TLS (a proxy
-provides it). The standard library's server is sufficient, within the limits set here.
+provides it). The standard library's server is sufficient.
 """

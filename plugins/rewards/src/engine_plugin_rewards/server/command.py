@@ -28,7 +28,9 @@ def serve_reward(
     ] = None,
     host: Annotated[
         str,
-        typer.Option("--host", metavar="ADDRESS", help="Address to bind. Other than loopback: needs --open."),
+        typer.Option(
+            "--host", metavar="ADDRESS", help="Address to bind. Other than loopback: needs --token-env."
+        ),
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 takes a free one.")] = 8000,
     token_env: Annotated[
@@ -39,30 +41,22 @@ def serve_reward(
             help="Environment variable with the token that requests must bring.",
         ),
     ] = None,
-    open_to_others: Annotated[
-        bool, typer.Option("--open", help="Let other machines ask. Needs --token-env.")
-    ] = False,
     sets: Sets = None,
     allow_code: AllowCode = False,
 ) -> None:
     """Serve one reward over HTTP, for the reward 'http' of other runs; SIGTERM or Ctrl-C ends it.
 
     Prints the address when it is ready. Requests that run at the end are still answered. A host that other machines
-    reach raises an error without --open and --token-env.
+    reach needs --token-env.
     """
-    from engine_plugin_rewards.server.server import RewardServer, is_loopback
+    from engine_plugin_rewards.server.server import RewardServer, require_token
     from engine_plugin_rewards.server.service import RewardService, read_service
 
-    if not is_loopback(host) and not open_to_others:
-        raise ConfigError(
-            f"--host {host} lets other machines ask. If that is meant, add --open and --token-env."
-        )
     token = _token(token_env)
-    if not is_loopback(host) and token is None:
-        raise ConfigError(f"--host {host} is open to other machines: it needs --token-env as well.")
+    require_token(host, token)
     config = read_service(target, reward, sets or (), allow_code)
     with (
-        closing(RewardService(config, reward)) as service,
+        closing(RewardService(config)) as service,
         RewardServer(service, host, port, token) as server,
     ):
         # A shell starts background commands with SIGINT ignored; a SIGINT sent to this process must end it.

@@ -5,10 +5,8 @@
     POST /score {"prompts": ["2+2="], "completions": ["4"], "columns": {"answer": ["4"]}}
     200         {"scores": [1.0], "errors": {}}
 
-A float32 score passes unchanged: JSON has the shortest decimal that reads back as the same number. Limits: length of a
-request, samples in it, seconds to send it and to read the answer, connections at a time; above the last a client gets
-503 with ``Retry-After``. Only JSON is accepted, and on loopback only requests for a loopback host, so that a page in a
-browser cannot send one.
+A float32 score passes unchanged: JSON has the shortest decimal that reads back as the same number. Only JSON is
+accepted, and on loopback only requests for a loopback host, so that a page in a browser cannot send one.
 """
 
 from __future__ import annotations
@@ -20,8 +18,7 @@ import json
 import logging
 import socket
 import socketserver
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +29,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
-BUSY = b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
-LINGER_SECONDS = 1.0  # to read what a refused client still sends
+EXPECTED = (
+    'expected JSON: {"prompts": [...], "completions": [...], "columns": {NAME: [...]}}, lists of one length, the first '
+    "two of texts"
+)
 
 
 class Refused(Exception):
@@ -53,9 +52,7 @@ class RewardServer(ThreadingHTTPServer):
         port: the port; 0 takes a free one, which ``url`` shows.
         token: the token that every request must carry.
         max_body_bytes: maximum size of a request.
-        max_samples: maximum number of samples in one request.
-        read_seconds: time limit to send a request, and again to read the answer.
-        max_connections: maximum number of concurrent connections.
+        idle_seconds: after which a client that neither sends nor reads is left.
 
     Raises:
         ConfigError: the address cannot be bound, or is open to others without a token.
@@ -72,15 +69,11 @@ class RewardServer(ThreadingHTTPServer):
         port: int = 0,
         token: str | None = None,
         max_body_bytes: int = 32 << 20,
-        max_samples: int = 4096,
-        read_seconds: float = 30.0,
-        max_connections: int = 64,
+        idle_seconds: float = 30.0,
     ) -> None:
         self.service, self.token, self.loopback = service, token, is_loopback(host)
-        self.max_body_bytes, self.max_samples, self.read_seconds = max_body_bytes, max_samples, read_seconds
-        self.slots = threading.BoundedSemaphore(max_connections)
-        if not self.loopback and not token:
-            raise ConfigError(f"--host {host} is open to other machines: it needs --token-env as well.")
+        self.max_body_bytes, self.idle_seconds = max_body_bytes, idle_seconds
+        require_token(host, token)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), Handler)
@@ -98,26 +91,6 @@ class RewardServer(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a thread for the connection, or answer 503 above the limit; re-raise what prevents the start."""
-        if not self.slots.acquire(blocking=False):
-            with contextlib.suppress(OSError):
-                request.sendall(BUSY)
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self.slots.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer a connection and free its slot."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self.slots.release()
-
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a broken connection at level debug; it is not the server's error."""
         log.debug("A connection broke off.", exc_info=True)
@@ -127,84 +100,58 @@ class Handler(BaseHTTPRequestHandler):
     """A handler of the one request of a connection."""
 
     server: RewardServer
-    protocol_version = "HTTP/1.1"
     server_version, sys_version = "engine", ""
 
-    def handle(self) -> None:
-        """Read the request within its time, answer, close."""
-        self.close_connection = True
-        self._begin_to_wait()
-        try:
-            self.handle_one_request()
-        finally:
-            self.late.cancel()
-
-    def _begin_to_wait(self) -> None:
-        """Start a timer that closes the connection after ``read_seconds``."""
-        self.late = threading.Timer(self.server.read_seconds, self._hang_up)
-        self.late.daemon = True
-        self.late.start()
+    def setup(self) -> None:
+        """Set the time limit of the connection."""
+        self.timeout = self.server.idle_seconds
+        super().setup()
 
     def do_GET(self) -> None:
         """Answer ``/health``."""
-        self._respond(self._health)
+        self._respond("/health", self._health)
 
     def do_POST(self) -> None:
         """Answer ``/score``."""
-        self._respond(self._score)
+        self._respond("/score", self._score)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log at level debug."""
         log.debug("%s: %s", self.address_string(), format % args)
 
-    def _hang_up(self) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-
-    def _respond(self, answer: Any) -> None:
+    def _respond(self, path: str, answer: Callable[[], dict[str, Any]]) -> None:
         try:
+            if self.path != path:
+                raise Refused(404, "there is GET /health and POST /score")
+            self._admit()
             status, body = 200, answer()
         except Refused as refused:
             status, body = refused.status, {"error": str(refused)}
         except EngineError as error:
             status, body = 422, {"error": str(error)}
+        except TimeoutError:  # of a client that does not send
+            raise
         except Exception:
             log.exception("A request to score failed.")
             status, body = 500, {"error": "the reward failed; see the server's log"}
         data = json.dumps(body, allow_nan=False).encode()
-        self.close_connection = True
-        self.late.cancel()
-        self._begin_to_wait()  # a client that does not read would keep its slot and delay a stop
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
-        self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data)
-        if 400 <= status < 422:  # otherwise the reset for unread bytes could overtake the answer
-            self._drain()
-
-    def _drain(self) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
-            self.connection.settimeout(LINGER_SECONDS)
-            left = 64
-            while left and self.connection.recv(1 << 16):
-                left -= 1
+        if status != 200:  # otherwise the reset for unread bytes could overtake the answer
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_WR)
+                while self.connection.recv(1 << 16):
+                    pass
 
     def _health(self) -> dict[str, Any]:
-        if self.path != "/health":
-            raise Refused(404, "there is GET /health and POST /score")
-        self._admit()
         return {"status": "ok", "reward": self.server.service.name, "scored": self.server.service.scored}
 
     def _score(self) -> dict[str, Any]:
-        if self.path != "/score":
-            raise Refused(404, "there is GET /health and POST /score")
-        self._admit()
-        samples, count = samples_in(self._body(), self.server.max_samples)
-        self.late.cancel()
-        outcomes = self.server.service.score(samples, count)
+        samples = samples_in(self._body())
+        outcomes = self.server.service.score(samples, len(samples["completions"]))
         return {
             "scores": [None if outcome.failure else outcome.value for outcome in outcomes],
             "errors": {str(i): outcome.message for i, outcome in enumerate(outcomes) if outcome.failure},
@@ -227,39 +174,33 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(411, "Content-Length is needed")
         if len(length) > 15 or int(length) > self.server.max_body_bytes:
             raise Refused(413, f"the body has {length} bytes, at most {self.server.max_body_bytes} are taken")
-        body = self.rfile.read(int(length))
-        if len(body) < int(length):
-            raise Refused(400, "the body broke off")
-        return body
+        return self.rfile.read(int(length))
 
 
-def samples_in(body: bytes, most: int) -> tuple[dict[str, Sequence[Any]], int]:
-    """Return the columns of a request, and their number of samples.
+def samples_in(body: bytes) -> dict[str, list[Any]]:
+    """Return the columns of a request, prompts and completions among them.
 
     Raises:
         Refused: the body is not in the server's format.
     """
     try:
         sent = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise Refused(400, f"the body is no JSON: {str(error)[:100]}") from None
-    columns = sent.get("columns", {}) if isinstance(sent, dict) else None
-    if not isinstance(sent, dict) or not isinstance(columns, Mapping):
-        raise Refused(400, 'expected {"prompts": [...], "completions": [...], "columns": {...}}')
-    samples: dict[str, Any] = dict(columns) | {
-        key: sent[key] for key in ("prompts", "completions") if key in sent
-    }
-    completions = samples.get("completions")
-    if not isinstance(completions, list):
-        raise Refused(400, "completions must be a list of texts")
-    for name, values in samples.items():
-        if not isinstance(values, list) or len(values) != len(completions):
-            raise Refused(400, f"{name} must be a list of {len(completions)} values, as many as completions")
-        if name in ("prompts", "completions") and not all(isinstance(value, str) for value in values):
-            raise Refused(400, f"{name} must be texts")
-    if len(completions) > most:
-        raise Refused(413, f"{len(completions)} samples, at most {most} are taken at once")
-    return samples, len(completions)
+        texts = {name: sent[name] for name in ("prompts", "completions") if name in sent}
+        samples = {**sent.get("columns", {}), **texts}
+        count = len(texts["completions"])
+        right = all(isinstance(values, list) and len(values) == count for values in samples.values())
+        right = right and all(isinstance(text, str) for values in texts.values() for text in values)
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        right = False
+    if not right:
+        raise Refused(400, EXPECTED)
+    return samples
+
+
+def require_token(host: str, token: str | None) -> None:
+    """Raise ``ConfigError`` for an address that other machines reach, without a token."""
+    if not is_loopback(host) and not token:
+        raise ConfigError(f"--host {host} is open to other machines: it needs --token-env as well.")
 
 
 def is_loopback(host: str) -> bool:

@@ -25,15 +25,14 @@ class RewardService:
     Weight, clipping and normalization are the client's, and so is the handling of failures.
 
     Args:
-        config: a run file's config, of which only the reward is used.
-        name: the reward's name; None: the only one.
+        config: result of ``read_service``.
 
     Raises:
-        EngineError: the reward does not exist, or does not load. Nothing is left running.
+        EngineError: the reward does not load. Nothing is left running.
     """
 
-    def __init__(self, config: EngineConfig, name: str | None = None) -> None:
-        chosen = _chosen(config, name)
+    def __init__(self, config: EngineConfig) -> None:
+        (chosen,) = config.reward
         self.name = chosen.name
         alone = chosen.model_copy(update={"on_error": "drop", "on_timeout": "drop", "max_failure_share": 1.0})
         self.config = config.model_copy(update={"reward": [alone]})
@@ -77,7 +76,7 @@ class RewardService:
 def read_service(
     target: str, name: str | None, sets: Sequence[str] = (), allow_code: bool = False
 ) -> EngineConfig:
-    """Read the config of the reward to serve.
+    """Return the config of a run with the reward to serve alone.
 
     Args:
         target: a run file, or a reward model's folder, which is then the only reward.
@@ -93,13 +92,6 @@ def read_service(
         config = load_config({"reward": [table]}, overrides=list(sets))
     else:
         config = load_config(target, overrides=list(sets), allow_code=allow_code)
-    of_reward = f"reward.{_chosen(config, name).name}."
-    if problems := [line for line in check_inputs(config) if line.startswith(of_reward)]:
-        raise DataError("\n".join(problems))
-    return config
-
-
-def _chosen(config: EngineConfig, name: str | None) -> Any:
     names = [reward.name for reward in config.reward]
     if not names:
         raise ConfigError("The file has no [[reward]], so there is nothing to serve.")
@@ -109,7 +101,10 @@ def _chosen(config: EngineConfig, name: str | None) -> Any:
         )
     if name is not None and name not in names:
         raise ConfigError(f"--reward {name}: the file has no such reward.{did_you_mean(name, names)}")
-    return config.reward[names.index(name) if name is not None else 0]
+    chosen = config.reward[names.index(name) if name is not None else 0]
+    if problems := [line for line in check_inputs(config) if line.startswith(f"reward.{chosen.name}.")]:
+        raise DataError("\n".join(problems))
+    return config.model_copy(update={"reward": [chosen]})
 
 
 def _arguments(name: str, signature: Any, samples: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:

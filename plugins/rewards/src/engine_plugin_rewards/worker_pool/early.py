@@ -5,16 +5,15 @@ their order and the metrics are those of scoring at the end: an outcome belongs 
 over all samples in order. Rewards that see all samples in one call, rewards by a model, and rewards that run in this
 process are left to the end.
 
-consumes: complete groups; waits for: groups, while the workers are idle; unblocked by: groups, ``seal``, ``cancel``;
-produces: outcomes in the pools.
+consumes: complete groups; waits for: messages of the workers, ``POLL_SECONDS`` at most; unblocked by: these, ``seal``,
+``cancel``; produces: outcomes in the pools.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.rewards.signatures import arguments
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
     from engine_plugin_rewards.worker_pool.pool import Pool
 
-POLL_SECONDS = 0.02  # between two checks for new groups while the workers are busy
+POLL_SECONDS = 0.02  # until a new group is given to idle workers
 
 
 class EarlyScoring:
@@ -47,8 +46,9 @@ class EarlyScoring:
         self._places: dict[str, int] = {}
         self._missing: dict[int, int] = {}  # by group
         self._groups: dict[int, list[int]] = {}
-        self._work: queue.SimpleQueue[tuple[Sequence[int], Mapping[str, Any]] | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
+        self._ended = False
+        self._pools = threading.Lock()  # held to use the pools
         for pool in pools:
             pool.expect(len(rollouts))
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
@@ -94,45 +94,28 @@ class EarlyScoring:
             pool.abandon()
 
     def _stop(self) -> None:
-        self._work.put(None)
+        self._ended = True
         self._thread.join()
 
     def _submit(self, places: list[int]) -> None:
         group = [self.rollouts[place] for place in places]
         self.decode(group)
-        columns = {}
         for pool in self.pools:
             assert pool.signature is not None
-            columns[pool.name] = arguments(pool.name, pool.signature, group)
-        self._work.put((places, columns))
-
-    # -- in the thread ------------------------------------------------------
+            columns = arguments(pool.name, pool.signature, group)
+            with self._pools:
+                pool.submit(places, columns)
 
     def _run(self) -> None:
+        """Keep the workers busy; in the thread."""
         try:
-            while self._accept():
-                if self._working():
-                    start = time.perf_counter()
+            while not self._ended:
+                start = time.perf_counter()
+                with self._pools:
                     for pool in self.pools:
                         pool.tend(self.on_failure)
-                    if self._working():
-                        wait(self.pools, POLL_SECONDS)
-                    self.busy_seconds += time.perf_counter() - start
+                    busy = any(pool.busy for pool in self.pools)
+                wait(self.pools, POLL_SECONDS)
+                self.busy_seconds += busy * (time.perf_counter() - start)
         except BaseException as error:  # ``take`` or ``seal`` raises it
             self._error = error
-
-    def _working(self) -> bool:
-        return any(pool.busy for pool in self.pools)
-
-    def _accept(self) -> bool:
-        """Submit new groups to the pools; wait for groups if the workers are idle. Return False at the end."""
-        try:
-            while True:
-                item = self._work.get(block=not self._working())
-                if item is None:
-                    return False
-                places, columns = item
-                for pool in self.pools:
-                    pool.submit(places, columns[pool.name])
-        except queue.Empty:
-            return True

@@ -1,4 +1,4 @@
-"""The workers of one reward, and ``drive``, which keeps the workers of all rewards busy at once.
+"""The workers of one reward.
 
 A request holds several samples. When its worker dies or exceeds the timeout, the current sample fails, the others are
 sent again, and a new worker replaces the old one. A worker that was killed during its start is started again, as is a
@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import signal
 import threading
 import time
 from collections import deque
@@ -29,18 +28,15 @@ if TYPE_CHECKING:
 STARTUP_SECONDS = 120.0  # imports of the plugin
 START_ATTEMPTS = 3
 GRACE_SECONDS = 1.0  # after the worker's own watchdog, which prints the stack of the function
-SETTLE_SECONDS = 0.05  # for a thread to deliver messages that arrived while this process was stopped
 WATCHDOG = "Timeout ("  # printed by faulthandler before it ends a worker
 SHOWN_CHARACTERS = 3000
-POLL_SECONDS = 0.25  # until a death that closes no connection is detected
 SAMPLES_PER_REQUEST = 32
 SAMPLES_AT_ONCE = 64  # of an asynchronous function in singular form
 
 logger = logging.getLogger("engine")
 
-
 _ARRIVED = threading.Condition()
-"""Notified when a worker has started, finished a request or ended; a request's outcomes are read at its end."""
+"""Notified of each message of a worker."""
 
 
 class ReplyChannel(JsonChannel):
@@ -69,7 +65,7 @@ class Worker(ChildProcess):
     """
 
     def __init__(self, order: Mapping[str, Any], attempt: int = 1) -> None:
-        self.attempt, self.ready, self.notified = attempt, False, False
+        self.attempt, self.ready = attempt, False
         self.job: Sequence[int] | None = None  # positions of the samples of its request
         self.since = time.monotonic()  # when the request was sent, or the last message came
         self.messages: deque[dict[str, Any] | None] = deque()  # None: the worker has ended
@@ -80,16 +76,14 @@ class Worker(ChildProcess):
 
     def _take(self, message: dict[str, Any] | None) -> None:
         self.since = time.monotonic()
-        self.messages.append(message)
-        if message is None or "outcome" not in message:
-            with _ARRIVED:
-                self.notified = True
-                _ARRIVED.notify_all()
+        with _ARRIVED:
+            self.messages.append(message)
+            _ARRIVED.notify_all()
 
     def stacks(self) -> str:
         """Return the worker's stack at its end (faulthandler prints the innermost frame first), else its last output."""
         text = self.tail(KEPT_LINES).strip()
-        start = max(text.rfind("Timeout ("), text.rfind("Fatal Python error"))
+        start = max(text.rfind(WATCHDOG), text.rfind("Fatal Python error"))
         return text[start:][:SHOWN_CHARACTERS] if start >= 0 else text[-SHOWN_CHARACTERS:]
 
 
@@ -162,11 +156,8 @@ class Pool:
             EngineError: a reward does not load, or its data cannot be sent to a worker.
         """
         for worker in list(self.workers):
-            if self._late(worker):
-                time.sleep(SETTLE_SECONDS)
             if dead := worker.popen.poll() is not None:
                 worker.kill()  # also reads its last messages, which count
-            worker.notified = False
             while worker.messages:
                 if (message := worker.messages.popleft()) is None:
                     dead = True
@@ -213,16 +204,17 @@ class Pool:
             self._settle(worker.job[message["at"]], Outcome(**message["outcome"]), on_failure)
 
     def _bury(self, worker: Worker, on_failure: OnFailure) -> None:
-        waited, late = time.monotonic() - worker.since, self._late(worker)
+        late = self._late(worker)
         worker.kill()
         self.workers.remove(worker)
         self.restarts += 1
         if not worker.ready:
             self._start_again(worker, late)
             return
-        late = self._was_late(worker, waited)
+        stacks = worker.stacks()
+        late |= worker.popen.returncode == 1 and WATCHDOG in stacks  # its own watchdog was faster
         message = f"no answer after {self.timeout:g} s" if late else f"its worker {worker.ending()}"
-        outcome = Outcome(None, "timeout" if late else "error", message, worker.stacks())
+        outcome = Outcome(None, "timeout" if late else "error", message, stacks)
         self._blame(worker, outcome, on_failure)
 
     def _start_again(self, worker: Worker, late: bool) -> None:
@@ -241,14 +233,6 @@ class Pool:
             "A worker of reward '%s' %s while it started. Started again.", self.name, worker.ending()
         )
         self.workers.append(Worker(self.order, worker.attempt + 1))
-
-    def _was_late(self, worker: Worker, waited: float) -> bool:
-        """Return whether a worker was ended by a timeout: by its own watchdog (status 1), or by this process."""
-        code = worker.popen.returncode
-        # An answer that was read late makes ``waited`` too short, so the watchdog's own output decides.
-        if code == 1 and WATCHDOG in worker.stacks():
-            return True
-        return waited >= self.timeout and code in (1, -signal.SIGKILL)
 
     def _blame(self, worker: Worker, outcome: Outcome, on_failure: OnFailure) -> None:
         """Fail the sample at which a request failed; if it is unknown, send each sample again in its own request."""
@@ -287,52 +271,10 @@ class Pool:
         self.workers = []
 
 
-def start(pools: Sequence[Pool]) -> None:
-    """Start the missing workers of all pools at once and wait until they are ready.
-
-    Raises:
-        EngineError: a reward does not load; the workers of all pools are ended.
-    """
-    try:
-        while any(pool.starting for pool in pools):
-            for pool in pools:
-                pool.tend(_unexpected)
-            if any(pool.starting for pool in pools):
-                wait(pools, POLL_SECONDS)
-    except BaseException:
-        for pool in pools:
-            pool.close()
-        raise
-
-
-def drive(pools: Sequence[Pool], on_failure: OnFailure) -> None:
-    """Run the workers until every sample of every pool has its outcome.
-
-    Args:
-        pools: after ``begin``.
-        on_failure: called with each failed sample as it fails; an error that it raises ends the work and is raised
-            here. The pools can be used again afterwards.
-    """
-    try:
-        while any(pool.pending for pool in pools):
-            for pool in pools:
-                pool.tend(on_failure)
-            if any(pool.pending for pool in pools):  # otherwise no message would come
-                wait(pools, POLL_SECONDS)
-    except BaseException:
-        for pool in pools:
-            pool.abandon()
-        raise
-
-
 def wait(pools: Sequence[Pool], seconds: float) -> None:
-    """Wait at most ``seconds`` until a worker has finished its request or ended."""
+    """Wait at most ``seconds`` for a message of a worker, or its end."""
     with _ARRIVED:
-        _ARRIVED.wait_for(lambda: any(worker.notified for pool in pools for worker in pool.workers), seconds)
-
-
-def _unexpected(reward: str, position: int, outcome: Outcome) -> None:
-    raise AssertionError(f"no sample was given to '{reward}' at position {position}")
+        _ARRIVED.wait_for(lambda: any(worker.messages for pool in pools for worker in pool.workers), seconds)
 
 
 def _bounds(signature: Signature, count: int, workers: int) -> list[int]:

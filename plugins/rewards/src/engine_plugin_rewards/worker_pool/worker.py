@@ -22,6 +22,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Iterator
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,8 @@ from engine_plugin_processes.json_channel import Closed, JsonChannel
 
 if TYPE_CHECKING:
     from engine_core.rewards.signatures import RewardFunction
+
+MOST_NOTES = 1000  # lines that are logged while the reward is loaded
 
 
 def main(number: int) -> None:
@@ -49,7 +52,7 @@ def run(order: dict[str, Any], channel: JsonChannel) -> None:
         Closed: the controller has closed the socket.
     """
     _limit_memory(order["max_memory_gb"])
-    notes = _Notes()
+    notes = BufferingHandler(MOST_NOTES)
     logging.getLogger("engine").addHandler(notes)
     logging.getLogger("engine").setLevel(logging.INFO)
     try:
@@ -57,20 +60,9 @@ def run(order: dict[str, Any], channel: JsonChannel) -> None:
     except EngineError as exc:
         channel.send({"refused": type(exc).__name__, "message": str(exc)})
         return
-    channel.send({"ready": vars(reward.signature), "notes": notes.lines})
+    lines = [record.getMessage() for record in notes.buffer]  # the controller logs them again
+    channel.send({"ready": vars(reward.signature), "notes": lines})
     serve(reward, order["timeout"], channel)
-
-
-class _Notes(logging.Handler):
-    """A handler that keeps what is logged while the reward is loaded; the controller logs it again."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep the message of a log record."""
-        self.lines.append(record.getMessage())
 
 
 def _limit_memory(gigabytes: float) -> None:

@@ -23,31 +23,21 @@ def main() -> None:
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
     try:
+        import view
         from serve import Box
 
-        _close_up(order)
+        view.end_with_parent(order["parent"])
+        if order["tier"] == "namespaces":
+            view.enter(order["readable"])
         for name in order["preload"]:
             with contextlib.suppress(ImportError):  # another version of Python may lack the module
                 importlib.import_module(name)
         box = Box(channel, order)
     except (OSError, AttributeError) as exc:  # AttributeError: a libc without the function
-        channel.sendall(json.dumps({"failed": str(exc)}).encode() + b"\n")
+        channel.sendall(json.dumps({"failed": str(exc)}).encode())
         return
     del sys.path[0]  # programs must not import from the folder of this file
     box.serve()
-
-
-def _close_up(order: dict) -> None:
-    if not sys.platform.startswith("linux"):
-        return
-    import view
-
-    if order["tier"] == "bubblewrap":  # bwrap has built the box already
-        view.end_with_parent(0, apart=True)
-    else:
-        view.end_with_parent(order["parent"])
-    if order["tier"] == "namespaces":
-        view.enter(order["readable"])
 
 
 main()

@@ -11,50 +11,35 @@ import importlib.util
 import json
 import math
 import os
-import signal
 import sys
 import types
 
 VALUES = 3  # descriptor
 DEEPEST = 100  # lists in lists
-ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/box", "TMPDIR": "/box", "LANG": "C.UTF-8"}
 
 
-class Source(importlib.abc.SourceLoader):
-    """A loader of a module from text."""
+class Source(importlib.abc.InspectLoader):
+    """A loader of a module from text; the path is shown in tracebacks."""
 
     def __init__(self, text: str, path: str) -> None:
         self.text, self.path = text, path
-
-    def get_data(self, path: str) -> bytes:
-        """Return the text as bytes."""
-        return self.text.encode()
-
-    def get_filename(self, name: str) -> str:
-        """Return the path shown in tracebacks."""
-        return self.path
 
     def get_source(self, name: str) -> str:
         """Return the text."""
         return self.text
 
+    def get_code(self, name: str) -> types.CodeType:
+        """Return the compiled text."""
+        return self.source_to_code(self.text, self.path)
 
-def load(text: str, name: str, path: str, into: types.ModuleType | None = None) -> types.ModuleType:
-    """Run a text as a new module, or in the names of the module ``into``."""
+
+def load(text: str, name: str, path: str) -> types.ModuleType:
+    """Run a text as a new module."""
     loader = Source(text, path)
-    module = into
-    if module is None:
-        spec = importlib.util.spec_from_loader(name, loader, origin=path)
-        assert spec is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-    loader.exec_module(module if into is None else _view_of(into, name))
-    return module
-
-
-def _view_of(module: types.ModuleType, name: str) -> types.ModuleType:
-    """Rename a module, so that its loader finds the code by that name."""
-    module.__name__ = name
+    spec = importlib.util.spec_from_loader(name, loader, origin=path)
+    assert spec is not None
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
     return module
 
 
@@ -66,12 +51,10 @@ def tell(message: dict) -> None:
 
 
 def run(what: dict) -> None:
-    """Run a test: ``kind`` is ``stdin``, ``call``, ``expression``, ``assert`` or ``command``."""
+    """Run a test: ``kind`` is ``stdin``, ``call``, ``expression`` or ``assert``."""
     sys.argv = ["solution.py"]
     _fresh_streams()
     kind = what["kind"]
-    if kind == "command":
-        _command(what)
     if kind == "stdin":
         load(what["source"], "__main__", "solution.py")
         return
@@ -79,26 +62,14 @@ def run(what: dict) -> None:
     if kind == "call":
         tell({"value": encode(_function(module, what["function"])(*what["arguments"]))})
     elif kind == "expression":
-        load(f"{what['setup']}\n__value__ = ({what['expression']}\n)", "test", "test.py", into=module)
+        test = f"{what['setup']}\n__value__ = ({what['expression']}\n)"
+        Source(test, "test.py").exec_module(module)
         tell({"value": encode(module.__value__)})
     else:
         nonce = what["nonce"]
-        load(what["test"], "test", "test.py", into=module)
+        Source(what["test"], "test.py").exec_module(module)
         _run_test_functions(module, what)
         tell({"nonce": nonce})
-
-
-def _command(what: dict) -> None:
-    """Run a program of another language: write its file, compile it if needed, then replace this process by it."""
-    with open(what["file"], "w", encoding="utf-8") as file:
-        file.write(what["source"])
-    os.closerange(VALUES, 64)
-    signal.signal(
-        signal.SIGPIPE, signal.SIG_DFL
-    )  # Python ignores the signal, and child processes would inherit that
-    if what["build"] and (code := os.spawnve(os.P_WAIT, what["build"][0], what["build"], ENVIRONMENT)):
-        sys.exit(code if code > 0 else 1)
-    os.execve(what["run"][0], what["run"], ENVIRONMENT)
 
 
 def _fresh_streams() -> None:

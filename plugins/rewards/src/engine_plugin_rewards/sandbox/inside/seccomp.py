@@ -46,11 +46,6 @@ renameat2 316 276; link 86 -; linkat 265 37; symlink 88 -; symlinkat 266 36; chm
 fchmodat 268 53; truncate 76 45; fallocate 285 47; utimensat 280 88; utime 132 -;
 copy_file_range 326 285; creat 85 -
 """
-EXECUTING = "execve 59 221; execveat 322 281"
-PROCESSES = """
-fork 57 -; vfork 58 -; wait4 61 260; waitid 247 95; kill 62 129; tkill 200 130; setpgid 109 154;
-setsid 112 157; sched_setaffinity 203 122; sched_setscheduler 144 119; capget 125 90
-"""
 RULED = """
 open 2 -; openat 257 56; clone 56 220; prlimit64 302 261; tgkill 234 131; socketpair 53 199; ioctl 16 29;
 prctl 157 167; fcntl 72 25
@@ -88,21 +83,18 @@ def for_process(filter: bytes, pid: int) -> bytes:
     return filter.replace(struct.pack("=I", SOME_PROCESS), struct.pack("=I", pid))
 
 
-def program(writing: bool, executing: bool, processes: bool) -> bytes:
+def program(writing: bool) -> bytes:
     """Assemble the filter; ``for_process`` completes it for ``prctl``.
 
     Args:
         writing: files may be opened for writing, if other rules allow it.
-        executing: the program may replace itself by another one.
-        processes: the program may fork, and signal all processes that it can see.
     """
     audit, column = ARCHITECTURES[platform.machine()]
     code: Code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     for name, number in numbers(RULED, column).items():
-        rule = _rule(name, writing, processes)
+        rule = _rule(name, writing)
         code += [(EQUAL, 0, len(rule), number), *rule]
-    chosen = [PLAIN, *[WRITING] * writing, *[EXECUTING] * executing, *[PROCESSES] * processes]
-    for table in chosen:
+    for table in (PLAIN, WRITING) if writing else (PLAIN,):
         for number in numbers(table, column).values():
             code += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
     for number in numbers(ABSENT, column).values():
@@ -111,21 +103,19 @@ def program(writing: bool, executing: bool, processes: bool) -> bytes:
     return b"".join(struct.pack("=HBBI", *step) for step in code)
 
 
-def _rule(name: str, writing: bool, processes: bool) -> Code:
+def _rule(name: str, writing: bool) -> Code:
     """Return the steps that decide on a call by its arguments; they always answer."""
     if name in ("open", "openat"):
         if writing:
             return [(RETURN, 0, 0, ALLOW)]
         return _one_of(1 if name == "open" else 2, OPEN_FOR_WRITING, (0,))
-    if name == "clone":
-        if processes:
-            return _one_of(0, NEW_NAMESPACES | CLONE_PARENT, (0,))
+    if name == "clone":  # threads alone
         return _one_of(0, NEW_NAMESPACES | CLONE_PARENT | CLONE_THREAD, (CLONE_THREAD,))
     if name == "prlimit64":  # reading alone: the pointer to a new limit must be null
         high = [(LOAD, 0, 0, 16 + 8 * 2 + 4), (EQUAL, 1, 0, 0), (RETURN, 0, 0, REFUSE)]
         return [*high, *_one_of(2, 0xFFFFFFFF, (0,))]
     if name == "tgkill":
-        return [(RETURN, 0, 0, ALLOW)] if processes else _one_of(0, 0xFFFFFFFF, (SOME_PROCESS,))
+        return _one_of(0, 0xFFFFFFFF, (SOME_PROCESS,))
     if name == "socketpair":  # a connected stream cannot send to other addresses
         kind = [(LOAD, 0, 0, 16 + 8), (AND, 0, 0, 0xF), (EQUAL, 1, 0, SOCK_STREAM), (RETURN, 0, 0, REFUSE)]
         return [*kind, *_one_of(0, 0xFFFFFFFF, (AF_UNIX,))]

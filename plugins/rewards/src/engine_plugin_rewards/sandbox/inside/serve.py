@@ -1,7 +1,7 @@
-"""Jobs: a fork for each, confined before the program runs, and killed with all processes that it started.
+"""Jobs: a fork for each, confined before the program runs, and killed when its time is over.
 
-A job is a line and five descriptors: what to do (a file in memory), the program's stdin, stdout and stderr, and the
-pipe for values. The answer is a line: how the process ended.
+A job is a message and five descriptors: what to do (a file in memory), the program's stdin, stdout and stderr, and the
+pipe for values. The answer is a message: how the process ended. A message without descriptors says stop.
 """
 
 from __future__ import annotations
@@ -18,16 +18,12 @@ import sys
 import time
 
 import python_tests
+import seccomp
+import syscalls
+import view
 
-LINUX = sys.platform.startswith("linux")
 DESCRIPTORS = 5
-WATCH_SECONDS = 0.002  # polling interval where the platform has no pidfd
 MIB = 2**20
-
-if LINUX:
-    import seccomp
-    import syscalls
-    import view
 
 
 class Box:
@@ -35,7 +31,7 @@ class Box:
 
     Args:
         channel: the socket to the engine.
-        order: ``tier``, ``readable``, ``memory_mb``, ``disk_mb``, ``processes``, ``executing``.
+        order: ``tier``, ``readable``, ``memory_mb``, ``disk_mb``.
 
     Raises:
         OSError: the machine cannot do what the tier promises.
@@ -43,22 +39,16 @@ class Box:
 
     def __init__(self, channel: socket.socket, order: dict) -> None:
         self.channel, self.order = channel, order
-        self.apart = order["tier"] in ("namespaces", "bubblewrap")
-        self.disk = self.apart and order["disk_mb"] > 0
-        self.version = syscalls.landlock_version() if LINUX else 0
-        self.filtered = LINUX and seccomp.available()
-        self.ruled = bool(self.version) and order["tier"] != "limits"
+        self.disk = order["tier"] == "namespaces" and order["disk_mb"] > 0
+        version = syscalls.landlock_version()
+        self.filtered = seccomp.available()
+        self.ruled = bool(version) and order["tier"] != "limits"
         # Rules refer to existing folders: a new disk for each program needs new rules each time.
         self.rules = self._rules() if self.ruled and not self.disk else -1
-        self.myself = os.pidfd_open(os.getpid()) if self.apart else -1
-        self.unsettled = False  # whether children would start in the last job's process tree
-        many = self.apart and order["processes"] > 1
-        self.program = b""
-        if self.filtered:
-            self.program = seccomp.program(bool(self.disk), order["executing"], many)
+        self.program = seccomp.program(self.disk) if self.filtered else b""
         if order["tier"] != "limits" and not self.filtered:
             raise OSError("there is no seccomp, or no filter for this processor")
-        if order["tier"] == "landlock" and not self.version:
+        if order["tier"] == "landlock" and not version:
             raise OSError("there is no Landlock in this kernel, or it is switched off")
 
     def _rules(self) -> int:
@@ -71,47 +61,32 @@ class Box:
         """Run jobs until the socket ends."""
         gc.collect()
         gc.freeze()  # a fork's collector then leaves these pages shared
-        self._tell({"ready": True, "landlock": self.version, "seccomp": self.filtered})
+        self.channel.sendall(b'{"ready": true}')
         while True:
-            line, descriptors, _, _ = socket.recv_fds(self.channel, 4096, DESCRIPTORS)
-            if not line:
+            message, descriptors, _, _ = socket.recv_fds(self.channel, 4096, DESCRIPTORS)
+            if not message:
                 return
-            if len(descriptors) == DESCRIPTORS:  # otherwise a stop that came after its job had ended
-                self._do(json.loads(line.splitlines()[-1]), descriptors)
-
-    def _tell(self, message: dict) -> None:
-        self.channel.sendall(json.dumps(message).encode() + b"\n")
+            if descriptors:  # otherwise a stop that came after its job had ended
+                self._do(json.loads(message), descriptors)
 
     def _do(self, job: dict, descriptors: list[int]) -> None:
-        start = time.monotonic()
-        if self.apart:
-            if self.unsettled:
-                syscalls.join(self.myself, syscalls.CLONE_NEWPID)
-            syscalls.unshare(syscalls.CLONE_NEWPID)
-            self.unsettled = True
+        deadline = time.monotonic() + job["seconds"]
         parent = os.getpid()
         child = os.fork()
         if child == 0:
             self._run(job, descriptors, parent)
         for descriptor in descriptors:
             os.close(descriptor)
-        late = not self._wait(child, start + job["seconds"])
+        late = not self._wait(child, deadline)
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(child, signal.SIGKILL)
-        _, status, used = os.wait4(child, 0)
-        code = os.waitstatus_to_exitcode(status)
-        cpu = used.ru_utime + used.ru_stime
-        self._tell({"id": job["id"], "code": code, "late": late, "cpu": cpu})
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        self.channel.sendall(json.dumps({"code": code, "late": late}).encode())
 
     def _wait(self, child: int, deadline: float) -> bool:
         """Return whether a process ended by itself before its time was over and before the engine said stop."""
-        if not hasattr(os, "pidfd_open"):
-            while time.monotonic() < deadline and not select.select([self.channel], [], [], WATCH_SECONDS)[0]:
-                if os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT | os.WNOHANG):
-                    return True
-            return False
         ended = os.pidfd_open(child)
         try:
             watched = select.poll()
@@ -147,8 +122,6 @@ class Box:
         os.setsid()
         if self.disk:
             view.fresh_disk(self.order["disk_mb"])
-        elif self.apart:
-            os.chdir("/")
         # The job is read before the descriptors get their places; 3 is the pipe for values.
         with os.fdopen(os.dup(descriptors[0]), "rb") as file:
             job["what"] = json.loads(file.read())
@@ -157,34 +130,27 @@ class Box:
         for place, descriptor in enumerate(high):
             os.dup2(descriptor, place)
         self._limit(job["seconds"])
-        if LINUX:
-            view.end_with_parent(parent, apart=self.apart)
-            syscalls.control(syscalls.PR_SET_NO_NEW_PRIVS, 1)
-            if self.apart or os.geteuid() == 0:
-                syscalls.drop_capabilities()
-            if rules >= 0:
-                syscalls.enter_landlock(rules)
+        view.end_with_parent(parent)
+        syscalls.control(syscalls.PR_SET_NO_NEW_PRIVS, 1)
+        if self.order["tier"] == "namespaces" or os.geteuid() == 0:
+            syscalls.drop_capabilities()
+        if rules >= 0:
+            syscalls.enter_landlock(rules)
         os.closerange(4, 4096)
         if self.filtered:
             syscalls.install_filter(seccomp.for_process(self.program, os.getpid()))
 
     def _limit(self, seconds: float) -> None:
-        order = self.order
         limits = {
-            "AS": order["memory_mb"] * MIB,
-            "CPU": int(seconds) + 2,
-            "CORE": 0,
-            "FSIZE": order["disk_mb"] * MIB if self.disk else 0,
-            "NOFILE": 64,
-            "MEMLOCK": 0,
-            "MSGQUEUE": 0,
+            resource.RLIMIT_AS: self.order["memory_mb"] * MIB,
+            resource.RLIMIT_CPU: int(seconds) + 2,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_FSIZE: self.order["disk_mb"] * MIB if self.disk else 0,
+            resource.RLIMIT_NOFILE: 64,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
         }
-        if (
-            self.apart
-        ):  # counted in this box alone, which itself has two; elsewhere all processes of the user count
-            limits["NPROC"] = 2 + order["processes"] + (order["threads"] if order["processes"] == 1 else 0)
-        for name, value in limits.items():
-            if (number := getattr(resource, f"RLIMIT_{name}", None)) is not None:
-                hard = resource.getrlimit(number)[1]
-                value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-                resource.setrlimit(number, (value, value))
+        for number, value in limits.items():
+            hard = resource.getrlimit(number)[1]
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(number, (value, value))

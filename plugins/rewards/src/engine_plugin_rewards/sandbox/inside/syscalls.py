@@ -51,11 +51,6 @@ def unshare(flags: int) -> None:
     _checked(_libc.unshare(flags), "unshare")
 
 
-def join(descriptor: int, flags: int) -> None:
-    """Enter the namespaces of a process given by its pidfd (Linux 5.8)."""
-    _checked(_libc.setns(descriptor, flags), "setns")
-
-
 def mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
     """Mount a file system with the system call ``mount``."""
     text = [None if value is None else value.encode() for value in (source, target, kind)]

@@ -26,8 +26,8 @@ APART = (
 DEVICES = ("null", "zero", "random", "urandom")
 LINKED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links to usr/... on most systems
 WORK = "/box"
-UNPRIVILEGED, OVERFLOW = 0x7FFF0000, 65534
-"""User ids of boxes when the engine is root, whom limits do not bind: from the first on, or else the second."""
+NOBODY = 65534
+"""User and group of a box when the engine is root."""
 
 
 def enter(readable: list[str]) -> None:
@@ -44,7 +44,7 @@ def enter(readable: list[str]) -> None:
     if root:
         syscalls.unshare(syscalls.CLONE_NEWNS)
         _build(readable)
-        _become(UNPRIVILEGED + os.getpid())
+        _become_nobody()
     user, group = os.getuid(), os.getgid()
     syscalls.unshare(APART)
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
@@ -54,28 +54,23 @@ def enter(readable: list[str]) -> None:
     os.close(proc)
     if not root:
         _build(readable)
-    parent = os.getpid()
     first = os.fork()
     if first:
         _wait_for(first)
-    end_with_parent(parent, apart=True)
+    end_with_parent(0)  # as it is seen from in here
 
 
-def end_with_parent(parent: int, apart: bool = False) -> None:
+def end_with_parent(parent: int) -> None:
     """Make the kernel kill this process when its parent ends."""
     syscalls.control(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not apart and os.getppid() != parent:  # the parent has ended already
+    if os.getppid() != parent:  # the parent has ended already
         os._exit(1)
 
 
-def _become(identity: int) -> None:
+def _become_nobody() -> None:
     os.setgroups([])
-    try:
-        os.setresgid(identity, identity, identity)
-    except OSError:  # a container with fewer user ids
-        identity = OVERFLOW
-        os.setresgid(identity, identity, identity)
-    os.setresuid(identity, identity, identity)
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
     syscalls.control(syscalls.PR_SET_DUMPABLE, 1)  # otherwise /proc/self would still be root's
     syscalls.control(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # the change of user has cleared it
 
