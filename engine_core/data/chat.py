@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.data.layouts import Message
 from engine_core.data.rows import BadRow
-from engine_core.data.tokenizer import end_ids, token_ids
+from engine_core.data.tokenizer import end_ids
 from engine_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -370,15 +370,12 @@ class ChatFormat:
         for found in (*PLACEHOLDER.finditer(text), None):
             piece = text[at : found.start() if found else len(text)]
             with tokenizing():
-                if spans:
-                    encoded: Any = self.tokenizer(
-                        piece, add_special_tokens=False, return_offsets_mapping=True
-                    )
-                    ids += encoded["input_ids"]
-                    places = encoded["offset_mapping"]
-                    mask += [a < b and bool(learned[at + a] and learned[at + b - 1]) for a, b in places]
-                elif piece:
-                    ids += token_ids(self.tokenizer, piece, special=False)
+                encoded: Any = self.tokenizer(
+                    piece, add_special_tokens=False, return_offsets_mapping=bool(spans), verbose=False
+                )
+            ids += encoded["input_ids"]
+            places = encoded["offset_mapping"] if spans else ()
+            mask += [a < b and bool(learned[at + a] and learned[at + b - 1]) for a, b in places]
             if found:
                 written, at = self._as_text(int(found[1])), found.end()
                 ids += written
