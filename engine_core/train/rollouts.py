@@ -214,7 +214,7 @@ class RolloutSource:
     ) -> dict[str, float]:
         """Fill in the rewards of the rollouts; return the metrics of the rewards and of their failures."""
         with self.run.runtime.phase(REWARD_PHASE):  # also in an evaluation, which is outside the step
-            return self.rewards.score(rollouts, step, training=training, early=early)
+            return self.rewards.score(rollouts, step, early=early)
 
     def reward_terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
         """Return name, weight and clipping function of each reward with a nonzero weight."""

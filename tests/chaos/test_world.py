@@ -83,7 +83,9 @@ def test_a_tracker_whose_server_never_answers_delays_no_step_and_not_the_end(tra
     run = tracked(server.server_address[1])
     assert run.code == 0, run.err
     assert [line["step"] for line in metrics()] == [1, 2, 3, 4, 5, 6]
-    assert "Tracker 'post' has not finished in time and is left behind; metrics.jsonl has all steps" in run.err
+    assert (
+        "Tracker 'post' has not finished in time and is left behind; metrics.jsonl has all steps" in run.err
+    )
     assert server.seen == 1
 
 
