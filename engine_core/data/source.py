@@ -74,6 +74,9 @@ class Preparer:
         self.learn, self.train_on_prompt = learn, train_on_prompt
         self._asked, self._held, self._tools = limit, held, list(tools)
         self.limit = limit if held is None else min(limit, held)
+        self.remedy = (
+            "Shorten the row" if self.limit < limit else "Raise it"
+        )  # first remedy for a row that is too long
         self._renderer = Renderer(tokenizer, config, learn, train_on_prompt)
         self._layouts: dict[int, str] = {}  # by file
 
@@ -90,11 +93,6 @@ class Preparer:
                 return "the model's number of positions (max_position_embeddings)"
             return "the longest prompt that leaves model and sampler room for a response"
         return self._key
-
-    @property
-    def remedy(self) -> str:
-        """The first remedy for a row that is too long, for messages."""
-        return "Shorten the row" if self.limit < self._asked else "Raise it"
 
     @property
     def _key(self) -> str:

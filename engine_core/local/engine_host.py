@@ -110,22 +110,18 @@ class EngineHost:
         for own_phase, guest in guests:
             if own_phase != phase:
                 guest.sleep()
-        if any(own_phase == phase for own_phase, _ in guests):
-            for sampler in samplers:
-                sampler.sleep(keep=("weights",))
-            for own_phase, guest in guests:
-                if own_phase == phase:
-                    guest.wake()
+        idle: list[Any] = []
+        needed: list[Any] = [guest for own_phase, guest in guests if own_phase == phase]
+        if needed:
+            idle = samplers
         elif phase == "generate":
-            for trainer in trainers:
-                trainer.sleep(keep=("weights",))
-            for sampler in samplers:
-                sampler.wake()
+            idle, needed = trainers, samplers
         elif phase == "train":
-            for sampler in samplers:
-                sampler.sleep(keep=("weights",))
-            for trainer in trainers:
-                trainer.wake()
+            idle, needed = samplers, trainers
+        for engine in idle:
+            engine.sleep(keep=("weights",))
+        for engine in needed:
+            engine.wake()
 
     def close(self) -> None:
         """Close the engines, the last built first."""

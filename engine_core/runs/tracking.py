@@ -190,18 +190,6 @@ class RunFolder:
         finally:
             self.close()
 
-    @property
-    def in_use(self) -> bool:
-        """Whether a process uses the folder; also True if the file system has no locks and this is unknown."""
-        try:
-            with (self.path / ".lock").open(encoding="utf-8") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
-        return False
-
     def _lock(self) -> bool:
         """Lock the folder until ``close`` or the end of the process; return False if the file system has no locks.
 
