@@ -6,8 +6,6 @@ import shutil
 import pytest
 from variants import variants
 
-from engine_core.runs.rollout_files import read_rollouts
-
 pytestmark = pytest.mark.chaos
 
 GOOD = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}).encode() for i in range(8)]
@@ -92,7 +90,7 @@ def test_a_file_without_rows_is_refused_before_the_run_starts(engine, tiny, tmp_
 LONG = json.dumps({"prompt": "1+" * 40 + "1=", "answer": "41"}).encode()
 
 
-def test_an_over_long_prompt_is_an_error_skipped_or_cut_as_the_file_says(engine, tiny, data, metrics):
+def test_an_over_long_prompt_is_an_error_or_skipped_as_the_file_says(engine, tiny, data, metrics):
     changes = {"data.train": data(LONG), "data.max_prompt_tokens": 20, "run.steps": 4, "data.shuffle": False}
     error = engine("train", tiny(changes | {"data.over_long": "error", "run.name": "error"}))
     assert error.code == 4
@@ -102,11 +100,6 @@ def test_an_over_long_prompt_is_an_error_skipped_or_cut_as_the_file_says(engine,
     assert skip.code == 0
     assert "Skipped a row: data.jsonl:4: " in skip.err
     assert metrics()[-1]["data/over_long"] >= 1
-    cut = engine("train", tiny(changes | {"data.over_long": "truncate_left", "run.name": "cut"}))
-    assert cut.code == 0
-    rollouts = read_rollouts(engine.folder / "runs/cut/rollouts/step_000001.parquet")
-    (prompt,) = {tuple(r.prompt.token_ids) for r in rollouts if r.prompt.id == "train:3"}
-    assert len(prompt) == 20
 
 
 @pytest.fixture

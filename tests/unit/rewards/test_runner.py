@@ -155,7 +155,7 @@ def test_a_live_function_of_lists_fails_on_all_samples_of_its_call(runner, rollo
             raise RuntimeError("bad one")
         return [1.0] * len(completions)
 
-    with pytest.raises(TrainingFailed, match="Reward 'delicate' failed on .*RuntimeError: bad one"):
+    with pytest.raises(TrainingFailed, match=r"Reward 'delicate' failed on .*RuntimeError: bad one"):
         runner(live=[delicate]).score(rollouts("a", "bad", "b"), 1)
 
 
