@@ -109,11 +109,9 @@ class ChatFormat:
         Raises:
             BadRow: the template refuses the messages, or omits one.
         """
-        continued, tools = messages[-1]["role"] == "assistant", self._hide(tools, self._outside)
+        continued = messages[-1]["role"] == "assistant"
         asks = {"add_generation_prompt": not continued}
-        _, shaped = self._shape([self._hidden(messages)], tools, **asks)
-        text = self._template(shaped, tools, continue_final_message=continued, **asks)
-        return Rendered(self._shown(text), *self._encode(text), messages)
+        return self._rendered(messages, tools, asks, continue_final_message=continued)
 
     def whole(self, messages: list[Message], tools: Tools = None) -> Rendered:
         """Render a conversation, including the text that the template writes after the last message.
@@ -121,9 +119,12 @@ class ChatFormat:
         Raises:
             BadRow: the template refuses the messages, or omits one.
         """
+        return self._rendered(messages, tools, {})
+
+    def _rendered(self, messages: Messages, tools: Tools, asks: dict[str, bool], **more: bool) -> Rendered:
         tools = self._hide(tools, self._outside)
-        _, shaped = self._shape([self._hidden(messages)], tools)
-        text = self._template(shaped, tools)
+        _, shaped = self._shape([self._hidden(messages)], tools, **asks)
+        text = self._template(shaped, tools, **asks, **more)
         return Rendered(self._shown(text), *self._encode(text), messages)
 
     def following(self, messages: Messages, before: Ids, tools: Tools = None, stops: Ids = ()) -> list[int]:
