@@ -88,11 +88,11 @@ class Preparer:
     @property
     def limit_key(self) -> str:
         """The name of the key or property that sets ``limit``, for messages."""
-        if self.limit < self._asked:
-            if self.learn:
-                return "the model's number of positions (max_position_embeddings)"
-            return "the longest prompt that leaves model and sampler room for a response"
-        return self._key
+        if self.limit == self._asked:
+            return self._key
+        if self.learn:
+            return "the model's number of positions (max_position_embeddings)"
+        return "the longest prompt that leaves model and sampler room for a response"
 
     @property
     def _key(self) -> str:

@@ -179,9 +179,7 @@ class EngineHost:
     def _shares(self, actor: TrainEngine) -> bool:
         """Return whether the sampler uses the actor's module, as ``rollout.weights`` says; the same on all ranks."""
         wanted = self.config.rollout.weights
-        if wanted == "own" or not self._can_share():
-            return False
-        return self._can_hold(actor, wanted)
+        return wanted != "own" and self._can_share() and self._can_hold(actor, wanted)
 
     def _can_hold(self, actor: TrainEngine, wanted: str) -> bool:
         """Return whether the sampler can use the actor's module; in one process it always can."""

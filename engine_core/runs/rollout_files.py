@@ -14,6 +14,7 @@ share, such as ``tokenizer`` (hash) and ``temperature``.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import json
@@ -158,12 +159,7 @@ class RolloutFile:
         from safetensors import SafetensorError
 
         wanted = range(len(self)) if rows is None else rows
-        chosen = set(wanted)
-        groups = [
-            i
-            for i, (start, end) in enumerate(itertools.pairwise(self._starts))
-            if not chosen.isdisjoint(range(start, end))
-        ]
+        groups = sorted({bisect.bisect_right(self._starts, row) - 1 for row in wanted})
         held = [row for i in groups for row in range(self._starts[i], self._starts[i + 1])]
         place = {row: number for number, row in enumerate(held)}
         order = pa.array([place[row] for row in wanted], pa.int64())
