@@ -74,9 +74,8 @@ class Preparer:
         self.learn, self.train_on_prompt = learn, train_on_prompt
         self._asked, self._held, self._tools = limit, held, list(tools)
         self.limit = limit if held is None else min(limit, held)
-        self.remedy = (
-            "Shorten the row" if self.limit < limit else "Raise it"
-        )  # first remedy for a row that is too long
+        # the first remedy for a row that is too long, for messages
+        self.remedy = "Shorten the row" if self.limit < limit else "Raise it"
         self._renderer = Renderer(tokenizer, config, learn, train_on_prompt)
         self._layouts: dict[int, str] = {}  # by file
 
