@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -162,8 +161,8 @@ class Rollout:
         return int(self.loss_mask.count_nonzero())
 
     def copy(self) -> Rollout:
-        """Return a shallow copy, in a third of the time of ``dataclasses.replace``."""
-        return Rollout(*_fields_of(self))
+        """Return a shallow copy."""
+        return dataclasses.replace(self)
 
 
 def counted(mask: Tensor, lengths: Tensor) -> Tensor:
@@ -186,9 +185,6 @@ def sampled_tokens(rollouts: Sequence[Rollout]) -> int:
     import torch
 
     return int(torch.cat([rollout.loss_mask for rollout in rollouts]).count_nonzero()) if rollouts else 0
-
-
-_fields_of = operator.attrgetter(*(field.name for field in dataclasses.fields(Rollout)))
 
 
 def decode_texts(rollouts: Iterable[Rollout], tokenizer: Any) -> None:
@@ -296,11 +292,6 @@ class Batch:
 
     def to_tokens(self, values: Tensor) -> Tensor:
         """Return [T]: the value of its sequence, from ``values`` [B], at each token."""
-        import torch
-
-        plain = values.is_cpu and self.lengths.is_cpu and values.dim() == 1 and not values.requires_grad
-        if plain and values.dtype is torch.float32:  # a tenth of the time of indexing
-            return torch.from_numpy(values.numpy().repeat(self.lengths.numpy()))
         return values[self.sequence_index.to(values.device)]
 
     def select(self, indices: Sequence[int] | Tensor) -> Batch:
@@ -313,38 +304,22 @@ class Batch:
         moved = self.offsets[:-1][chosen] - (lengths.cumsum(0) - lengths)
         positions = torch.repeat_interleave(moved, lengths)
         positions += torch.arange(len(positions), device=positions.device)
-        return dataclasses.replace(
-            self,
-            token_ids=self.token_ids.index_select(0, positions.to(self.token_ids.device)),
-            lengths=lengths,
-            tokens={
-                name: column.index_select(0, positions.to(column.device))
-                for name, column in self.tokens.items()
-            },
-            sequences={name: column[chosen] for name, column in self.sequences.items()},
-            keep_together=None if self.keep_together is None else self.keep_together[chosen],
+        return self._mapped(
+            lambda column: column.index_select(0, positions.to(column.device)), lambda column: column[chosen]
         )
 
-    def split(self, parts: Sequence[Sequence[int]]) -> list[Batch]:
-        """Return ``select`` of each part; all parts together are copied once."""
-        whole = self.select([index for part in parts for index in part])
-        counts = [len(part) for part in parts]
-        lengths = whole.lengths.split(counts)
-        sizes = [int(each.sum()) for each in lengths]
-        tokens = {name: column.split(sizes) for name, column in whole.tokens.items()}
-        sequences = {name: column.split(counts) for name, column in whole.sequences.items()}
-        together = None if whole.keep_together is None else whole.keep_together.split(counts)
-        return [
-            dataclasses.replace(
-                whole,
-                token_ids=ids,
-                lengths=lengths[number],
-                tokens={name: column[number] for name, column in tokens.items()},
-                sequences={name: column[number] for name, column in sequences.items()},
-                keep_together=None if together is None else together[number],
-            )
-            for number, ids in enumerate(whole.token_ids.split(sizes))
-        ]
+    def _mapped(
+        self, per_token: Callable[[Tensor], Tensor], per_sequence: Callable[[Tensor], Tensor]
+    ) -> Batch:
+        """Return a batch with a function applied to every tensor [T, ...] and one to every tensor [B]."""
+        return dataclasses.replace(
+            self,
+            token_ids=per_token(self.token_ids),
+            lengths=per_sequence(self.lengths),
+            tokens={name: per_token(column) for name, column in self.tokens.items()},
+            sequences={name: per_sequence(column) for name, column in self.sequences.items()},
+            keep_together=None if self.keep_together is None else per_sequence(self.keep_together),
+        )
 
     def with_columns(
         self, tokens: Mapping[str, Tensor] | None = None, sequences: Mapping[str, Tensor] | None = None
@@ -358,14 +333,12 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy with all tensors on ``device``."""
-        return dataclasses.replace(
-            self,
-            token_ids=self.token_ids.to(device),
-            lengths=self.lengths.to(device),
-            tokens={name: column.to(device) for name, column in self.tokens.items()},
-            sequences={name: column.to(device) for name, column in self.sequences.items()},
-            keep_together=None if self.keep_together is None else self.keep_together.to(device),
-        )
+
+        def moved(column: Tensor) -> Tensor:
+            """Return a column on the device."""
+            return column.to(device)
+
+        return self._mapped(moved, moved)
 
     @classmethod
     def from_rollouts(

@@ -194,7 +194,7 @@ class DataConfig(Table):
     """P: prompts of one step; SFT: sequences of one optimizer step."""
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt; see `over_long`."""
-    over_long: Literal["error", "skip", "truncate_left"] = "skip"
+    over_long: Literal["error", "skip"] = "skip"
     """What happens to a longer one. Skipped rows are counted and named."""
     shuffle: bool = True
     """A new order each epoch, from `seed`."""

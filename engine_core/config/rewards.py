@@ -188,8 +188,6 @@ class RewardConfig(Table):
     """Factor in the sum of rewards. 0 only measures."""
     clip: tuple[float, float] | None = None
     """Clip raw values to this range before weighting."""
-    normalize: bool = False
-    """Divide by the running standard deviation of this reward (after clipping)."""
     timeout_seconds: PositiveFloat = 10.0
     """Time for one sample; after it the worker is killed and the sample follows `on_timeout`."""
     workers: NonNegativeInt | None = None

@@ -21,8 +21,8 @@ class Checksum:
     A hash of every byte would copy all weights to the host, which takes a hundred times as long as the
     update itself. Only the samples detect a reordering of values within a tensor.
 
-    On a CPU the sum is an integer sum of the values' bits: it does not depend on the number of threads, so
-    different hosts agree. On an accelerator it is the L1 norm, one kernel for many tensors.
+    The sum is an integer sum of the values' bits: it does not depend on the order of additions, so all devices, numbers of
+    threads and hosts agree.
     """
 
     def __init__(self) -> None:
@@ -45,13 +45,10 @@ class Checksum:
             else:  # integers: a config or a table, which is small
                 self._words.update(_bits(tensor.cpu(), torch.uint8).numpy().tobytes())
         for dtype, tensors in by_type.items():
-            if tensors[0].is_cpu:
-                whole = WHOLE[dtype.itemsize]
-                sums = [int(_bits(tensor, whole).sum(dtype=torch.int64)) for tensor in tensors]
-                self._words.update(str(sums).encode())
-            else:
-                self._values.append(_norms(tensors))
-            self._values.append(torch.cat([some_values(tensor, IN_CHECKSUM) for tensor in tensors]).float())
+            whole = WHOLE[dtype.itemsize]
+            sums = torch.stack([_bits(tensor, whole).sum(dtype=torch.int64) for tensor in tensors])
+            samples = torch.cat([some_values(tensor, IN_CHECKSUM) for tensor in tensors]).float()
+            self._values += [_bits(sums, torch.uint8), _bits(samples, torch.uint8)]
 
     def result(self) -> str:
         """Return the checksum in hexadecimal; the only call that synchronizes with the device."""
@@ -59,12 +56,6 @@ class Checksum:
             values = torch.cat([v.to(self._values[0].device) for v in self._values]).cpu()
             self._words.update(values.numpy().tobytes())
         return self._words.hexdigest()
-
-
-def _norms(tensors: list[Tensor]) -> Tensor:
-    """Return the L1 norms of tensors of one dtype, [len(tensors)] float32, computed in float32 or wider."""
-    wide = torch.float64 if tensors[0].dtype is torch.float64 else torch.float32
-    return torch.stack(torch._foreach_norm(tensors, 1, dtype=wide)).float()
 
 
 def _bits(tensor: Tensor, dtype: torch.dtype) -> Tensor:

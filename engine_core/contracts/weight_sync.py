@@ -88,22 +88,17 @@ def same_process(actor: Any, rollout: Any, version: int, shared: bool, adapter: 
     if shared:
         rollout.set_version(version)
         return SyncResult(version, 0, time.perf_counter() - start, "shared")
-    counter = _Counted(stream_of(actor, adapter, sampler=rollout.config))
-    checksum = rollout.update_weights(counter, version)
-    return SyncResult(version, counter.bytes, time.perf_counter() - start, checksum)
+    received = 0
 
-
-class _Counted:
-    """An iterable that passes a weight stream on and counts its bytes."""
-
-    def __init__(self, stream: Iterable[tuple[str, Tensor]]) -> None:
-        self._stream = stream
-        self.bytes = 0
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._stream:
-            self.bytes += tensor.numel() * tensor.element_size()
+    def counted() -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights and count their bytes."""
+        nonlocal received
+        for name, tensor in stream_of(actor, adapter, sampler=rollout.config):
+            received += tensor.nbytes
             yield name, tensor
+
+    checksum = rollout.update_weights(counted(), version)
+    return SyncResult(version, received, time.perf_counter() - start, checksum)
 
 
 def buckets(
@@ -119,7 +114,7 @@ def buckets(
     bucket: list[tuple[str, Tensor]] = []
     held = 0
     for name, tensor in stream:
-        size = tensor.numel() * tensor.element_size() if bytes_of is None else bytes_of(tensor)
+        size = tensor.nbytes if bytes_of is None else bytes_of(tensor)
         if bucket and held + size > limit:
             yield bucket
             bucket, held = [], 0

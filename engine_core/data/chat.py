@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.data.layouts import Message
 from engine_core.data.rows import BadRow
-from engine_core.data.tokenizer import end_ids, token_ids
+from engine_core.data.tokenizer import end_ids
 from engine_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -109,11 +109,9 @@ class ChatFormat:
         Raises:
             BadRow: the template refuses the messages, or omits one.
         """
-        continued, tools = messages[-1]["role"] == "assistant", self._hide(tools, self._outside)
+        continued = messages[-1]["role"] == "assistant"
         asks = {"add_generation_prompt": not continued}
-        _, shaped = self._shape([self._hidden(messages)], tools, **asks)
-        text = self._template(shaped, tools, continue_final_message=continued, **asks)
-        return Rendered(self._shown(text), *self._encode(text), messages)
+        return self._rendered(messages, tools, asks, continue_final_message=continued)
 
     def whole(self, messages: list[Message], tools: Tools = None) -> Rendered:
         """Render a conversation, including the text that the template writes after the last message.
@@ -121,9 +119,12 @@ class ChatFormat:
         Raises:
             BadRow: the template refuses the messages, or omits one.
         """
+        return self._rendered(messages, tools, {})
+
+    def _rendered(self, messages: Messages, tools: Tools, asks: dict[str, bool], **more: bool) -> Rendered:
         tools = self._hide(tools, self._outside)
-        _, shaped = self._shape([self._hidden(messages)], tools)
-        text = self._template(shaped, tools)
+        _, shaped = self._shape([self._hidden(messages)], tools, **asks)
+        text = self._template(shaped, tools, **asks, **more)
         return Rendered(self._shown(text), *self._encode(text), messages)
 
     def following(self, messages: Messages, before: Ids, tools: Tools = None, stops: Ids = ()) -> list[int]:
@@ -370,15 +371,12 @@ class ChatFormat:
         for found in (*PLACEHOLDER.finditer(text), None):
             piece = text[at : found.start() if found else len(text)]
             with tokenizing():
-                if spans:
-                    encoded: Any = self.tokenizer(
-                        piece, add_special_tokens=False, return_offsets_mapping=True
-                    )
-                    ids += encoded["input_ids"]
-                    places = encoded["offset_mapping"]
-                    mask += [a < b and bool(learned[at + a] and learned[at + b - 1]) for a, b in places]
-                elif piece:
-                    ids += token_ids(self.tokenizer, piece, special=False)
+                encoded: Any = self.tokenizer(
+                    piece, add_special_tokens=False, return_offsets_mapping=bool(spans), verbose=False
+                )
+            ids += encoded["input_ids"]
+            places = encoded["offset_mapping"] if spans else ()
+            mask += [a < b and bool(learned[at + a] and learned[at + b - 1]) for a, b in places]
             if found:
                 written, at = self._as_text(int(found[1])), found.end()
                 ids += written

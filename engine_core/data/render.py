@@ -2,22 +2,16 @@
 
 Text without a template is tokenized with the tokenizer's default special tokens. Text from a template is
 tokenized without them, because the template writes special tokens.
-
-``truncate_left`` never cuts through a template. It drops the oldest exchange of a conversation while more
-than one is left, then the beginning of the oldest message, and renders again. A system message stays. A row
-that is still too long is skipped and counted as over-long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from engine_core.data.chat import ChatFormat, Rendered, tokenizing
 from engine_core.data.layouts import Message, Row, with_system
 from engine_core.data.rows import BadRow
-from engine_core.data.tokenizer import token_ids
 from engine_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -36,7 +30,7 @@ class Example:
 
 
 class OverLong(Exception):
-    """A row exceeds its limit and may not or cannot be cut. ``length`` is in tokens."""
+    """A row exceeds its limit. ``length`` is in tokens."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -62,32 +56,17 @@ class Renderer:
         added, end = list(tokenizer("")["input_ids"]), tokenizer.eos_token_id
         self._adds_end = added[-1:] == [end] and (len(added) > 1 or tokenizer.bos_token_id != end)
 
-    def fit(self, row: Row, limit: int) -> tuple[Rendered, bool]:
-        """Render ``row`` in at most ``limit`` tokens; also return whether it was cut.
+    def fit(self, row: Row, limit: int) -> Rendered:
+        """Render ``row`` in at most ``limit`` tokens.
 
         Raises:
             BadRow: the row cannot be rendered.
-            OverLong: the row is longer and ``over_long`` is not ``truncate_left``, or cutting did not suffice.
+            OverLong: the row is longer.
         """
-        (rendered,), was_cut = self.fit_together([row], limit)
-        return rendered, was_cut
-
-    def fit_together(self, rows: Sequence[Row], limit: int) -> tuple[list[Rendered], bool]:
-        """Render rows with the same prompt, each in at most ``limit`` tokens; a cut prompt is cut alike in all rows.
-
-        Raises:
-            BadRow, OverLong: as ``fit``.
-        """
-        rows = [self._prepare(row) for row in rows]
-        rendered = [self._render(row) for row in rows]
-        length = _longest(rendered)
-        # Each round is shorter, but tokenizing again may remove fewer tokens than were cut.
-        while (excess := _longest(rendered) - limit) > 0:
-            if self.config.over_long != "truncate_left" or (cut := self._cut(rows[0], excess)) is None:
-                raise OverLong(length)
-            rows = [replace(row, prompt=cut.prompt) for row in rows]
-            rendered = [self._render(row) for row in rows]
-        return rendered, _longest(rendered) < length
+        rendered = self._render(self._prepare(row))
+        if len(rendered.token_ids) > limit:
+            raise OverLong(len(rendered.token_ids))
+        return rendered
 
     def _prepare(self, row: Row) -> Row:
         """Return ``row`` with the system message, as a conversation if the chat template is used."""
@@ -147,43 +126,12 @@ class Renderer:
         turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
         return self.chat.conversation([*prompt, *turns], len(prompt), tools)
 
-    def _cut(self, row: Row, excess: int) -> Row | None:
-        """Return ``row`` without its oldest exchange, or without about ``excess`` tokens of its oldest text.
-
-        None: nothing can be cut.
-        """
-        if isinstance(row.prompt, str):
-            text = self._without_first(row.prompt, excess)
-            return replace(row, prompt=text) if text else None
-        start = 1 if row.prompt[0]["role"] in ("system", "developer") else 0
-        system, turns = row.prompt[:start], row.prompt[start:]
-        later = [i for i, turn in enumerate(turns) if turn["role"] == "user" and i > 0]
-        if later:
-            return replace(row, prompt=[*system, *turns[later[0] :]])
-        if not turns or turns[0]["role"] != "user":
-            return None
-        content = self._without_first(turns[0]["content"], excess)
-        first = {**turns[0], "content": content}
-        return replace(row, prompt=[*system, first, *turns[1:]]) if content else None
-
-    def _without_first(self, text: str, count: int) -> str:
-        """Return ``text`` without its first ``count`` tokens; without ``count`` characters if offsets are unknown."""
-        if not self.tokenizer.is_fast:
-            return text[count:]
-        with tokenizing():
-            encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        offsets = encoded["offset_mapping"]
-        return text[max(offsets[count][0], 1) :] if count < len(offsets) else ""
-
     def _ids(self, text: str, special: bool = False) -> list[int]:
         with tokenizing():
-            return token_ids(self.tokenizer, text, special)
+            encoded: Any = self.tokenizer(text, add_special_tokens=special, verbose=False)
+        return list(encoded["input_ids"])
 
     def _text_ids(self, text: str) -> list[int]:
         """Return token ids with the tokenizer's special tokens except an end of sequence: the text continues."""
         ids = self._ids(text, special=True)
         return ids[:-1] if self._adds_end else ids
-
-
-def _longest(rendered: Sequence[Rendered]) -> int:
-    return max(len(one.token_ids) for one in rendered)

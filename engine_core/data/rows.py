@@ -1,6 +1,7 @@
 """Random access to rows by number: ``Rows(files).row(17)`` and ``.where(17)`` ("train.jsonl:18").
 
-Parquet and CSV files are converted to memory-mapped Arrow files. JSONL is read line by line at known offsets.
+Parquet files are converted to memory-mapped Arrow files. JSONL is read line by line at known offsets. CSV files and JSON
+lists are in memory.
 Readers of libraries refuse a whole file for one bad line and force all rows into one schema. Here a bad line
 is one bad row that messages name, and rows may have different columns.
 """
@@ -119,8 +120,8 @@ class Rows:
 
     Args:
         files: paths, or the rows.
-        cache: folder of the Arrow files; default: ``$ENGINE_CACHE`` if set, else a
-            temporary folder that is removed with this object.
+        cache: folder of the Arrow files that another process made of these files; default: make them, in a temporary
+            folder that is removed with this object.
 
     Raises:
         DataError: a file is absent, empty, of an unknown kind or unreadable as a whole.
@@ -128,13 +129,13 @@ class Rows:
 
     def __init__(self, files: Sequence[str] | MemoryRows, cache: str | None = None) -> None:
         self.paths = [] if isinstance(files, MemoryRows) else [Path(file) for file in files]
-        self.cache = cache or os.environ.get("ENGINE_CACHE") or ""
-        if not self.cache and any(path.suffix in (".csv", ".parquet") for path in self.paths):
+        self.cache = cache or ""
+        if not self.cache and any(path.suffix == ".parquet" for path in self.paths):
             self._folder = TemporaryFolder("data-")
             self.cache = self._folder.path
-        self.files = (
-            [files] if isinstance(files, MemoryRows) else [_open(path, self.cache) for path in self.paths]
-        )
+        arrows = [Path(self.cache, f"{number}.arrow") for number in range(len(self.paths))]
+        opened = [_open(path, arrow) for path, arrow in zip(self.paths, arrows, strict=True)]
+        self.files = [files] if isinstance(files, MemoryRows) else opened
         self._ends = list(itertools.accumulate(len(file) for file in self.files))
 
     def __len__(self) -> int:
@@ -166,24 +167,24 @@ class Rows:
         return prints
 
 
-def _open(path: Path, cache: str) -> MemoryRows | JsonLines:
+def _open(path: Path, arrow: Path) -> MemoryRows | JsonLines:
     """Open a file with the reader for its suffix; refuse a file without rows."""
     if not path.is_file():
         close = nearest(path.name, os.listdir(path.parent) if path.parent.is_dir() else [])
         hint = f" Did you mean '{close}'?" if close else ""
         raise DataError(f"[data] There is no file '{path}'.{hint}")
-    readers = {".jsonl": _open_json, ".json": _open_json, ".parquet": _open_table, ".csv": _open_table}
+    readers = {".jsonl": _open_json, ".json": _open_json, ".parquet": _open_parquet, ".csv": _open_csv}
     if path.suffix not in readers:
         raise DataError(f"[data] '{path}' ends in '{path.suffix}'; known: {', '.join(readers)}.")
     if path.stat().st_size == 0:
         raise DataError(f"[data] '{path}' is empty (0 bytes).")
-    file = readers[path.suffix](path, cache)
+    file = readers[path.suffix](path, arrow)
     if len(file) == 0:
         raise DataError(f"[data] '{path}' has 0 rows.")
     return file
 
 
-def _open_json(path: Path, cache: str) -> MemoryRows | JsonLines:
+def _open_json(path: Path, arrow: Path) -> MemoryRows | JsonLines:
     with path.open("rb") as file:
         first = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if first != b"[":
@@ -195,86 +196,43 @@ def _open_json(path: Path, cache: str) -> MemoryRows | JsonLines:
 
 
 class ArrowRows(Sequence[dict[str, Any]]):
-    """The rows of a Parquet or CSV file, memory-mapped from an Arrow file that is written once.
+    """The rows of a memory-mapped Arrow file."""
 
-    Args:
-        path: the Parquet or CSV file.
-        cache: folder of the Arrow file; processes that read the same file share it.
-        header: the columns of a CSV file. CSV values stay text: "007" and "NA" are answers, not a number and a null.
-    """
-
-    def __init__(self, path: Path, cache: str, header: Sequence[str] = ()) -> None:
+    def __init__(self, file: Path) -> None:
         import pyarrow as pa
 
-        about = path.stat()
-        key = f"{path.resolve()} {about.st_size} {about.st_mtime_ns} {list(header)}"
-        file = Path(cache) / f"{path.stem[:100]}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.arrow"
-        if not file.is_file():
-            _write_arrow(path, file, header)
-        self._reader = pa.ipc.open_file(pa.memory_map(str(file)))
-        self._batches = [self._reader.get_batch(number) for number in range(self._reader.num_record_batches)]
-        self._ends = list(itertools.accumulate(len(batch) for batch in self._batches))
+        self._table = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return len(self._table)
 
     def __getitem__(self, index: Any) -> Any:
-        batch = bisect.bisect_right(self._ends, index)
-        first = self._ends[batch - 1] if batch else 0
-        return self._batches[batch].slice(index - first, 1).to_pylist()[0]
+        return self._table.slice(index, 1).to_pylist()[0]
 
 
-def _write_arrow(path: Path, file: Path, header: Sequence[str]) -> None:
-    """Write the rows of a Parquet or CSV file as an Arrow file, in batches; the final rename is atomic."""
+def _open_parquet(path: Path, arrow: Path) -> MemoryRows:
     import pyarrow as pa
-    import pyarrow.csv
     import pyarrow.parquet
 
-    if header:
-        text = pyarrow.csv.ConvertOptions(
-            column_types=dict.fromkeys(header, pa.string()), strings_can_be_null=False
-        )
-        parsing = pyarrow.csv.ParseOptions(newlines_in_values=True)
-        source = pyarrow.csv.open_csv(path, parse_options=parsing, convert_options=text)
-        schema, batches = source.schema, iter(source)
-    else:
-        source = pyarrow.parquet.ParquetFile(path)
-        schema, batches = source.schema_arrow, source.iter_batches(BATCH_ROWS)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(f".{os.getpid()}.part")
     try:
-        with pa.OSFile(str(part), "wb") as out, pa.ipc.new_file(out, schema) as writer:
-            for batch in batches:
-                writer.write_batch(batch)
-        part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def _open_table(path: Path, cache: str) -> MemoryRows:
-    import pyarrow as pa
-
-    lines: Sequence[int] = ()
-    header: Sequence[str] = ()
-    try:
-        if path.suffix == ".csv":
-            header, lines = _csv_layout(path)
-            table: Sequence[Any] = ArrowRows(path, cache, header) if lines else []
-        else:
-            table = ArrowRows(path, cache)
+        if not arrow.is_file():
+            source = pyarrow.parquet.ParquetFile(path)
+            with pa.OSFile(str(arrow), "wb") as out, pa.ipc.new_file(out, source.schema_arrow) as writer:
+                for batch in source.iter_batches(BATCH_ROWS):
+                    writer.write_batch(batch)
+        return MemoryRows(ArrowRows(arrow), path.name)
     except (pa.ArrowException, ValueError, OSError) as error:
         raise DataError(f"[data] '{path}' cannot be read: {error}.") from error
-    return MemoryRows(table, path.name, lines=lines)
 
 
-def _csv_layout(path: Path) -> tuple[list[str], array[int]]:
-    """Return the header and the first line of each row, so that messages can name the line.
+def _open_csv(path: Path, arrow: Path) -> MemoryRows:
+    """Read a CSV file. Values stay text: "007" and "NA" are answers, not a number and a null.
 
     Raises:
-        DataError: the file is not UTF-8 or not CSV, or a row does not fit the header.
+        DataError: the file is not UTF-8 or not CSV, or a row does not fit the header; names the line.
     """
     header: list[str] = []
-    lines: array[int] = array("Q")
+    rows, lines = list[dict[str, str]](), list[int]()
     line = 1
     # Undecodable bytes become lone surrogates, which encode() refuses at a known line.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
@@ -285,9 +243,10 @@ def _csv_layout(path: Path) -> tuple[list[str], array[int]]:
                 if row and not header:
                     header = row
                 elif row:
-                    lines.append(line)
                     if len(row) != len(header):
                         raise csv.Error(f"{len(row)} fields where the header has {len(header)}")
+                    rows.append(dict(zip(header, row, strict=True)))
+                    lines.append(line)
                 line = reader.line_num + 1
         except UnicodeEncodeError as error:
             raise DataError(f"[data] {path}:{line}: not valid UTF-8. Save the file as UTF-8.") from error
@@ -295,7 +254,7 @@ def _csv_layout(path: Path) -> tuple[list[str], array[int]]:
             raise DataError(f"[data] {path}:{line}: not valid CSV ({error}).") from error
     if twice := sorted({name for name in header if header.count(name) > 1}):
         raise DataError(f"[data] '{path}' has more than one column '{twice[0]}'.")
-    return header, lines
+    return MemoryRows(rows, path.name, lines=lines)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 class Outcome:
     """The result of preparing one row: an item, or the reason why there is none."""
 
-    kind: Literal["ok", "truncated", "bad_rows", "over_long"]  # all but the first are also counters
-    item: Any = None  # for the first two kinds: a Prompt, an Example, a Pair or a Judged
+    kind: Literal["ok", "bad_rows", "over_long"]  # all but the first are also counters
+    item: Any = None  # for the first kind: a Prompt, an Example, a Pair or a Judged
     problem: str = ""  # for the last two kinds, with the row's location
 
 
@@ -74,6 +74,8 @@ class Preparer:
         self.learn, self.train_on_prompt = learn, train_on_prompt
         self._asked, self._held, self._tools = limit, held, list(tools)
         self.limit = limit if held is None else min(limit, held)
+        # the first remedy for a row that is too long, for messages
+        self.remedy = "Shorten the row" if self.limit < limit else "Raise it"
         self._renderer = Renderer(tokenizer, config, learn, train_on_prompt)
         self._layouts: dict[int, str] = {}  # by file
 
@@ -85,16 +87,11 @@ class Preparer:
     @property
     def limit_key(self) -> str:
         """The name of the key or property that sets ``limit``, for messages."""
-        if self.limit < self._asked:
-            if self.learn:
-                return "the model's number of positions (max_position_embeddings)"
-            return "the longest prompt that leaves model and sampler room for a response"
-        return self._key
-
-    @property
-    def remedy(self) -> str:
-        """The first remedy for a row that is too long, for messages."""
-        return "Shorten the row" if self.limit < self._asked else "Raise it"
+        if self.limit == self._asked:
+            return self._key
+        if self.learn:
+            return "the model's number of positions (max_position_embeddings)"
+        return "the longest prompt that leaves model and sampler room for a response"
 
     @property
     def _key(self) -> str:
@@ -109,13 +106,13 @@ class Preparer:
         """
         try:
             raw = self.rows.row(index)
-            item, was_cut = self._item(raw, index, f"{self.split}:{self._id(raw, index)}")
+            item = self._item(raw, index, f"{self.split}:{self._id(raw, index)}")
         except BadRow as problem:
             return Outcome("bad_rows", problem=f"{self.rows.where(index)}: {problem}")
         except OverLong as problem:
             limit = f"{self.limit_key} is {self.limit}"
             return Outcome("over_long", problem=f"{self.rows.where(index)}: {problem}; {limit}")
-        return Outcome("truncated" if was_cut else "ok", item)
+        return Outcome("ok", item)
 
     def columns(self, index: int) -> dict[str, Any] | None:
         """Return the columns of row ``index`` that rewards receive, without rendering; None for an unusable row."""
@@ -126,16 +123,16 @@ class Preparer:
         except BadRow:  # reported when the row is prepared
             return None
 
-    def _item(self, raw: dict[str, Any], index: int, name: str) -> tuple[Any, bool]:
-        """Return the item of a row, and whether it was cut."""
+    def _item(self, raw: dict[str, Any], index: int, name: str) -> Any:
+        """Return the item of a row."""
         row = layouts.convert(raw, self._layout(index), self.config.columns, self.learn)
         if self._tools and "tools" not in row.columns:
             row.columns["tools"] = self._tools
-        rendered, was_cut = self._renderer.fit(row, self.limit)
+        rendered = self._renderer.fit(row, self.limit)
         if self.learn:
-            return Example(name, rendered.token_ids, rendered.loss_mask), was_cut
+            return Example(name, rendered.token_ids, rendered.loss_mask)
         messages = {} if rendered.messages is None else {"messages": rendered.messages}
-        return Prompt(name, rendered.token_ids, rendered.text, row.columns | messages), was_cut
+        return Prompt(name, rendered.token_ids, rendered.text, row.columns | messages)
 
     def _layout(self, index: int) -> str:
         """Return the layout of the row's file: that of its first readable row."""
@@ -213,7 +210,7 @@ class Source(Generic[Item]):
         self._epoch = self._position = 0
         self._bad: set[int] = set()
         self._skipped: set[int] = set()  # rows that this process skipped; each is logged once
-        self._counts = {"bad_rows": 0, "over_long": 0, "truncated": 0}
+        self._counts = {"bad_rows": 0, "over_long": 0}
         self._usable: int | None = None
         self._pool: RowWorkers | None = None
         self._stream = self._prepared(self._places())
@@ -257,7 +254,7 @@ class Source(Generic[Item]):
 
     @property
     def counters(self) -> dict[str, float]:
-        """Metrics: epochs passed, rows skipped and rows cut so far; a row counts in every epoch."""
+        """Metrics: epochs passed and rows skipped so far; a row counts in every epoch."""
         return {
             "data/epoch": self._epoch + self._position / len(self._rows),
             **{f"data/{name}": float(count) for name, count in self._counts.items()},
@@ -393,17 +390,16 @@ class Source(Generic[Item]):
         Raises:
             DataError: too many rows are unusable, or the row is over-long and `over_long` is ``error``.
         """
-        if outcome.kind != "ok":
-            self._counts[outcome.kind] += count
         if outcome.item is not None:
             return outcome.item
+        self._counts[outcome.kind] += count
         if outcome.kind == "bad_rows":
             self._bad.add(index)
             if len(self._bad) > self._config.max_bad_rows:
                 raise self._too_many(outcome.problem)
         elif self._config.over_long == "error":
             raise DataError(
-                f"{outcome.problem}. {self._preparer.remedy}, or set over_long to skip or truncate_left in [data]."
+                f"{outcome.problem}. {self._preparer.remedy}, or set over_long to skip in [data]."
             )
         if index not in self._skipped and len(self._skipped) < NAMED:
             logger.warning("Skipped a row: %s.", outcome.problem)

@@ -47,43 +47,11 @@ def load_tokenizer(model: ModelConfig, table: str = "model") -> PreTrainedTokeni
         raise DataError(f"[{table}] {key}: no tokenizer loads from '{name}': {reason}{hint}") from error
 
 
-def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = True) -> list[int]:
-    """Return ``tokenizer(text)["input_ids"]``, in half the time if the Rust backend alone gives the same ids.
-
-    Args:
-        tokenizer: the run's tokenizer.
-        text: any text.
-        special: add the special tokens that the tokenizer adds by default.
-    """
-    backend = _own_backend(tokenizer)
-    if backend is None:
-        return list(tokenizer(text, add_special_tokens=special)["input_ids"])
-    (encoded,) = backend.encode_batch_fast([text], add_special_tokens=special)  # fast: without offsets
-    return list(encoded.ids)
-
-
 def end_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the ids that end a response: those of the tokenizer and of the model's ``generation_config.json``."""
     path = Path(str(tokenizer.name_or_path)) / "generation_config.json"
     config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     return {*_ids(tokenizer.eos_token_id), *_ids(config.get("eos_token_id"))}
-
-
-def _own_backend(tokenizer: PreTrainedTokenizerBase) -> Any:
-    """Return the Rust backend if it alone gives the tokenizer's ids, else None.
-
-    It does if the class overrides no encoding method and truncation and padding are off.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    backend, kind = getattr(tokenizer, "backend_tokenizer", None), type(tokenizer)
-    names = ("__call__", "_encode_plus")
-    if backend is None or any(
-        getattr(kind, n, kind) is not getattr(PreTrainedTokenizerFast, n, None) for n in names
-    ):
-        return None
-    as_it_is = not backend.truncation and not backend.padding
-    return backend if as_it_is and backend.encode_special_tokens == tokenizer.split_special_tokens else None
 
 
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> list[str]:
@@ -94,8 +62,7 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedCon
         hf_config: the config of the model.
 
     Returns:
-        Remarks that are no errors: a padding token that is the end of sequence, end tokens that differ,
-        a chat template without an end of sequence.
+        Remarks that are no errors: end tokens that differ, a chat template without an end of sequence.
 
     Raises:
         DataError: ids do not fit; the message lists all problems.
@@ -162,11 +129,6 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def _remarks(tokenizer: PreTrainedTokenizerBase, ends: list[int]) -> list[str]:
     end, remarks = tokenizer.eos_token_id, []
-    if tokenizer.pad_token_id == end:
-        remarks.append(
-            f"The padding token is the end of sequence ({tokenizer.eos_token!r} = {end}). "
-            "The engine distinguishes them by masks, other tools may not."
-        )
     if ends and end not in ends:
         remarks.append(
             f"The model's config ends sequences with {ends}, the tokenizer with {end} "

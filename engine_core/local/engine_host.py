@@ -110,22 +110,18 @@ class EngineHost:
         for own_phase, guest in guests:
             if own_phase != phase:
                 guest.sleep()
-        if any(own_phase == phase for own_phase, _ in guests):
-            for sampler in samplers:
-                sampler.sleep(keep=("weights",))
-            for own_phase, guest in guests:
-                if own_phase == phase:
-                    guest.wake()
+        idle: list[Any] = []
+        needed: list[Any] = [guest for own_phase, guest in guests if own_phase == phase]
+        if needed:
+            idle = samplers
         elif phase == "generate":
-            for trainer in trainers:
-                trainer.sleep(keep=("weights",))
-            for sampler in samplers:
-                sampler.wake()
+            idle, needed = trainers, samplers
         elif phase == "train":
-            for sampler in samplers:
-                sampler.sleep(keep=("weights",))
-            for trainer in trainers:
-                trainer.wake()
+            idle, needed = samplers, trainers
+        for engine in idle:
+            engine.sleep(keep=("weights",))
+        for engine in needed:
+            engine.wake()
 
     def close(self) -> None:
         """Close the engines, the last built first."""
@@ -183,9 +179,7 @@ class EngineHost:
     def _shares(self, actor: TrainEngine) -> bool:
         """Return whether the sampler uses the actor's module, as ``rollout.weights`` says; the same on all ranks."""
         wanted = self.config.rollout.weights
-        if wanted == "own" or not self._can_share():
-            return False
-        return self._can_hold(actor, wanted)
+        return wanted != "own" and self._can_share() and self._can_hold(actor, wanted)
 
     def _can_hold(self, actor: TrainEngine, wanted: str) -> bool:
         """Return whether the sampler can use the actor's module; in one process it always can."""

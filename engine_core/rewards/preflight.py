@@ -7,11 +7,11 @@ are checked: a bad row that was not checked fails its sample later (`on_error`).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import DataError
+from engine_core.rewards.signatures import call_named, option_values
 from engine_core.specs import resolve
 
 if TYPE_CHECKING:
@@ -57,17 +57,15 @@ def check_rewards(rewards: Sequence[RewardConfig], plugins: PluginSet) -> dict[s
         spec: Any = None if reward.has_model else plugins.find("rewards", reward.name)
         if spec is None or spec.check is None:
             continue
-        make = resolve(spec.check)
         table = spec.config() if reward.options is None else reward.options
-        values = {field: getattr(table, field) for field in type(table).model_fields}
-        context = {
-            "root": plugins.root,
-            "allow_code": plugins.allow_code,
-            "timeout": reward.timeout_seconds,
-            "modules": plugins.modules,
-        }
-        taken = inspect.signature(make).parameters.keys() - values.keys()
-        check = make(**values, **{name: value for name, value in context.items() if name in taken})
+        check = call_named(
+            resolve(spec.check),
+            option_values(table),
+            root=plugins.root,
+            allow_code=plugins.allow_code,
+            timeout=reward.timeout_seconds,
+            modules=plugins.modules,
+        )
         if check is not None:
             found[reward.name] = check
     return found

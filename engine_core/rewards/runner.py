@@ -1,14 +1,13 @@
 """The reward runner: it runs every ``[[reward]]`` on rollouts, applies its failure policies, and sums by weight.
 
 ``rollout.rewards`` holds the values of the functions (``rollout.answers`` the answers that they read).
-``rollout.reward`` is the sum of ``weight * normalize(clip(value))`` over the rewards that
+``rollout.reward`` is the sum of ``weight * clip(value)`` over the rewards that
 apply. A failed sample has None in ``rollout.rewards`` (0 under ``zero``). Under ``drop`` its rollout is no longer
 ``valid``, unless the reward's weight is 0.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,29 +33,6 @@ if TYPE_CHECKING:
     from engine_core.contracts.parts import EarlyScores, RewardPool, RewardWorkers
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.types import Request, Rollout
-
-
-@dataclasses.dataclass
-class RunningStd:
-    """The running standard deviation of all values seen (Welford, https://doi.org/10.2307/1266577)."""
-
-    count: int = 0
-    mean: float = 0.0
-    squares: float = 0.0
-
-    def update(self, values: Sequence[float]) -> None:
-        """Add values to the statistics."""
-        for value in values:
-            self.count += 1
-            delta = value - self.mean
-            self.mean += delta / self.count
-            self.squares += delta * (value - self.mean)
-
-    @property
-    def divisor(self) -> float:
-        """The standard deviation (divided by n), or 1 while it is 0."""
-        std = (self.squares / self.count) ** 0.5 if self.count else 0.0
-        return std if std > 1e-8 else 1.0
 
 
 def reward_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -87,7 +63,6 @@ class Scorer:
 
     def __init__(self, config: RewardConfig, runner: RewardPool | InProcess | ByModel) -> None:
         self.config, self.runner = config, runner
-        self.std = RunningStd()
         self.failures = {"error": 0, "timeout": 0}
         self.restarts = 0  # restarts that metrics have reported
         self.first_failure = ""
@@ -233,7 +208,6 @@ class RewardRunner:
         self,
         rollouts: list[Rollout],
         step: int,
-        training: bool = True,
         early: EarlyScores | Known | None = None,
     ) -> dict[str, float]:
         """Fill in ``rewards``, ``reward`` and ``valid`` of each rollout.
@@ -241,7 +215,6 @@ class RewardRunner:
         Args:
             rollouts: any number; an invalid rollout is scored and stays invalid.
             step: step number, for messages.
-            training: False leaves the statistics of ``normalize`` unchanged.
             early: results of an earlier scoring of these rollouts, by ``early`` (after ``seal``) or ``outcomes``.
 
         Returns:
@@ -263,7 +236,7 @@ class RewardRunner:
         ):
             raise ValueError("early: it has scored other rollouts than these.")
         self._run(rollouts, step, early)
-        metrics = self._sum(rollouts, training)
+        metrics = self._sum(rollouts)
         return metrics | self._failures(step) | reward_statistics(rollouts)
 
     def _decode(self, rollouts: Sequence[Rollout]) -> None:
@@ -338,38 +311,29 @@ class RewardRunner:
             if isinstance(scorer.runner, InProcess | ByModel):
                 scorer.runner.run(columns[scorer.config.name], count, on_failure)
 
-    def _sum(self, rollouts: Sequence[Rollout], training: bool) -> dict[str, float]:
+    def _sum(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         metrics: dict[str, float] = {}
         totals: list[float] = [0.0] * len(rollouts)
         applied, dropped = [False] * len(rollouts), [False] * len(rollouts)
+        values = {name: [r.rewards.get(name) for r in rollouts] for name in self.given}
         for scorer in self.scorers:
             config, outcomes = scorer.config, [o for o in scorer.runner.outcomes if o is not None]
-            values = [scorer.value(outcome) for outcome in outcomes]
-            known = [value for value in values if value is not None]
-            if config.normalize and training:
-                scorer.std.update([scorer.config.clipped(value) for value in known])
-            divisor = scorer.std.divisor if config.normalize else 1.0
-            for i, (outcome, value) in enumerate(zip(outcomes, values, strict=True)):
-                rollouts[i].rewards[config.name] = value
+            values[config.name] = [scorer.value(outcome) for outcome in outcomes]
+            for i, outcome in enumerate(outcomes):
                 if outcome.answer is not None:
                     rollouts[i].answers[config.name] = outcome.answer
                 dropped[i] |= scorer.policy(outcome) == "drop" and config.weight != 0
-                if value is not None and config.weight != 0:
-                    applied[i] = True
-                    totals[i] += config.weight * scorer.config.clipped(value) / divisor
-            if known:
-                metrics[f"reward/{config.name}"] = statistics.fmean(known)
-            elif outcomes and not any(outcome.failure for outcome in outcomes):
+            unknown = all(value is None for value in values[config.name])
+            if outcomes and unknown and not any(outcome.failure for outcome in outcomes):
                 scorer.warn_nothing_applies(len(outcomes))
-        for name, weight in self.given.items():
-            values = [rollout.rewards.get(name) for rollout in rollouts]
-            if known := [value for value in values if value is not None]:
+        for name, weight, clipped in self.terms():
+            if known := [value for value in values[name] if value is not None]:
                 metrics[f"reward/{name}"] = statistics.fmean(known)
-            for i, value in enumerate(values):
+            for i, value in enumerate(values[name]):
                 rollouts[i].rewards[name] = value
                 if value is not None and weight != 0:
                     applied[i] = True
-                    totals[i] += weight * value
+                    totals[i] += weight * clipped(value)
         weighed = any(weight for _, weight, _ in self.terms())
         for i, rollout in enumerate(rollouts):
             if rollout.failure:  # a failed episode: already dropped, or its reward is 0
@@ -422,16 +386,6 @@ class RewardRunner:
                 problems.append(str(error))
         if problems:
             raise DataError("\n".join(problems))
-
-    def state(self) -> dict[str, Any]:
-        """Return the statistics of normalized rewards as plain values, for checkpoints."""
-        return {s.config.name: dataclasses.asdict(s.std) for s in self.scorers if s.config.normalize}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of ``state``; a reward that it lacks starts with empty statistics."""
-        for scorer in self.scorers:
-            if scorer.config.name in state:
-                scorer.std = RunningStd(**state[scorer.config.name])
 
     def _runner(
         self, config: RewardConfig, plugins: PluginSet, models: Mapping[str, ModelReward]

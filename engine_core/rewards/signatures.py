@@ -146,13 +146,22 @@ def load_reward(
         modules: the run file's `plugins`, from which a factory can load entries of other tables.
     """
     spec, function = plugins.spec("rewards", name), plugins.resolve("rewards", name)
-    model = spec.config.model_validate(options or {})
-    values = {field: getattr(model, field) for field in type(model).model_fields}
+    values = option_values(spec.config.model_validate(options or {}))
     if not getattr(spec, "factory", False):
         return RewardFunction(name, function, values)
-    context = {"root": root, "allow_code": allow_code, "timeout": timeout, "modules": modules}
+    made = call_named(function, values, root=root, allow_code=allow_code, timeout=timeout, modules=modules)
+    return RewardFunction(name, made, {})
+
+
+def option_values(table: Any) -> dict[str, Any]:
+    """Return the values of an option table by field."""
+    return {field: getattr(table, field) for field in type(table).model_fields}
+
+
+def call_named(function: Callable[..., Any], values: Mapping[str, Any], **context: Any) -> Any:
+    """Call a function with all of ``values`` and with those of ``context`` that it names and ``values`` lacks."""
     taken = inspect.signature(function).parameters.keys() - values.keys()
-    return RewardFunction(name, function(**values, **{k: v for k, v in context.items() if k in taken}), {})
+    return function(**values, **{name: value for name, value in context.items() if name in taken})
 
 
 def check_functions(rewards: Sequence[RewardConfig], plugins: PluginSet) -> None:
@@ -408,8 +417,8 @@ def _shown(value: Any) -> str:
 class InProcess:
     """A reward that runs in the controller: ``workers = 0``, or a Python function given to the trainer.
 
-    An exception is a failed sample, as in a worker. The function cannot be killed: if it hangs or crashes
-    the interpreter, so does the run.
+    An exception fails the samples of its call: one in singular form, all in plural form. The function cannot be killed:
+    if it hangs or crashes the interpreter, so does the run.
     """
 
     def __init__(self, reward: RewardFunction, timeout: float) -> None:
@@ -422,23 +431,11 @@ class InProcess:
         """Score all samples; call ``on_failure`` for each failed one."""
         own = {name: [copy.deepcopy(value) for value in values] for name, values in columns.items()}
         self.outcomes = [None] * count
-        for position, outcome in self._evaluate(own, count):
+        for position, outcome in evaluate(self.reward, own, count, self.timeout, contextlib.nullcontext):
             for failing in range(count) if position is None else (position,):
                 self.outcomes[failing] = outcome
                 if outcome.failure:
                     on_failure(self.name, failing, outcome)
-
-    def _evaluate(
-        self, columns: Mapping[str, Sequence[Any]], count: int
-    ) -> Iterator[tuple[int | None, Outcome]]:
-        for position, outcome in evaluate(self.reward, columns, count, self.timeout, contextlib.nullcontext):
-            if position is not None or outcome.contract or self.reward.signature.whole_batch or count == 1:
-                yield position, outcome
-                continue
-            for alone in range(count):  # one call per sample, to find the failing ones
-                row = {name: [values[alone]] for name, values in columns.items()}
-                for _, single in evaluate(self.reward, row, 1, self.timeout, contextlib.nullcontext):
-                    yield alone, single
 
     def close(self) -> None:
         """Do nothing: no process was started."""

@@ -119,7 +119,7 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             raise
         faults.point("checkpoint.after_publish")
-        _sync_folder(self.folder)
+        _sync(self.folder)
         faults.point("checkpoint.before_prune")
         try:
             self.prune(self.keep_last, upto=step)
@@ -234,8 +234,7 @@ def problems(path: Path, deep: bool = True, read: Callable[[int], object] | None
     if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing"]
     manifest = _read_json(path / MANIFEST)
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict) or not all(_is_entry(entry) for entry in files.values()):
+    if (files := _files_in(manifest)) is None:
         return [f"{MANIFEST} cannot be read"]
     if manifest.get("format") != FORMAT:
         return [f"{MANIFEST} has format {manifest.get('format')}, this version reads {FORMAT}"]
@@ -248,15 +247,17 @@ def problems(path: Path, deep: bool = True, read: Callable[[int], object] | None
 
 def size(path: Path) -> tuple[int, int]:
     """Return the number of files and of bytes in a checkpoint's manifest; 0, 0 if it cannot be read."""
-    manifest = _read_json(path / MANIFEST)
-    files = manifest.get("files") if isinstance(manifest, dict) else None
-    if not isinstance(files, dict) or not all(_is_entry(entry) for entry in files.values()):
-        return 0, 0
+    files = _files_in(_read_json(path / MANIFEST)) or {}
     return len(files), sum(entry["bytes"] for entry in files.values() if isinstance(entry["bytes"], int))
 
 
-def _is_entry(entry: Any) -> bool:
-    return isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys()
+def _files_in(manifest: Any) -> dict[str, Any] | None:
+    """Return the files of a manifest with their entries; None if it does not have the form of a manifest."""
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict):
+        return None
+    good = all(isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in files.values())
+    return files if good else None
 
 
 def _unsafe(path: Path, name: str) -> str | None:
@@ -308,15 +309,15 @@ def _write_manifest(folder: Path, step: int) -> None:
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     entries = {}
     for file in files:
-        _sync_file(file)
+        _sync(file)
         entries[str(file.relative_to(folder))] = {"bytes": file.stat().st_size, "sha256": _sha256(file)}
     for sub in {file.parent for file in files}:
-        _sync_folder(sub)
+        _sync(sub)
     faults.point("checkpoint.before_manifest")
     _write_json(
         folder / MANIFEST, {"format": FORMAT, "step": step, "files": entries}, "checkpoint.in_manifest"
     )
-    _sync_folder(folder)
+    _sync(folder)
 
 
 def _write_json(path: Path, value: Any, halfway: str | None = None) -> None:
@@ -341,12 +342,8 @@ def _sha256(path: Path, read: Callable[[int], object] | None = None) -> str:
     return digest.hexdigest()
 
 
-def _sync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
+def _sync(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

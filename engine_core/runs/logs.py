@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import logging.handlers
-import math
 import os
 import re
 import statistics
@@ -121,18 +120,16 @@ class _Formatter(logging.Formatter):
         return self._redact(super().format(record))
 
 
-PHASES = {  # name in metrics -> displayed name, color
-    "generate": ("gen", "cyan"),
-    "reward": ("reward", "yellow"),
-    "log_probs": ("logp", "blue"),
-    "train": ("train", "green"),
-    "sync": ("sync", "magenta"),
-    "eval": ("eval", "white"),
-    "checkpoint": ("save", "red"),
+PHASES = {  # name in metrics -> displayed name
+    "generate": "gen",
+    "reward": "reward",
+    "log_probs": "logp",
+    "train": "train",
+    "sync": "sync",
+    "eval": "eval",
+    "checkpoint": "save",
 }
 ACCURACY = re.compile(r"eval/(?:([^/]+)/)?accuracy")
-BLOCKS = "▁▂▃▄▅▆▇█"
-HISTORY = 40  # steps in the sparkline
 
 # label, metric names (the first one present is shown), format
 FIGURES = (
@@ -164,14 +161,13 @@ class Progress:
         self.total, self.current, self.title = total_steps, done, title
         self.metrics: Mapping[str, float] = {}
         self._now = "starting"
-        self._began = self._last = time.monotonic()
+        self._last = time.monotonic()
         self._seconds: deque[float] = deque(maxlen=20)
-        self._history: deque[float] = deque(maxlen=HISTORY)
         self._stream = stream or sys.stderr
-        self._console = Console(file=self._stream)
+        console = Console(file=self._stream)
         self._live: Live | None = None
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._live = Live(self, console=self._console, refresh_per_second=4, redirect_stdout=False)
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(self, console=console, refresh_per_second=4, redirect_stdout=False)
             self._live.start()
 
     def phase(self, name: str) -> None:
@@ -183,9 +179,6 @@ class Progress:
         now = time.monotonic()
         self._seconds.append(now - self._last)
         self._last, self.current, self.metrics = now, step, dict(metrics)
-        lead = metrics.get("reward/mean", metrics.get("actor/loss"))
-        if lead is not None:
-            self._history.append(lead)
         if self._live is None:
             print(step_line(step, self.total, metrics, self.eta), file=self._stream, flush=True)
 
@@ -210,27 +203,16 @@ class Progress:
         self.close()
 
     def __rich__(self) -> RenderableType:
-        """Return the live display: progress, figures, phase times, current phase."""
+        """Return the live display: title, progress bar, the line of the last step, current phase."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text
 
-        gone, eta = clock(time.monotonic() - self._began), "-" if self.eta is None else clock(self.eta)
+        line = step_line(self.current, self.total, self.metrics, self.eta)
         bar = Table.grid(padding=(0, 1))
-        bar.add_row(
-            Text(self.title, style="bold"),
-            Text.assemble(("step ", "dim"), (f"{self.current}/{self.total}", "bold")),
-            ProgressBar(self.total, self.current, 30),
-            Text(f"{gone} gone, ETA {eta}", style="dim"),
-        )
-        shown = [
-            Text.assemble((f"{label} ".lstrip(), "dim"), (value, "bold"))
-            for label, value in figures(self.metrics)
-        ]
-        if len(self._history) > 1:
-            shown.insert(0, Text(sparkline(list(self._history)), "green"))
-        return Group(bar, Text("  ").join(shown), phase_bar(self.metrics, self._now, self._console.no_color))
+        bar.add_row(Text(self.title, "bold"), ProgressBar(self.total, self.current, 40))
+        return Group(bar, Text(f"{line}  now: {self._now}"))
 
 
 def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
@@ -263,7 +245,8 @@ def with_interval(metrics: Mapping[str, float], name: str, form: str = "{:.6g}")
 
 def step_line(step: int, total: int, metrics: Mapping[str, float], eta: float | None) -> str:
     """Return one step as a line: ``step 12/100  reward 0.412  kl 0.001  ...  gen 0.8s train 0.5s  ETA 1m20s``."""
-    times = [f"{name} {seconds:.1f}s" for name, seconds, _ in _phase_times(metrics) if seconds >= 0.05]
+    spent = {name: metrics.get(f"time/{phase}", 0.0) for phase, name in PHASES.items()}
+    times = [f"{name} {seconds:.1f}s" for name, seconds in spent.items() if seconds >= 0.05]
     parts = (
         f"step {step:>{len(str(total))}}/{total}",
         *(f"{label} {value}".strip() for label, value in figures(metrics)),
@@ -282,34 +265,3 @@ def clock(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes % 60:02d}m"
     return f"{minutes}m{whole % 60:02d}s" if minutes else f"{whole}s"
-
-
-def sparkline(values: list[float]) -> str:
-    """Return a curve of block characters, scaled from the smallest to the largest finite value."""
-    finite = [value for value in values if math.isfinite(value)]
-    low, span = min(finite, default=0.0), max(finite, default=0.0) - min(finite, default=0.0)
-    top = len(BLOCKS) - 1
-    return "".join(BLOCKS[round((value - low) / span * top) if span else top // 2] for value in finite)
-
-
-def phase_bar(
-    metrics: Mapping[str, float], now: str, no_color: bool = False, width: int = 40
-) -> RenderableType:
-    """Return the phases of the last step as a bar with its legend, and the current phase."""
-    from rich.text import Text
-
-    times = _phase_times(metrics)
-    total = sum(seconds for _, seconds, _ in times)
-    glyphs = dict(zip((name for name, _ in PHASES.values()), "█▓▒░█▓▒", strict=True))
-    bar, legend = Text(), Text()
-    for name, seconds, color in times:
-        if seconds > total / 100:
-            bar.append((glyphs[name] if no_color else "█") * max(1, round(seconds / total * width)), color)
-            legend.append(f"  {name} {seconds:.2f}s", color)
-    return Text.assemble(bar, legend, "  " if times else "", (f"now: {now}", "dim italic"))
-
-
-def _phase_times(metrics: Mapping[str, float]) -> list[tuple[str, float, str]]:
-    """Return (displayed name, seconds, color) of each phase of a step, in the order of ``PHASES``."""
-    found = ((name, metrics.get(f"time/{phase}"), color) for phase, (name, color) in PHASES.items())
-    return [(name, seconds, color) for name, seconds, color in found if seconds is not None]

@@ -12,7 +12,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import re
 import resource
 import shutil
 import subprocess
@@ -48,14 +47,11 @@ GIB = 1024**3
 MIN_SHARED_MEMORY = 1 * GIB  # NCCL and data workers each map hundreds of MiB
 MIN_FREE_DISK = 5 * GIB
 ENOUGH_FILES = 4096
-NETWORK_FILE_SYSTEMS = re.compile(
-    r"nfs\d*|cifs|smb\w*|afs|ceph|lustre|gpfs|beegfs|davfs|(fuse\.)?(glusterfs|sshfs|s3fs|gcsfuse|juicefs|rclone|goofys)"
-)
 
 
 def check_start(run_path: Path) -> list[str]:
     """Raise the limit of open files; check shared memory and the run folder's disk. Return a sentence per problem."""
-    checks = raise_open_file_limit(), check_shared_memory(), check_file_system(run_path), check_disk(run_path)
+    checks = raise_open_file_limit(), check_shared_memory(), check_disk(run_path)
     return [problem for problem in checks if problem]
 
 
@@ -83,22 +79,6 @@ def check_shared_memory(path: Path = Path("/dev/shm"), need: int = MIN_SHARED_ME
     return (
         f"Shared memory: {path} has {size / GIB:.2f} GiB; {need / GIB:.0f} GiB or more are expected by data workers and "
         "multi-GPU communication. Enlarge it (docker run --shm-size=8g, or mount -o remount,size=8g /dev/shm)."
-    )
-
-
-def check_file_system(path: Path) -> str | None:
-    """Return a sentence if ``path``, which need not exist, is on a network file system."""
-    below = [
-        mount
-        for mount in psutil.disk_partitions(all=True)
-        if path.absolute().is_relative_to(mount.mountpoint)
-    ]
-    mount = max(below, key=lambda mount: len(mount.mountpoint), default=None)
-    if mount is None or not NETWORK_FILE_SYSTEMS.fullmatch(mount.fstype):
-        return None
-    return (
-        f"Network file system: the run folder {path} lies on {mount.mountpoint} ({mount.fstype}). Checkpoints and metrics "
-        "will be slow, and file locks may not hold. Set run.dir to a local disk and copy the run afterwards."
     )
 
 

@@ -9,12 +9,12 @@ JSON) and ``extras`` (tensors by name, as a safetensors file). Any Parquet reade
 ``read_rollouts`` returns the rollouts that ``write_rollouts`` wrote.
 
 The key ``engine.rollouts`` of the file's metadata holds JSON: ``format`` (``FORMAT``) and the values that all rows
-share, such as ``tokenizer`` (hash) and ``temperature``. Format 1 has neither the key nor ``greedy_reward``, formats
-1 and 2 have none of ``failure``, ``messages`` and ``answers``; both can still be read.
+share, such as ``tokenizer`` (hash) and ``temperature``.
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import json
@@ -54,8 +54,6 @@ TENSORS = {
     "policy_versions": "int32",
 }
 """Fields with a value a token, with the name of the type in Arrow and in torch."""
-SINCE = {"greedy_reward": 2, "failure": 3, "messages": 3, "answers": 3}
-"""Columns that formats before this one lack; they are read as null."""
 
 
 def rollout_path(folder: Path, step: int) -> Path:
@@ -103,7 +101,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
     """Read a file that ``write_rollouts`` wrote.
 
     Raises:
-        DataError: the file is missing, is not Parquet, lacks a column or has a later format.
+        DataError: the file is missing, is not Parquet, lacks a column or has another format.
     """
     return RolloutFile(path).rollouts()
 
@@ -115,7 +113,7 @@ class RolloutFile:
         path: the file.
 
     Raises:
-        DataError: the file is missing, is not Parquet, lacks a column or has a later format.
+        DataError: the file is missing, is not Parquet, lacks a column or has another format.
     """
 
     def __init__(self, path: Path) -> None:
@@ -132,17 +130,14 @@ class RolloutFile:
         try:
             self._file = pq.ParquetFile(path)
             metadata = self._file.schema_arrow.metadata or {}
-            self.about: dict[str, Any] = json.loads(metadata.get(ABOUT, b'{"format": 1}'))
+            self.about: dict[str, Any] = json.loads(metadata.get(ABOUT, f'{{"format": {FORMAT}}}'))
             version = int(self.about["format"])
         except (pa.ArrowInvalid, ValueError, TypeError, KeyError) as error:
             raise self._unreadable(error) from error
-        if version > FORMAT:
-            raise DataError(
-                f"{path} is of format {version}; this version reads up to {FORMAT}. Update the engine."
-            )
+        if version != FORMAT:
+            raise DataError(f"{path} is of format {version}; this version reads format {FORMAT}.")
         names = self._file.schema_arrow.names
-        self._absent = [name for name, since in SINCE.items() if since > version and name not in names]
-        if missing := [name for name in _schema().names if name not in {*names, *self._absent}]:
+        if missing := [name for name in _schema().names if name not in names]:
             raise self._unreadable(f"it has no column {', '.join(missing)}")
         counts = [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
         self._starts = [0, *itertools.accumulate(counts)]
@@ -164,12 +159,7 @@ class RolloutFile:
         from safetensors import SafetensorError
 
         wanted = range(len(self)) if rows is None else rows
-        chosen = set(wanted)
-        groups = [
-            i
-            for i, (start, end) in enumerate(itertools.pairwise(self._starts))
-            if not chosen.isdisjoint(range(start, end))
-        ]
+        groups = sorted({bisect.bisect_right(self._starts, row) - 1 for row in wanted})
         held = [row for i in groups for row in range(self._starts[i], self._starts[i + 1])]
         place = {row: number for number, row in enumerate(held)}
         order = pa.array([place[row] for row in wanted], pa.int64())
@@ -183,10 +173,7 @@ class RolloutFile:
         import pyarrow as pa
 
         try:
-            present = [name for name in columns if name not in self._absent]
-            table = self._file.read_row_groups(list(groups), columns=present)
-            for name in (name for name in columns if name in self._absent):
-                table = table.append_column(name, pa.nulls(len(table)))
+            table = self._file.read_row_groups(list(groups), columns=list(columns))
             wanted = pa.schema([_schema().field(name) for name in columns])
             return table.select(list(columns)).cast(wanted)
         except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError, OSError) as error:
@@ -258,14 +245,13 @@ def _rollouts(table: pa.Table) -> list[Rollout]:
             for name, kind in TENSORS.items()
         }
         rollout = Rollout(
-            **{name: row[name] for name in PLAIN if name != "failure"},
+            **{name: row[name] for name in PLAIN},
             **tensors,
             prompt=Prompt(row["prompt_id"], row["prompt_ids"], row["prompt"], json.loads(row["columns"])),
             text=row["response"],
             rewards=dict(row["rewards"]),
-            failure=row["failure"] or "",
-            messages=json.loads(row["messages"] or "[]"),
-            answers=dict(row["answers"] or ()),
+            messages=json.loads(row["messages"]),
+            answers=dict(row["answers"]),
             extras=load(row["extras"]),
         )
         made.append(rollout)

@@ -37,12 +37,11 @@ from engine_core.errors import DataError, EnvironmentProblem, did_you_mean
 from engine_core.redaction import Redactor
 from engine_core.runs.folders import (
     ATTEMPT,
-    LineFile,
-    PendingWrites,
     exists_already,
     folder_for,
     is_unused,
     replace_text,
+    writing,
 )
 from engine_core.runs.logs import FILE_ONLY
 from engine_core.runs.machine import describe_environment
@@ -71,7 +70,6 @@ class RunFolder:
         self.rollouts_dir = path / "rollouts"
         self.checkpoints = path / "checkpoints"
         self.logs_dir = path / "logs"
-        self.pending = PendingWrites()  # writes that failed on a full disk
         self._lock_file: TextIO | None = None
 
     @property
@@ -192,18 +190,6 @@ class RunFolder:
         finally:
             self.close()
 
-    @property
-    def in_use(self) -> bool:
-        """Whether a process uses the folder; also True if the file system has no locks and this is unknown."""
-        try:
-            with (self.path / ".lock").open(encoding="utf-8") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return True
-        return False
-
     def _lock(self) -> bool:
         """Lock the folder until ``close`` or the end of the process; return False if the file system has no locks.
 
@@ -284,8 +270,7 @@ class RunFolder:
 class Tracker:
     """The base class of trackers, which receive metrics in addition to ``metrics.jsonl``.
 
-    Each tracker runs in its own thread and does not delay training: a slow tracker misses steps, a
-    failing one is switched off. Example::
+    Each tracker runs in its own thread and does not delay training: a failing one is switched off. Example::
 
         class Printer(Tracker):
             def log(self, step, metrics):
@@ -318,52 +303,23 @@ class Tracker:
 class _Feeder(threading.Thread):
     """A thread that feeds one tracker.
 
-    consumes: its queue of at most ``size`` steps; waits for: the next step; unblocked by: ``offer``
-    or ``end``; produces: calls of the tracker, one after another. It is a daemon, so a stalled tracker cannot
-    keep the process alive.
+    consumes: its queue; waits for: the next step; unblocked by: None in the queue; produces: calls of the tracker, one
+    after another. It is a daemon, so a stalled tracker cannot keep the process alive.
     """
 
-    def __init__(self, name: str, tracker: Tracker, begin: Callable[[], None], size: int) -> None:
+    def __init__(self, name: str, tracker: Tracker, begin: Callable[[], None]) -> None:
         super().__init__(name=f"tracker-{name}", daemon=True)
-        self.label, self.tracker, self._begin, self._size = name, tracker, begin, size
-        self.failed = False
-        self.dropped = 0  # steps not queued
-        self._offered = 0  # only written by the training thread
-        self._taken = 0  # steps that the tracker logged without an error; only written by this thread
-        self._queue: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
-
-    @property
-    def pending(self) -> int:
-        """Number of steps that were offered and that the tracker has not logged."""
-        return self._offered - self._taken
-
-    @property
-    def missed(self) -> int:
-        """Number of steps that this tracker missed so far: dropped, or queued when it failed."""
-        return self.pending if self.failed else self.dropped
-
-    def offer(self, step: int, metrics: dict[str, float]) -> None:
-        """Queue one step without waiting; a full queue or a failed tracker drops it."""
-        self._offered += 1
-        if self.failed or self._queue.qsize() >= self._size:
-            self.dropped += 1
-        else:
-            self._queue.put((step, metrics))
-
-    def end(self) -> None:
-        """Ask the thread to finish the queue and close the tracker."""
-        self._queue.put(None)
+        self.label, self.tracker, self._begin = name, tracker, begin
+        self.steps: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Start the tracker, log queued steps, close it; an error switches it off."""
         try:
             self._begin()
-            while (item := self._queue.get()) is not None:
+            while (item := self.steps.get()) is not None:
                 self.tracker.log(*item)
-                self._taken += 1
             self.tracker.close()
         except BaseException as error:  # some libraries raise SystemExit in their thread
-            self.failed = True
             logger.error("Tracker '%s' failed.", self.label, exc_info=True, extra=FILE_ONLY)
             logger.error(
                 "Tracker '%s' failed and is off for the rest of the run; training continues. %s: %s",
@@ -374,39 +330,26 @@ class _Feeder(threading.Thread):
 class TrackerHub:
     """A dispatcher of each step's metrics, to ``metrics.jsonl`` at once and to the trackers of ``[tracking]`` by queues.
 
-    If ``queue_size`` steps are queued for a slow tracker, it misses further steps. Nothing is opened
-    before ``start``.
+    Nothing is opened before ``start``.
 
     Raises:
         EngineError: a tracker refuses its set-up.
     """
 
-    def __init__(
-        self, run: RunFolder, config: EngineConfig, plugins: PluginSet, queue_size: int = 256
-    ) -> None:
+    def __init__(self, run: RunFolder, config: EngineConfig, plugins: PluginSet) -> None:
         plain = run.redactor.tree(as_data(config))
         self._path = run.metrics_file
-        self._file: LineFile | None = None
-        self._pending = run.pending
+        self._file: TextIO | None = None
         self._feeders: list[_Feeder] = []
         for name in config.tracking.trackers:
             tracker = plugins.resolve("trackers", name)(config.tracking.options.get(name))
-            begin = functools.partial(tracker.start, run, plain)
-            self._feeders.append(_Feeder(name, tracker, begin, queue_size))
+            self._feeders.append(_Feeder(name, tracker, functools.partial(tracker.start, run, plain)))
 
     def start(self) -> None:
         """Open ``metrics.jsonl`` and start the trackers; call this once the run folder is ready for the attempt."""
-        self._file = LineFile(self._path)
+        self._file = self._path.open("a", encoding="utf-8")
         for feeder in self._feeders:
             feeder.start()
-
-    def counters(self) -> dict[str, float]:
-        """Return ``tracking/dropped`` (steps that trackers missed) and ``tracking/failed`` (trackers off), if not 0."""
-        counts = {
-            "tracking/dropped": sum(feeder.missed for feeder in self._feeders),
-            "tracking/failed": sum(feeder.failed for feeder in self._feeders),
-        }
-        return {name: count for name, count in counts.items() if count}
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Write one line ``{"step": ..., "time": seconds since 1970, ...metrics}`` and queue it for the trackers.
@@ -414,47 +357,48 @@ class TrackerHub:
         JSON has no NaN: a value that is not finite is written as ``null``, is not sent to the
         trackers, and is counted in ``tracking/non_finite``.
 
-        A line that cannot be written stays pending; see ``folders.PendingWrites``.
-
         Raises:
             TypeError: a metric is not a number. Nothing was written.
+            EnvironmentProblem: the line cannot be written.
         """
         assert self._file is not None, "start() comes before log()"
-        numbers = {name: _number(name, value) for name, value in metrics.items()} | self.counters()
+        numbers = {name: _number(name, value) for name, value in metrics.items()}
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
         if bad := len(numbers) - len(finite):
             numbers["tracking/non_finite"] = finite["tracking/non_finite"] = bad
         line = {"step": step, "time": round(time.time(), 3)} | {n: finite.get(n) for n in numbers}
-        write = functools.partial(self._file.append, json.dumps(line))
-        self._pending.do(f"the metrics of step {step}", write, small=True)
+        text = json.dumps(line) + "\n"
+        with writing(f"The metrics of step {step}"):
+            self._file.write(text[: len(text) // 2])
+            self._file.flush()
+            faults.point("metrics.half_written")
+            self._file.write(text[len(text) // 2 :])
+            self._file.flush()
         for feeder in self._feeders:
-            feeder.offer(step, finite)
+            if feeder.is_alive():
+                feeder.steps.put((step, finite))
 
     def sync(self) -> None:
-        """Do the pending writes and flush ``metrics.jsonl`` to the disk; call this before each checkpoint."""
+        """Flush ``metrics.jsonl`` to the disk; call this before each checkpoint."""
         if self._file is not None:
-            self._pending.flush()
-            self._file.sync()
+            os.fsync(self._file.fileno())
 
     def close(self, timeout: float = 5.0) -> None:
-        """Close the trackers, which have ``timeout`` seconds together to finish; log the steps that they missed."""
+        """Close the trackers, which have ``timeout`` seconds together to finish."""
         if self._file is None:
             return
-        try:
-            self._pending.finish()
-        except EnvironmentProblem as error:
-            logger.error("%s", error)
-        self._file.close()
+        with contextlib.suppress(OSError):  # a full disk, on which ``log`` failed
+            self._file.close()
         for feeder in self._feeders:
-            feeder.end()
+            feeder.steps.put(None)
         deadline = time.monotonic() + timeout
         for feeder in self._feeders:
             feeder.join(max(0.0, deadline - time.monotonic()))
-            if feeder.pending:
-                message = "Tracker '%s' missed %d steps; metrics.jsonl has them all."
-                logger.warning(message, feeder.label, feeder.pending)
-            elif feeder.is_alive():
-                logger.warning("Tracker '%s' has not closed in time and is left behind.", feeder.label)
+            if feeder.is_alive():
+                message = (
+                    "Tracker '%s' has not finished in time and is left behind; metrics.jsonl has all steps."
+                )
+                logger.warning(message, feeder.label)
 
 
 def _metrics_line(text: str) -> dict[str, Any] | None:

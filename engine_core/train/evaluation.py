@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from engine_core.algorithms.evaluation import (
@@ -17,6 +16,7 @@ from engine_core.algorithms.evaluation import (
 from engine_core.config.evaluation import UNNAMED, HeldOut
 from engine_core.data import PromptSource
 from engine_core.rewards.preflight import ROWS
+from engine_core.runs.folders import writing
 from engine_core.runs.rollout_files import write_rollouts
 from engine_core.train.models import held_tokens
 from engine_core.train.source_rows import environment_tools, evaluated, rows_of
@@ -94,8 +94,8 @@ class Evaluation:
                 )
             elif self.run.folder and self.run.running:
                 folder = self.run.folder.rollouts_dir / "eval" / held_out.name
-                write = partial(write_rollouts, folder, self.run.step_done, rollouts, about)
-                self.run.folder.pending.do(f"the evaluation of step {self.run.step_done}", write)
+                with writing(f"The evaluation of step {self.run.step_done}"):
+                    write_rollouts(folder, self.run.step_done, rollouts, about)
         return metrics
 
     def _rollouts(self, held_out: HeldOut, sampling: Sampling) -> list[Rollout]:

@@ -108,7 +108,6 @@ class Loop:
                 raise
             finally:
                 run.progress = None
-        run.folder.pending.finish()
         run.emit("run_finished", {"metrics": metrics})
         return metrics
 

@@ -18,6 +18,7 @@ from engine_core.data import tokenizer_hash
 from engine_core.errors import TrainingFailed
 from engine_core.rewards import RewardRunner
 from engine_core.rewards.preflight import check_rewards, check_rows
+from engine_core.runs.folders import writing
 from engine_core.runs.rollout_files import read_rollouts, rollout_path, write_rollouts
 from engine_core.tables import DISTRIBUTION, Distribution
 from engine_core.train.models import model_length
@@ -213,7 +214,7 @@ class RolloutSource:
     ) -> dict[str, float]:
         """Fill in the rewards of the rollouts; return the metrics of the rewards and of their failures."""
         with self.run.runtime.phase(REWARD_PHASE):  # also in an evaluation, which is outside the step
-            return self.rewards.score(rollouts, step, training=training, early=early)
+            return self.rewards.score(rollouts, step, early=early)
 
     def reward_terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
         """Return name, weight and clipping function of each reward with a nonzero weight."""
@@ -290,8 +291,8 @@ class RolloutSource:
         """Write the rollouts to the run folder if it is time, and emit ``rollouts_finished``."""
         every = self.run.config.tracking.rollouts_every_steps
         if self.run.folder and every and step % every == 0:
-            write = partial(write_rollouts, self.run.folder.rollouts_dir, step, rollouts, self.about())
-            self.run.folder.pending.do(f"the rollouts of step {step}", write)
+            with writing(f"The rollouts of step {step}"):
+                write_rollouts(self.run.folder.rollouts_dir, step, rollouts, self.about())
         self.run.emit("rollouts_finished", {"rollouts": rollouts})
 
     def about(self, sampling: Sampling | None = None) -> dict[str, Any]:

@@ -129,9 +129,8 @@ class SampledRun(TrainingRun):
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return the state of rewards and stages, and the version of the weights."""
+        """Return the state of stages, and the version of the weights."""
         return {
-            "rewards": self.sampling.rewards.state(),
             "stages": self.sampling.stages.state(),
             "version": self.sampling.version,
         }
@@ -142,8 +141,7 @@ class SampledRun(TrainingRun):
         return {**self.sampling.stages.files(), **(early_stop.files() if early_stop else {})}
 
     def load_state(self, state: dict[str, Any], folder: Path) -> None:
-        """Restore rewards and version, in training also kept rollouts; then send the weights to the sampler."""
-        self.sampling.rewards.load_state(state["rewards"])
+        """Restore the version, in training also kept rollouts; then send the weights to the sampler."""
         self.sampling.version = state["version"]
         if self.training:
             self.sampling.stages.load(state.get("stages", {}), folder)

@@ -282,7 +282,7 @@ def _toml(value):
     return json.dumps(value, ensure_ascii=False)
 
 
-ONE_REWARD = '[[reward]]\nname = "bytes_share"\nworkers = 0\nnormalize = true\n'
+ONE_REWARD = '[[reward]]\nname = "bytes_share"\nworkers = 0\n'
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,6 @@ import shutil
 import pytest
 from variants import variants
 
-from engine_core.runs.rollout_files import read_rollouts
-
 pytestmark = pytest.mark.chaos
 
 GOOD = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}).encode() for i in range(8)]
@@ -92,7 +90,7 @@ def test_a_file_without_rows_is_refused_before_the_run_starts(engine, tiny, tmp_
 LONG = json.dumps({"prompt": "1+" * 40 + "1=", "answer": "41"}).encode()
 
 
-def test_an_over_long_prompt_is_an_error_skipped_or_cut_as_the_file_says(engine, tiny, data, metrics):
+def test_an_over_long_prompt_is_an_error_or_skipped_as_the_file_says(engine, tiny, data, metrics):
     changes = {"data.train": data(LONG), "data.max_prompt_tokens": 20, "run.steps": 4, "data.shuffle": False}
     error = engine("train", tiny(changes | {"data.over_long": "error", "run.name": "error"}))
     assert error.code == 4
@@ -102,11 +100,6 @@ def test_an_over_long_prompt_is_an_error_skipped_or_cut_as_the_file_says(engine,
     assert skip.code == 0
     assert "Skipped a row: data.jsonl:4: " in skip.err
     assert metrics()[-1]["data/over_long"] >= 1
-    cut = engine("train", tiny(changes | {"data.over_long": "truncate_left", "run.name": "cut"}))
-    assert cut.code == 0
-    rollouts = read_rollouts(engine.folder / "runs/cut/rollouts/step_000001.parquet")
-    (prompt,) = {tuple(r.prompt.token_ids) for r in rollouts if r.prompt.id == "train:3"}
-    assert len(prompt) == 20
 
 
 @pytest.fixture
@@ -143,13 +136,12 @@ def test_a_special_id_outside_the_vocabulary_and_a_missing_end_are_refused(engin
     assert "no end-of-sequence token" in run.err
 
 
-def test_padding_that_is_the_end_is_remarked_and_a_missing_template_is_told(
+def test_padding_that_is_the_end_is_no_problem_and_a_missing_template_is_told(
     engine, tiny, other_model, tmp_path
 ):
     edit(other_model / "tokenizer_config.json", pad_token="<eos>")
     run = engine("train", tiny({"model.path": str(other_model)}))
     assert run.code == 0, run.err
-    assert "padding token is the end of sequence ('<eos>' = 1)" in run.err
     chat = tmp_path / "chat.jsonl"
     chat.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}], "answer": "x"}) + "\n")
     run = engine("train", tiny({"data.train": str(chat), "run.name": "chat"}))

@@ -64,43 +64,23 @@ def lines(engine):
 
 
 @pytest.mark.parametrize("point", ["metrics.half_written", "rollouts.half_written"])
-def test_metrics_and_rollouts_that_a_full_disk_refuses_come_later_and_no_step_is_lost(
+def test_metrics_and_rollouts_that_a_full_disk_refuses_end_the_run_and_no_step_is_lost(
     engine, tiny, straight, result, point
 ):
-    faults = ",".join(f"{point}@{n}:nospace" for n in (2, 3))  # of step 2, and again before its checkpoint
-    run = engine("train", tiny({"tracking.rollouts_every_steps": 1}), env={"ENGINE_FAULT": faults})
-    assert run.code == 0, run.err
+    changes = {"tracking.rollouts_every_steps": 1, "checkpoint.every_steps": 1}
+    run = engine("train", tiny(changes), env={"ENGINE_FAULT": f"{point}@3:nospace"})
+    assert run.code == 5, run.err
+    assert "Traceback" not in run.err
     what = "metrics" if point.startswith("metrics") else "rollouts"
-    assert f"The {what} of step 2 cannot be written: [Errno 28] No space left on device" in run.err
+    assert f"engine: The {what} of step 3 could not be written: [Errno 28] No space left on device" in run.err
+    assert checkpoints(engine)[-1] == "step_00000002"  # none without the records of its steps
+    assert engine("resume", "r").code == 0
     assert lines(engine) == [1, 2, 3, 4]
     rollouts = engine.folder / "runs" / "r" / "rollouts"
     assert sorted(f.name for f in rollouts.iterdir() if f.is_file()) == [
         f"step_{n:06d}.parquet" for n in (1, 2, 3, 4)
     ]
     assert result() == straight()
-
-
-def test_no_checkpoint_is_saved_before_the_metrics_of_its_step(engine, tiny):
-    faults = ",".join(f"metrics.half_written@{n}:nospace" for n in range(2, 99))
-    run = engine("train", tiny({"checkpoint.max_failures": 2}), env={"ENGINE_FAULT": faults})
-    assert run.code == 5, run.err
-    assert "Traceback" not in run.err
-    assert "The checkpoint of step 1 is untouched. (2 times in a row, checkpoint.max_failures)" in run.err
-    assert (checkpoints(engine), lines(engine)) == (["step_00000001"], [1])
-    assert engine("resume", "r").code == 0
-    assert lines(engine) == [1, 2, 3, 4]
-
-
-def test_metrics_that_could_not_be_written_at_the_end_are_no_success(engine, tiny):
-    faults = ",".join(f"metrics.half_written@{n}:nospace" for n in range(4, 99))
-    run = engine(
-        "train", tiny({"checkpoint.at_end": False, "checkpoint.every_steps": 3}), env={"ENGINE_FAULT": faults}
-    )
-    assert run.code == 5, run.err
-    assert "engine: The metrics of step 4 could not be written" in run.err
-    assert lines(engine) == [1, 2, 3]
-    assert engine("resume", "r").code == 0
-    assert lines(engine) == [1, 2, 3, 4]
 
 
 @pytest.fixture

@@ -83,17 +83,17 @@ def test_a_tracker_whose_server_never_answers_delays_no_step_and_not_the_end(tra
     run = tracked(server.server_address[1])
     assert run.code == 0, run.err
     assert [line["step"] for line in metrics()] == [1, 2, 3, 4, 5, 6]
-    assert "Tracker 'post' missed 6 steps; metrics.jsonl has them all" in run.err
+    assert (
+        "Tracker 'post' has not finished in time and is left behind; metrics.jsonl has all steps" in run.err
+    )
     assert server.seen == 1
 
 
-def test_a_tracker_whose_server_fails_is_off_and_counted(tracked, local_server, metrics):
+def test_a_tracker_whose_server_fails_is_off(tracked, local_server, metrics):
     run = tracked(local_server(b"HTTP/1.0 500 Internal Server Error\r\n\r\n").server_address[1], steps=30)
     assert run.code == 0, run.err
     assert "Tracker 'post' failed and is off for the rest of the run; training continues" in run.err
     assert "HTTP Error 500" in run.err
-    assert metrics()[-1]["tracking/failed"] == 1
-    assert metrics()[-1]["tracking/dropped"] >= 1
     assert len(metrics()) == 30
 
 

@@ -92,13 +92,13 @@ def test_the_rewards_of_a_run_are_transformers_scores_of_its_rollouts(make, scor
         assert rollout.rewards["helpful"] == pytest.approx(expected, abs=1e-4)
 
 
-def test_weights_clips_and_norms_are_those_of_any_reward_and_several_models_stand_side_by_side(
+def test_weights_and_clips_are_those_of_any_reward_and_several_models_stand_side_by_side(
     make, scorer, tmp_path
 ):
     shutil.copytree(scorer, tmp_path / "other")
     rewards = {
         "helpful": {"weight": 2.0, "clip": [-0.5, 0.5]},
-        "other": {"weight": 0.5, "normalize": True, "model": {"path": str(tmp_path / "other")}},
+        "other": {"weight": 0.5, "model": {"path": str(tmp_path / "other")}},
     }
     run = make({"run.steps": 1}, rewards)
     run.train()
@@ -107,7 +107,7 @@ def test_weights_clips_and_norms_are_those_of_any_reward_and_several_models_stan
     rollouts = read_rollouts(file)
     raw = torch.tensor([r.rewards["other"] for r in rollouts], dtype=torch.float64)
     assert [r.rewards["helpful"] for r in rollouts] == [r.rewards["other"] for r in rollouts]
-    expected = 2.0 * raw.clamp(-0.5, 0.5) + 0.5 * raw / raw.std(correction=0)
+    expected = 2.0 * raw.clamp(-0.5, 0.5) + 0.5 * raw
     assert [r.reward for r in rollouts] == pytest.approx(expected.tolist(), rel=1e-5)
 
 
@@ -176,19 +176,14 @@ def test_it_is_awake_in_the_reward_phase_alone(make, monkeypatch):
 
 
 def test_a_resumed_run_goes_on_bit_for_bit_and_its_checkpoint_holds_no_reward_model(make):
-    rewards = {"helpful": {"normalize": True}}
-    whole = make({"run.name": "whole", "run.steps": 3, "checkpoint.every_steps": 1}, rewards)
+    whole = make({"run.name": "whole", "run.steps": 3, "checkpoint.every_steps": 1})
     whole.train()
     folder = Checkpoints(whole.folder.checkpoints).latest()
     assert {path.name for path in folder.iterdir() if path.is_dir()} == {"actor"}
-    half = make(
-        {"run.name": "half", "run.steps": 2, "checkpoint.every_steps": 1}, {"helpful": {"normalize": True}}
-    )
+    half = make({"run.name": "half", "run.steps": 2, "checkpoint.every_steps": 1})
     half.train()
     half.close()
-    again = make(
-        {"run.name": "half", "run.steps": 3, "checkpoint.every_steps": 1}, {"helpful": {"normalize": True}}
-    )
+    again = make({"run.name": "half", "run.steps": 3, "checkpoint.every_steps": 1})
     again.train(resume=half.folder.path)
     kept = ("reward/", "actor/", "response_length/")
     expected, found = (

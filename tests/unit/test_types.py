@@ -105,26 +105,6 @@ def test_a_replayed_support_is_padded_and_its_log_probs_are_as_sampled():
     assert plain["rollout_log_probs"].tolist() == pytest.approx([0.0, -0.7, 0.0, -0.7, 0.0, -0.5])
 
 
-def test_the_parts_of_a_batch_are_what_each_would_be_alone():
-    lengths = [3, 1, 4, 2]
-    total = sum(lengths)
-    batch = Batch(
-        torch.arange(total), torch.tensor(lengths), {"x": torch.arange(total) * 2.0, "k": torch.arange(2 * total).view(-1, 2)},
-        {"rewards": torch.arange(4.0)}, temperature=0.5, keep_together=torch.tensor([1, 2, 1, 2]),
-    )  # fmt: skip
-    parts = [[2, 0], [], [3, 1]]
-    for found, part in zip(batch.split(parts), parts, strict=True):
-        alone = batch.select(part)
-        assert found.token_ids.tolist() == alone.token_ids.tolist()
-        assert found.lengths.tolist() == alone.lengths.tolist()
-        assert found.keep_together.tolist() == alone.keep_together.tolist()
-        assert {n: c.tolist() for n, c in found.tokens.items()} == {
-            n: c.tolist() for n, c in alone.tokens.items()
-        }
-        assert found["rewards"].tolist() == alone["rewards"].tolist()
-        assert found.temperature == 0.5
-
-
 def test_a_copy_of_a_rollout_has_all_its_fields_and_changes_alone():
     one = rollout([5, 9], [7], 1.0, group_id=3, extras={"x": torch.ones(3)})
     other = one.copy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine_core.contracts.checksum import Checksum, _norms
+from engine_core.contracts.checksum import Checksum
 
 
 def weights(dtype=torch.float32):
@@ -87,10 +87,3 @@ def test_no_weights_and_empty_ones_have_a_checksum():
 def test_a_part_of_a_larger_tensor_counts_by_its_own_values():
     whole = torch.arange(24.0).view(4, 6)
     assert checksum([("a", whole[:, ::2])]) == checksum([("a", whole[:, ::2].clone())])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_where_norms_are_summed_up_each_type_of_weights_has_one(dtype):
-    found = _norms([torch.tensor([1.0, -2.0], dtype=dtype), torch.zeros(0, dtype=dtype)])
-    assert found.dtype is torch.float32
-    assert found.tolist() == [3.0, 0.0]

@@ -30,14 +30,14 @@ def learned(tokenizer, rendered) -> str:
 
 
 def test_text_is_rendered_as_it_is(tokenizer):
-    rendered, was_cut = Renderer(tokenizer, DataConfig()).fit(Row("What is 12 plus 7?"), 100)
+    rendered = Renderer(tokenizer, DataConfig()).fit(Row("What is 12 plus 7?"), 100)
     assert rendered.text == "What is 12 plus 7?"
     assert tokenizer.decode(rendered.token_ids) == rendered.text
-    assert (was_cut, rendered.messages) == (False, None)
+    assert rendered.messages is None
 
 
 def test_a_conversation_is_rendered_with_the_template_and_asks_for_the_assistant(tokenizer):
-    rendered, _ = Renderer(tokenizer, DataConfig(system="Be brief")).fit(Row([USER]), 100)
+    rendered = Renderer(tokenizer, DataConfig(system="Be brief")).fit(Row([USER]), 100)
     assert rendered.text == (
         "<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nWhat is 12 plus 7?<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -47,12 +47,12 @@ def test_a_conversation_is_rendered_with_the_template_and_asks_for_the_assistant
 
 def test_a_prompt_that_ends_in_the_assistants_words_goes_on_from_them(tokenizer):
     start = {"role": "assistant", "content": "The answer"}
-    rendered, _ = Renderer(tokenizer, DataConfig()).fit(Row([USER, start]), 100)
+    rendered = Renderer(tokenizer, DataConfig()).fit(Row([USER, start]), 100)
     assert rendered.text.endswith("<|im_start|>assistant\nThe answer")
 
 
 def test_text_becomes_a_user_turn_where_the_template_is_asked_for(tokenizer):
-    rendered, _ = Renderer(tokenizer, DataConfig(chat_template=True)).fit(Row("hi"), 100)
+    rendered = Renderer(tokenizer, DataConfig(chat_template=True)).fit(Row("hi"), 100)
     assert rendered.text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -65,8 +65,8 @@ def test_special_tokens_come_from_the_tokenizer_or_the_template_never_both(make_
         single="<|im_start|> $A <|im_end|>", special_tokens=[("<|im_start|>", start), ("<|im_end|>", end)]
     )
     config = DataConfig()
-    text = Renderer(tokenizer, config).fit(Row("one"), 100)[0].token_ids
-    chat = Renderer(tokenizer, config).fit(Row([{"role": "user", "content": "one"}]), 100)[0].token_ids
+    text = Renderer(tokenizer, config).fit(Row("one"), 100).token_ids
+    chat = Renderer(tokenizer, config).fit(Row([{"role": "user", "content": "one"}]), 100).token_ids
     # The end that the tokenizer adds is left out: a prompt goes on.
     assert text == chat == [start, *tokenizer.encode("one", add_special_tokens=False)]
 
@@ -106,7 +106,7 @@ def test_text_that_the_tokenizer_refuses_is_a_bad_row():
 
     words = Tokenizer(models.WordLevel({"one": 0, "</s>": 1}, unk_token="<unk>"))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
-    assert Renderer(tokenizer, DataConfig()).fit(Row("one"), 9)[0].token_ids == [0]
+    assert Renderer(tokenizer, DataConfig()).fit(Row("one"), 9).token_ids == [0]
     with pytest.raises(BadRow, match=r"the tokenizer refuses it .*WordLevel error"):
         Renderer(tokenizer, DataConfig()).fit(Row("two"), 9)
 
@@ -120,50 +120,14 @@ def test_an_empty_prompt_is_a_bad_row(tokenizer):
 def test_a_prompt_over_the_limit_is_not_cut_unless_asked(tokenizer, policy):
     length = len(tokenizer.encode(USER["content"]))
     renderer = Renderer(tokenizer, DataConfig(over_long=policy))
-    assert not renderer.fit(Row(USER["content"]), length)[1]
+    assert len(renderer.fit(Row(USER["content"]), length).token_ids) == length
     with pytest.raises(OverLong) as caught:
         renderer.fit(Row(USER["content"]), length - 1)
     assert caught.value.length == length
 
 
-def test_text_is_cut_from_its_beginning(tokenizer):
-    text = "one two three What is 12 plus 7?"
-    rendered, was_cut = Renderer(tokenizer, DataConfig(over_long="truncate_left")).fit(Row(text), 6)
-    assert was_cut
-    assert 0 < len(rendered.token_ids) <= 6
-    assert text.endswith(rendered.text)
-    assert tokenizer.decode(rendered.token_ids) == rendered.text
-
-
-def test_cutting_leaves_out_the_oldest_exchange_and_keeps_the_system_message(tokenizer):
-    config = DataConfig(over_long="truncate_left", system="Be brief")
-    turns = [{"role": "user", "content": "one two three"}, {"role": "assistant", "content": "four"}, USER]
-    whole = len(Renderer(tokenizer, config).fit(Row(turns), 1000)[0].token_ids)
-    rendered, was_cut = Renderer(tokenizer, config).fit(Row(turns), whole - 1)
-    assert was_cut
-    assert rendered.messages == [{"role": "system", "content": "Be brief"}, USER]
-    assert rendered.text.startswith("<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\nWhat is")
-
-
-def test_cutting_a_message_leaves_the_template_whole(tokenizer):
-    config = DataConfig(over_long="truncate_left")
-    whole = len(Renderer(tokenizer, config).fit(Row([USER]), 1000)[0].token_ids)
-    rendered, was_cut = Renderer(tokenizer, config).fit(Row([USER]), whole - 3)
-    content = rendered.messages[0]["content"]
-    assert was_cut
-    assert len(rendered.token_ids) <= whole - 3
-    assert content
-    assert USER["content"].endswith(content)
-    assert rendered.text == f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_a_template_that_alone_is_too_long_cannot_be_cut(tokenizer):
-    with pytest.raises(OverLong):
-        Renderer(tokenizer, DataConfig(over_long="truncate_left")).fit(Row([USER]), 5)
-
-
 def test_a_text_response_is_learned_with_its_end(tokenizer):
-    rendered, _ = Renderer(tokenizer, DataConfig(), learn=True).fit(Row("2+2=", "4"), 100)
+    rendered = Renderer(tokenizer, DataConfig(), learn=True).fit(Row("2+2=", "4"), 100)
     prompt, response = tokenizer.encode("2+2="), tokenizer.encode("4")
     assert rendered.token_ids == [*prompt, *response, tokenizer.eos_token_id]
     assert rendered.loss_mask == [False] * len(prompt) + [True] * (len(response) + 1)
@@ -178,7 +142,7 @@ def test_an_empty_response_is_a_bad_row(tokenizer):
 def test_only_the_assistants_turns_are_learned_with_their_end(make_tokenizer, tokenizer, template):
     tokenizer = make_tokenizer(template) if template else tokenizer
     turns = [USER, ASSISTANT, {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    rendered, _ = Renderer(tokenizer, DataConfig(), learn=True).fit(Row(turns), 100)
+    rendered = Renderer(tokenizer, DataConfig(), learn=True).fit(Row(turns), 100)
     assert learned(tokenizer, rendered) == "The answer is 19.<|im_end|>|two<|im_end|>"
     assert tokenizer.decode(rendered.token_ids) == rendered.text
 
@@ -188,13 +152,13 @@ def test_a_completion_is_learned_and_the_assistant_of_the_prompt_is_not(make_tok
     tokenizer = make_tokenizer(template) if template else tokenizer
     prompt = [USER, ASSISTANT, {"role": "user", "content": "one"}]
     row = Row(prompt, [{"role": "assistant", "content": "two"}])
-    rendered, _ = Renderer(tokenizer, DataConfig(), learn=True).fit(row, 100)
+    rendered = Renderer(tokenizer, DataConfig(), learn=True).fit(row, 100)
     assert learned(tokenizer, rendered) == "two<|im_end|>"
 
 
 def test_the_prompt_is_learned_on_request(tokenizer):
     renderer = Renderer(tokenizer, DataConfig(), learn=True, train_on_prompt=True)
-    rendered, _ = renderer.fit(Row([USER, ASSISTANT]), 100)
+    rendered = renderer.fit(Row([USER, ASSISTANT]), 100)
     assert rendered.loss_mask == [True] * len(rendered.token_ids)
 
 

@@ -6,52 +6,10 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from engine_core.runs import machine
-
-MOUNTS = {
-    "/home": "nfs4",
-    "/home/me/scratch": "xfs",
-    "/mnt/my share": "cifs",
-    "/mnt/bucket": "fuse.gcsfuse",
-    "/": "ext4",
-}
-
-
-@pytest.fixture
-def mounts(monkeypatch):
-    found = [SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in MOUNTS.items()]
-    monkeypatch.setattr("psutil.disk_partitions", lambda all: found)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [("/home/me/runs", "nfs4"), ("/mnt/my share/runs", "cifs"), ("/mnt/bucket/a", "fuse.gcsfuse")],
-)
-def test_a_network_file_system_is_named(mounts, path, kind):
-    found = machine.check_file_system(Path(path))
-    assert f"({kind})" in found
-    assert path in found
-    assert "Set run.dir to a local disk" in found
-
-
-@pytest.mark.parametrize("path", ["/home/me/scratch/runs", "/tmp/runs", "/homework"])
-def test_a_local_disk_is_fine(mounts, path):
-    assert machine.check_file_system(Path(path)) is None
-
-
-def test_a_machine_without_mount_table_is_not_checked(mounts):
-    mounts.clear()
-    assert machine.check_file_system(Path("/home")) is None
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
-def test_the_mounts_of_this_machine_are_read():
-    assert machine.check_file_system(Path("/proc/self")) is None
 
 
 def test_a_small_shared_memory_is_named(tmp_path):
@@ -100,7 +58,6 @@ def test_the_start_says_everything_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "raise_open_file_limit", lambda: "A")
     monkeypatch.setattr(machine, "check_disk", lambda path: f"B {path}")
     monkeypatch.setattr(machine, "check_shared_memory", lambda: None)
-    monkeypatch.setattr(machine, "check_file_system", lambda path: None)
     assert machine.check_start(tmp_path) == ["A", f"B {tmp_path}"]
 
 

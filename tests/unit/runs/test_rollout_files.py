@@ -100,26 +100,16 @@ def test_what_all_rows_have_in_common_stands_in_the_file(tmp_path):
     assert rollout_files.RolloutFile(file).about == {"format": 3, "temperature": 0.7, "tokenizer": "abc"}
 
 
-def test_a_file_of_format_1_is_read_without_what_it_lacks(tmp_path):
-    file = write_rollouts(tmp_path, 1, [rollout(greedy_reward=0.5)])
-    lacking = ["greedy_reward", "failure", "messages"]
-    old = pq.read_table(file).drop_columns(lacking).replace_schema_metadata(None)
-    pq.write_table(old, file)
-    (read,) = read_rollouts(file)
-    assert_same(read, rollout())
-    assert rollout_files.RolloutFile(file).about == {"format": 1}
-
-
 @pytest.mark.parametrize(
     ("about", "said"),
     [
-        (b'{"format": 4}', "is of format 4; this version reads up to 3. Update the engine"),
+        (b'{"format": 4}', "is of format 4; this version reads format 3"),
         (b'{"format": "x"}', "is not a file of rollouts"),
         (b"[1]", "is not a file of rollouts"),
         (b"\xff", "is not a file of rollouts"),
     ],
 )
-def test_a_file_of_a_later_or_no_format_is_refused(tmp_path, about, said):
+def test_a_file_of_another_or_no_format_is_refused(tmp_path, about, said):
     file = write_rollouts(tmp_path, 1, [rollout()])
     pq.write_table(pq.read_table(file).replace_schema_metadata({rollout_files.ABOUT: about}), file)
     with pytest.raises(DataError, match=said):

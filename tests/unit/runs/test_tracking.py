@@ -333,7 +333,7 @@ def test_a_healthy_tracker_gets_every_step_in_order(tmp_path, run):
     assert calls == ["start", *((step, step * 2) for step in range(50)), "close"]
 
 
-def test_a_tracker_that_stalls_delays_nothing_and_its_losses_are_counted(tmp_path, run, caplog):
+def test_a_tracker_that_stalls_delays_nothing(tmp_path, run, caplog):
     release = threading.Event()
     healthy = []
 
@@ -345,21 +345,17 @@ def test_a_tracker_that_stalls_delays_nothing_and_its_losses_are_counted(tmp_pat
         def log(self, step, metrics):
             healthy.append(step)
 
-    hub = hub_of(run, tmp_path, trackers={"stalled": Stalled, "healthy": Healthy}, queue_size=4)
+    hub = hub_of(run, tmp_path, trackers={"stalled": Stalled, "healthy": Healthy})
     start = time.monotonic()
     for step in range(20):
         hub.log(step, {"x": 1.0})
-        while len(healthy) <= step and time.monotonic() - start < 20:  # its queue never fills
-            time.sleep(0.001)
     with caplog.at_level(logging.WARNING, "engine"):
         hub.close(timeout=0.5)
     assert time.monotonic() - start < 20  # of 30 that the stalled one waits in each step
     lines = run.read_metrics()
     assert len(lines) == 20
-    # one step is in its hands, four wait: the step after the sixth knows of the first loss
-    assert 13 <= lines[-1]["tracking/dropped"] <= 15
     assert healthy == list(range(20))
-    assert "Tracker 'stalled' missed 20 steps; metrics.jsonl has them all." in caplog.text
+    assert "Tracker 'stalled' has not finished in time" in caplog.text
     assert "healthy" not in caplog.text
     release.set()
 
@@ -377,9 +373,6 @@ def test_a_tracker_that_raises_is_switched_off_and_training_goes_on(tmp_path, ru
     setattr(Broken, where, fail)
     hub = hub_of(run, tmp_path, trackers={"broken": Broken})
     hub.log(1, {"x": 1.0})
-    deadline = time.monotonic() + 5
-    while where != "close" and not hub.counters() and time.monotonic() < deadline:
-        time.sleep(0.01)
     hub.log(2, {"x": 1.0})
     hub.close()
     said = "Tracker 'broken' failed and is off for the rest of the run; training continues. {}: 503 from upstream"
@@ -388,8 +381,6 @@ def test_a_tracker_that_raises_is_switched_off_and_training_goes_on(tmp_path, ru
         said.format(kind.__name__)
     ]
     assert all(record.exc_info is None for record in shown)  # the traceback is in the file
-    assert hub.counters()["tracking/failed"] == 1
-    assert hub.counters().get("tracking/dropped", 0) == (0 if where == "close" else 2)
     assert len(run.read_metrics()) == 2
 
 
@@ -403,7 +394,7 @@ def test_a_server_that_never_answers_holds_up_neither_steps_nor_the_end(tmp_path
         def log(self, step, metrics):
             urllib.request.urlopen(url, json.dumps(metrics).encode(), timeout=30).read()
 
-    hub = hub_of(run, tmp_path, trackers={"web": Web}, queue_size=8)
+    hub = hub_of(run, tmp_path, trackers={"web": Web})
     slowest = 0.0
     for step in range(100):
         start = time.monotonic()
@@ -413,7 +404,7 @@ def test_a_server_that_never_answers_holds_up_neither_steps_nor_the_end(tmp_path
     hub.close(timeout=1.0)
     assert slowest < 10  # of 30 that the request would wait
     assert time.monotonic() - start < 10
-    assert run.read_metrics()[-1]["tracking/dropped"] >= 90
+    assert len(run.read_metrics()) == 100
     listener.close()
 
 
@@ -439,7 +430,6 @@ def test_a_server_that_answers_500_switches_the_tracker_off(tmp_path, run, caplo
     server.shutdown()
     server.server_close()
     assert "HTTP Error 500" in caplog.text
-    assert hub.counters() == {"tracking/dropped": 1, "tracking/failed": 1}
 
 
 def test_a_process_ends_although_a_tracker_hangs(tmp_path):
@@ -448,8 +438,8 @@ import threading, sys
 from engine_core.runs.tracking import _Feeder, Tracker
 class Hang(Tracker):
     def log(self, step, metrics): threading.Event().wait()
-feeder = _Feeder("hang", Hang(), lambda: None, 4)
-feeder.start(); feeder.offer(1, {}); feeder.end(); feeder.join(0.2)
+feeder = _Feeder("hang", Hang(), lambda: None)
+feeder.start(); feeder.steps.put((1, {})); feeder.steps.put(None); feeder.join(0.2)
 print("ended")
 """
     done = subprocess.run(

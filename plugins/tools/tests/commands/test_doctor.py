@@ -19,7 +19,6 @@ NAMES = [
     "open files",
     "run file",
     "disk",
-    "file system",
     "reward code",
     "plugins",
     "torch",

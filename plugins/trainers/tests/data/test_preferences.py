@@ -140,17 +140,6 @@ def test_a_pair_is_over_long_where_one_side_is(config_of, tokenizer, caplog):
     assert f"[dpo] max_tokens is {limit}" in caplog.text
 
 
-def test_a_pair_is_cut_to_one_prompt_for_both_sides(config_of, tokenizer):
-    limit = len(tokenizer(LONG["prompt"] + "1")["input_ids"]) + 1
-    (pair,) = pair_source(config_of([LONG], over_long="truncate_left"), tokenizer, limit).take(1)
-    (prompt, chosen), (other, rejected) = both(tokenizer, pair)
-    assert prompt == other
-    assert LONG["prompt"].endswith(prompt)
-    assert 0 < len(prompt) < len(LONG["prompt"])
-    assert (chosen, rejected) == ("9q8q7q6q5q<|im_end|>", "1<|im_end|>")
-    assert len(pair.chosen_ids) <= limit
-
-
 def test_a_format_of_prompts_is_refused_for_pairs(config_of, tokenizer):
     with pytest.raises(
         DataError, match=r"\[data\] format = 'verl': pairs are read from the columns prompt, chosen"

@@ -101,13 +101,12 @@ def check_file(file: str, allow_code: bool) -> tuple[Check, EngineConfig | None]
 
 
 def check_runs_folder(path: Path) -> Iterator[Check]:
-    """Check rights, free disk and the file system of the folder of runs."""
+    """Check rights and free disk of the folder of runs."""
     if problem := writing_problem(path):
         yield Check("problem", "run folder", f"{problem}. Set run.dir to a folder that you may write to.")
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
     free = f"{shutil.disk_usage(existing).free / GIB:.1f} GiB free under {path}"
     yield _judged("disk", free, machine.check_disk(path))
-    yield _judged("file system", f"{path}: local", machine.check_file_system(path))
 
 
 def check_plugins() -> Iterator[Check]:

@@ -83,14 +83,14 @@ class PairPreparer(Preparer):
     def _key(self) -> str:
         return f"[{self.table}] max_tokens"
 
-    def _item(self, raw: dict[str, Any], index: int, name: str) -> tuple[Any, bool]:
+    def _item(self, raw: dict[str, Any], index: int, name: str) -> Any:
         columns = self.config.columns
         sides, margin = convert_pair(raw, columns), margin_of(raw, columns)
         for side in sides:
             side.columns["tools"] = tools_of(raw, columns)
-        (chosen, rejected), was_cut = self._renderer.fit_together(sides, self.limit)
+        chosen, rejected = (self._renderer.fit(side, self.limit) for side in sides)
         masked = chosen.token_ids, chosen.loss_mask, rejected.token_ids, rejected.loss_mask
-        return Pair(name, *masked, margin), was_cut
+        return Pair(name, *masked, margin)
 
     def _plain(self) -> list[Any]:
         return [self.split, self._asked, self.table, self._held]
@@ -101,11 +101,11 @@ class JudgedPreparer(PairPreparer):
 
     makes = Judged
 
-    def _item(self, raw: dict[str, Any], index: int, name: str) -> tuple[Any, bool]:
+    def _item(self, raw: dict[str, Any], index: int, name: str) -> Any:
         row = convert(raw, self._layout(index), self.config.columns, learn=True)
-        rendered, was_cut = self._renderer.fit(row, self.limit)
+        rendered = self._renderer.fit(row, self.limit)
         label = label_of(raw, self.config.columns)
-        return Judged(name, rendered.token_ids, rendered.loss_mask, label), was_cut
+        return Judged(name, rendered.token_ids, rendered.loss_mask, label)
 
 
 def convert_pair(row: Mapping[str, Any], columns: ColumnsConfig) -> tuple[Row, Row]:
