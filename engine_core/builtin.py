@@ -306,8 +306,6 @@ def engine_columns() -> Mapping[str, Column]:
 class LocalOptions(Options):
     """``[runtime.local]``: all workers in the controller's process."""
 
-    renamed = {"trade_memory": "offload_idle_roles"}
-
     offload_idle_roles: bool = False
     """Offload gradients and optimizer to host memory during sampling; free the sampler's cache during training."""
 

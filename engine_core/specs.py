@@ -15,8 +15,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine_core.tables import BASE_SAMPLING
-
 
 class Options(BaseModel):
     """The base class of option tables: unknown keys are refused, each field has a docstring below it.
@@ -25,12 +23,9 @@ class Options(BaseModel):
         chooses: keys whose value is a name of a table hook, each with the kind of that hook
             (``{"loss": "pair_losses"}``). The schema of run files lists the names. The plugins of the names that a
             trainer's table chooses are loaded with the run.
-        renamed: old names of keys, each with the new name; a run file with an old name is refused with an
-            error that names the new one.
     """
 
     chooses: ClassVar[Mapping[str, str]] = {}
-    renamed: ClassVar[Mapping[str, str]] = {}
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
@@ -123,14 +118,12 @@ class RolloutBackend(Spec):
     * a field ``max_model_len``: the maximum tokens of a prompt with its response; a run with longer ones is refused.
 
     Args:
-        sampling: the supported ``engine_core.tables.SamplingOptions``; a run that sets another one is refused.
         frozen_only: the weights cannot be updated: the engine samples only for a judge.
     """
 
     kind = "rollout_engines"
     noun = "rollout engine"
     capabilities: frozenset[str] = frozenset()
-    sampling: frozenset[str] = BASE_SAMPLING
     frozen_only: bool = False
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine_core.cli.loading import print_remarks, read
+from engine_core.cli.loading import print_unread, read
 from engine_core.cli.options import AllowCode, File, Files, Json, More, Sets
 from engine_core.cli.output import print_json, print_table
 from engine_core.config.assemble import check_inputs, plugins_for
@@ -42,11 +42,10 @@ def validate(
         print_json({"valid": False, "problems": str(error).splitlines()})
         return error.exit_code
     if as_json:
-        found = {"unread": config.unread, "warnings": config.warnings, "plugins": plugins.versions()}
-        print_json({"valid": True, **found})
+        print_json({"valid": True, "unread": config.unread, "plugins": plugins.versions()})
         return 0
     print(f"{', '.join([*files, *(more or ())])}: valid, trainer '{config.trainer}'")
-    print_remarks(config)
+    print_unread(config)
     return 0
 
 

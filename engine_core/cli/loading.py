@@ -74,8 +74,7 @@ def trainer_of(config: EngineConfig) -> Any:
     return plugins_for(config).resolve("trainers", config.trainer)(config)
 
 
-def print_remarks(config: EngineConfig) -> None:
-    """Print the config's warnings and its keys without effect, one line each."""
-    for kind, entries in (("warning", config.warnings), ("not read", config.unread)):
-        for entry in entries:
-            print(f"{kind}: {entry}")
+def print_unread(config: EngineConfig) -> None:
+    """Print the tables of the run file that the run does not read, one line each."""
+    for entry in config.unread:
+        print(f"not read: {entry}")

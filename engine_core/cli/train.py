@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine_core.cli.loading import print_remarks, read, read_run, trainer_of
+from engine_core.cli.loading import print_unread, read, read_run, trainer_of
 from engine_core.cli.options import AllowCode, Files, More, Run, Sets
 from engine_core.errors import DataError, WorkerLost
 from engine_core.redaction import without_secrets
@@ -42,7 +42,7 @@ def train(
         with closing(trainer_of(config)) as trainer:
             trainer.load_inputs()
             print("\n".join(trainer.derived()))
-            print_remarks(config)
+            print_unread(config)
         return
     print(_to_the_end(config))
 

@@ -344,11 +344,6 @@ class EngineConfig(Table):
         return list(self._source.unread) if self._source is not None else []
 
     @property
-    def warnings(self) -> list[str]:
-        """The settings of files and environment that are allowed but probably not intended."""
-        return list(self._source.warnings) if self._source is not None else []
-
-    @property
     def chosen_metrics(self) -> list[tuple[str, str]]:
         """Each metric that the run names, after its key."""
         best = self.checkpoint.best_metric

@@ -86,8 +86,6 @@ class FrozenScorer(FrozenModel):
 class RewardModelConfig(FrozenScorer):
     """``[reward.model]``: the reward is the score of a sequence classifier with one label, such as ``trainer = "reward_model"`` makes."""
 
-    renamed = {"own_tokens": "reuse_token_ids"}
-
     chat_template: bool | None = None
     """Render conversations with the reward model's own chat template; default: where the row is one and it has one."""
     reuse_token_ids: bool = True

@@ -154,12 +154,6 @@ class CriticConfig(RoleConfig):
 class ProcessConfig(Table):
     """The table ``[rollout.process]``: with it the rollout engine runs in a separate process."""
 
-    renamed = {
-        "silent_seconds": "heartbeat_timeout_seconds",
-        "stall_minutes": "command_timeout_minutes",
-        "start_minutes": "startup_timeout_minutes",
-    }
-
     python: str = ""
     """Interpreter of another environment, with engine-core-rl of the same version and the rollout plugin; empty: the run's own. Relative to the folder of the TOML that names it."""
     engines: PositiveInt = 1
@@ -181,12 +175,6 @@ class ProcessConfig(Table):
 
 class RolloutConfig(Table, SamplingOptions):  # type: ignore[misc]  # a table is not frozen
     """``[rollout]``: how responses are sampled."""
-
-    renamed = {
-        "carry_max_age": "partial_max_staleness",
-        "carry_partial": "partial_rollouts",
-        "score_early": "overlap_rewards",
-    }
 
     backend: str = "hf"
     """Rollout engine, by name; its options stand in the table of that name."""

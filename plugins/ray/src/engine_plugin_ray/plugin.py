@@ -16,8 +16,6 @@ from engine_plugin_ray.address import AUTO, host_and_port
 class RayOptions(ProcessOptions):
     """``[runtime.ray]``: every worker an actor of a Ray cluster, which a run starts for itself or joins."""
 
-    renamed = {**ProcessOptions.renamed, "messages": "worker_transport"}
-
     address: str = ""
     """``HOST:PORT`` of a cluster's head, or ``auto`` for the one that this machine belongs to; empty: a private cluster on this machine."""
     cpus_per_process: float = Field(1.0, gt=0)

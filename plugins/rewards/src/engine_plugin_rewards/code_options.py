@@ -13,8 +13,6 @@ class CodeOptions(Options):
     """``[reward.code]``: runs the program in a response against the tests of its row, in a sandbox."""
 
     chooses = {"language": "code_languages"}
-    renamed = {"test_seconds": "test_timeout_seconds", "total_seconds": "total_timeout_seconds"}
-
     language: str = "python"
     """Language of the programs, by name; others come from plugins (``engine.code_languages``)."""
     min_isolation: Literal["limits", "landlock", "namespaces", "bubblewrap"] = "landlock"

@@ -17,8 +17,6 @@ SET_HERE = ("model", "host", "port", "api_key", "runner", "max_logprobs")
 class StartOptions(Options):
     """``start``: where the table is present, the run starts the server itself, and it ends with the run."""
 
-    renamed = {"start_minutes": "startup_timeout_minutes"}
-
     host: str = "127.0.0.1"
     """Address that it binds, one of loopback: vLLM asks for its token below ``/v1`` alone, and other paths answer anybody."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
