@@ -16,7 +16,7 @@ def plugins(
     as_json_: Json = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Import all plugins in another process; exit code 3 if one fails."),
+        typer.Option("--check", help="Import all plugins; exit code 3 if one fails."),
     ] = False,
 ) -> int:
     """List the installed plugins: name, kind, distribution, version and state.

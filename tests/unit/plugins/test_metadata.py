@@ -14,7 +14,6 @@ from engine_core.plugins.metadata import (
     _read,
     installed,
     known_names,
-    module_exists,
     nouns,
     our_plugins,
     split,
@@ -71,18 +70,6 @@ def test_other_groups_of_entry_points_are_not_ours(install):
 )
 def test_a_name_may_carry_its_distribution(written, parts):
     assert split(written) == parts
-
-
-def test_a_module_is_found_without_importing_the_packages_above_it(install):
-    install("acme", {}, {"acme_pkg.inner.plugin": "raise RuntimeError", "acme_single": ""})
-
-    assert module_exists("acme_pkg.inner.plugin")
-    assert module_exists("acme_single")
-    assert not module_exists("acme_pkg.inner.other")
-    assert not module_exists("acme_pkg.nowhere.plugin")
-    assert not module_exists("acme_single.plugin")
-    assert not module_exists("acme_nowhere.plugin")
-    assert not any(name.startswith("acme_") for name in sys.modules)
 
 
 def test_install_hints_are_for_names_of_known_kinds_and_our_distributions_only():
