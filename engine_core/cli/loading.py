@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
 def read(
     files: Sequence[str],
-    more: Sequence[str] | None = None,
     sets: Sequence[str] | None = None,
     steps: int | None = None,
     allow_code: bool = False,
 ) -> EngineConfig:
     """Return the validated config of a command's arguments; ``steps`` means ``--set run.steps=N``."""
     overrides = [*(sets or ()), *([] if steps is None else [f"run.steps={steps}"])]
-    return load_config(*files, *(more or ()), overrides=overrides, allow_code=allow_code)
+    return load_config(*files, overrides=overrides, allow_code=allow_code)
 
 
 def read_run(folder: RunFolder, sets: list[str] | None, steps: int | None = None) -> EngineConfig:

@@ -22,34 +22,16 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from engine_core import __version__
-from engine_core.errors import (
-    ConfigError,
-    EngineError,
-    EnvironmentProblem,
-    did_you_mean,
-    nearest,
-)
+from engine_core.errors import ConfigError, EngineError, EnvironmentProblem
 from engine_core.launch import controlling, serve
 from engine_core.plugins import PluginSet
-from engine_core.plugins.metadata import find, known_names, our_plugins, split
+from engine_core.plugins.metadata import find, known_names, split, unknown_name
 from engine_core.redaction import show_uncaught, without_secrets
 from engine_core.specs import Command
 from engine_core.train.stopping import Terminated
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a full or read-only disk: reported without a traceback
-FIRST = (
-    "train",
-    "resume",
-    "validate",
-    "config",
-    "schema",
-    "plugins",
-    "doctor",
-    "generate",
-    "eval",
-    "compare",
-    "export",
-)
+FIRST = ("train", "resume", "validate", "config", "schema", "plugins", "doctor", "generate", "eval", "export")
 """Commands that the help lists first, in this order. The others follow in alphabetical order."""
 PLAIN: Mapping[str, Any] = {
     "add_completion": False,
@@ -86,26 +68,8 @@ class CommandGroup(TyperGroup):
             return _loaded(cmd_name, f"{distribution}:{full}" if distribution else full)
         inner = sorted(name for name in known_names("commands") if name.startswith(f"{full}."))
         if not inner:
-            raise ConfigError(self._unknown(short, self.list_commands(ctx)))
+            raise ConfigError(unknown_name("commands", full))
         return CommandGroup(name=short, prefix=f"{full}.", help=_group_help(inner), rich_markup_mode=None)
-
-    def _unknown(self, name: str, known: Sequence[str]) -> str:
-        """Return the message about an unknown command, with the nearest name and what to install."""
-        to_install = {
-            command.removeprefix(self.prefix).partition(".")[0]: distribution
-            for (kind, command), distribution in our_plugins().items()
-            if kind == "commands" and command.startswith(self.prefix)
-        }
-        match = nearest(name, [*known, *(to_install.keys() - set(known))])
-        if match in known or match is None:
-            return f"Unknown command '{name}'.{did_you_mean(name, known)}"
-        way = f"pip install {to_install[match]}"
-        if match == name:
-            return f"Command '{name}' is not installed. Try: {way}"
-        listed = ", ".join(sorted(known))
-        return (
-            f"Unknown command '{name}'. Did you mean '{match}'? Known: {listed}. It is not installed: {way}"
-        )
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Show the help if there are no arguments."""

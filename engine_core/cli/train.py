@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine_core.cli.loading import print_unread, read, read_run, trainer_of
-from engine_core.cli.options import AllowCode, Files, More, Run, Sets
+from engine_core.cli.options import AllowCode, Files, Run, Sets
 from engine_core.errors import DataError, WorkerLost
 from engine_core.redaction import without_secrets
 from engine_core.runs.tracking import RunFolder
@@ -28,7 +28,6 @@ Steps = Annotated[
 
 def train(
     files: Files,
-    more: More = None,
     sets: Sets = None,
     steps: Steps = None,
     dry_run: Annotated[
@@ -37,7 +36,7 @@ def train(
     allow_code: AllowCode = False,
 ) -> None:
     """Train as the run file says; prints the run folder at the end."""
-    config = read(files, more, sets, steps, allow_code)
+    config = read(files, sets, steps, allow_code)
     if dry_run:
         with closing(trainer_of(config)) as trainer:
             trainer.load_inputs()

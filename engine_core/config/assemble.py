@@ -197,8 +197,11 @@ def _known(plugins: PluginSet) -> Callable[[str], Collection[str]]:
 
     def known(kind: str) -> Collection[str]:
         """Return the names of a kind that may have a table."""
-        local = {name for plugin in plugins.named for name in plugin.tables.get(kind, {})}
-        return {*known_names(kind), *local, *(name for our_kind, name in our_plugins() if our_kind == kind)}
+        return {
+            *known_names(kind),
+            *plugins.local_names(kind),
+            *(name for our_kind, name in our_plugins() if our_kind == kind),
+        }
 
     return known
 

@@ -216,21 +216,20 @@ def _run_file(name: str, path: Path, source: bytes, label: str) -> None:
 def hook_problems(manager: pluggy.PluginManager, module: ModuleType, label: str) -> Iterator[str]:
     """Yield the problems of a module's hooks: a misspelt name, a wrong argument, a missing marker."""
     for name, function in vars(module).items():
-        marked = manager.parse_hookimpl_opts(module, name)
-        hook = (marked and marked["specname"]) or name
-        if marked is None and not (name.startswith("engine_") and inspect.isfunction(function)):
+        marked = manager.parse_hookimpl_opts(module, name) is not None
+        if not marked and not (name.startswith("engine_") and inspect.isfunction(function)):
             continue
-        known = hook_arguments(hook)
-        if marked is None:
+        known = hook_arguments(name)
+        if not marked:
             if known is not None and function.__module__ == module.__name__:
                 yield f"{label}: '{name}' is not marked, so it would never be called. Write @hookimpl above it."
         elif known is None:
-            yield f"{label}: there is no hook '{hook}'.{did_you_mean(hook, HOOKS)}"
+            yield f"{label}: there is no hook '{name}'.{did_you_mean(name, HOOKS)}"
         else:
             for argument in inspect.signature(function).parameters:
                 if argument not in known:
                     hint = did_you_mean(argument, known)
-                    yield f"{label}: hook '{hook}' has no argument '{argument}'.{hint}"
+                    yield f"{label}: hook '{name}' has no argument '{argument}'.{hint}"
 
 
 TRAIN_CAPABILITIES = {
