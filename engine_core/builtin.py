@@ -338,7 +338,7 @@ def engine_commands() -> Mapping[str, Command]:
         "train": Command(load=train + "train"),
         "resume": Command(load=train + "resume"),
         "validate": Command(load=configs + "validate"),
-        "config.show": Command(load=configs + "show", group_help="Inspect a configuration."),
+        "config.show": Command(load=configs + "show"),
         "plugins": Command(load="engine_core.cli.plugins:plugins"),
         "export": Command(load="engine_core.cli.export:export"),
     }

@@ -414,8 +414,8 @@ class Column(Spec):
     internal = True
     given = ("batch",)
     load: str | Callable[..., Any] = ""
-    role: str = ""
-    output: str = ""
+    role: Literal["", "actor", "ref", "teacher", "critic"] = ""
+    output: Literal["", "log_probs", "entropy", "sum_pi_squared", "values", "scores"] = ""
     needs: frozenset[str] = frozenset()
 
 
@@ -444,15 +444,11 @@ class Command(Spec):
     """A command of ``engine``: ``load`` is a function whose signature Typer reads and whose docstring is the help.
 
     The spec's name is the command's name; ``"bench.step"`` is the command ``step`` of the group ``bench``.
-
-    Args:
-        group_help: a one-line description of the group, for the help.
     """
 
     kind = "commands"
     noun = "command"
     internal = True
-    group_help: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

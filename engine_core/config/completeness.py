@@ -303,27 +303,27 @@ def custom_model_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[
         return
     if config.rollout.weights != "own" and not any(sharing_problems(config, plugins)):
         return
-    asked = plugins.asked(*backends)
+    asked, own = plugins.asked(*backends), getattr(trainer, "own_model", False)
     builders = [plugin.label for plugin in asked if hasattr(plugin.module, "engine_build_model")]
-    if any(hasattr(plugin.module, "engine_map_weights") for plugin in asked):
+    hooks = {
+        hook for hook in ("engine_map_weights", "engine_register_model") if plugins.overrides(hook, asked)
+    }
+    if "engine_map_weights" in hooks or not (builders or own):
         return
-    who, what = f"rollout.backend = '{config.rollout.backend}'", "has separate weights here"
+    who = f"rollout.backend = '{config.rollout.backend}' has separate weights here"
     if "custom_model" in getattr(sampler, "capabilities", ()):
-        if getattr(trainer, "own_model", False) and not builders:
+        if not builders:
             yield (
-                f"{who} {what}, and actor.backend '{config.actor.backend}' builds a model that it cannot build: no plugin has "
+                f"{who}, and actor.backend '{config.actor.backend}' builds a model that it cannot build: no plugin has "
                 "the hook engine_build_model. Implement it in the plugin of that backend (role 'rollout'), or have the sampler "
                 "use the actor's module (docs/custom_model.md)."
             )
-    elif (builders or getattr(trainer, "own_model", False)) and not any(
-        hasattr(plugin.module, "engine_register_model") for plugin in asked
-    ):
+    elif "engine_register_model" not in hooks:
         whose = " and ".join(builders) or f"actor.backend '{config.actor.backend}'"
         yield (
-            f"{who} {what} and builds its model itself, but {whose} builds models (engine_build_model), and nothing says which "
-            "weights the sampler gets. Implement engine_map_weights (names that the sampler's model has; `return weights` "
-            "where they have them) or engine_register_model (an architecture for the sampler's library), or use a sampler with "
-            "the capability 'custom_model' (docs/custom_model.md)."
+            f"{who} and builds its model itself, but {whose} builds models (engine_build_model), and nothing says which "
+            "weights the sampler gets. Implement engine_map_weights or engine_register_model, or use a sampler with the "
+            "capability 'custom_model' (docs/custom_model.md)."
         )
 
 
@@ -341,16 +341,11 @@ def transport_problem(config: EngineConfig, plugins: PluginSet, apart: bool) -> 
     spec: Any = plugins.spec("weight_transports", wanted)
     if ("disaggregated" if apart else "colocated") in spec.serves:
         return None
-    if apart:
-        placement = config.placement
-        return (
-            f"rollout.transport: got '{wanted}', but the sampler is in pool '{placement.pool_of('rollout')}' and the actor in "
-            f"'{placement.pool_of('actor')}'. Use 'tcp', 'broadcast', 'ipc', 'folder' or 'auto', or place them together ([placement])."
-        )
+    pools = f"the sampler is in pool '{config.placement.pool_of('rollout')}', the actor in '{config.placement.pool_of('actor')}'"
+    where = pools if apart else "the sampler is in the actor's processes"
     return (
-        f"rollout.transport: got '{wanted}', which carries weights to processes of another pool, but the sampler is in the "
-        "actor's processes. Use 'same_process' or 'auto', or give the sampler its own pool ([placement], in a runtime "
-        "that has pools)."
+        f"rollout.transport: got '{wanted}', which does not carry weights here: {where}. Use 'auto', another transport "
+        "(engine plugins), or another [placement]."
     )
 
 

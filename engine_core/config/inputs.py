@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.config.choices import OPTIONAL_ROLES
 from engine_core.config.models import ColumnsConfig, DataConfig, EngineConfig
+from engine_core.config.read import key_text
 from engine_core.errors import did_you_mean, nearest
 
 if TYPE_CHECKING:
@@ -34,28 +35,34 @@ def files_of(value: str | list[str]) -> list[str]:
     return [file for file in ([value] if isinstance(value, str) else value) if file]
 
 
+def model_tables(config: EngineConfig) -> dict[str, Any]:
+    """Return the tables that name a model, by their keys: those of roles and of models of rewards."""
+    roles = {role: getattr(config, role) for role in ("model", "actor", *OPTIONAL_ROLES)}
+    tables = {role: table for role, table in roles.items() if table is not None}
+    for reward in config.reward:
+        tables |= {key_text(("reward", reward.name, kind)): table for kind, table in reward.models.items()}
+    return tables
+
+
 def model_problems(config: EngineConfig) -> Iterator[str]:
     """Model and tokenizer folders that are absent or hold no model."""
-    model, teacher = config.model, config.teacher
-    holders: dict[str, Any] = {"model": model, "actor": config.actor}
-    holders |= {role: getattr(config, role) for role in OPTIONAL_ROLES}
-    holders |= {f"reward.{r.name}.{kind}": table for r in config.reward for kind, table in r.models.items()}
-    for at, holder in holders.items():
-        if holder and holder.path:
+    for at, holder in model_tables(config).items():
+        if holder.path:
             yield from _folder_problem(
                 f"{at}.path", holder.path, _MODEL, "the folder that save_pretrained wrote"
             )
-        if adapter := holder and getattr(holder, "lora", None) and holder.lora.path:
+        if (lora := getattr(holder, "lora", None)) and lora.path:
             wanted = "an adapter folder of peft or of `engine export --adapter`"
             yield from _folder_problem(
-                f"{at}.lora.path", adapter, ("adapter_config.json",), wanted, hub=False
+                f"{at}.lora.path", lora.path, ("adapter_config.json",), wanted, hub=False
             )
-        if holder and hasattr(holder, "tokenizer"):
+        if hasattr(holder, "tokenizer"):
             wanted = f"a tokenizer there, or {at}.tokenizer set"
             if holder.tokenizer:
                 yield from _folder_problem(f"{at}.tokenizer", holder.tokenizer, _TOKENIZER, wanted)
             elif holder.path and Path(holder.path).is_dir():
                 yield from _folder_problem(f"{at}.path", holder.path, _TOKENIZER, wanted)
+    teacher = config.teacher
     if teacher and teacher.path and Path(teacher.path).is_dir():
         wanted = "the teacher's tokenizer there, to compare it with the student's"
         yield from _folder_problem("teacher.path", teacher.path, _TOKENIZER, wanted)

@@ -99,6 +99,8 @@ def _inner_keys(value: Any) -> Iterator[KeyPath]:
 
 
 MAX_BYTES = 1_000_000
+MAX_DEPTH = 16
+MAX_FILES = 64  # reads, repeated ones included: files that extend each other can multiply
 ENV_PREFIX = "ENGINE__"
 
 Path_ = tuple[str, ...]
@@ -215,18 +217,24 @@ class _Tree:
         self.files = files
         self.roots = [file.absolute().parent.resolve() for file in files]
         self.allow_code = allow_code
+        self.reads = 0
 
     def merge_file(self, file: Path, shown: str, chain: tuple[Path, ...]) -> None:
         """Merge a file over the tree, after the files that it extends.
 
         Raises:
-            ConfigError: files extend each other in a circle.
+            ConfigError: files extend each other in a circle, or too many are extended.
         """
         resolved = file.resolve()
         if resolved in chain:
             circle = " -> ".join(link.name for link in (*chain[chain.index(resolved) :], resolved))
             raise ConfigError(
                 f"{shown}: files extend each other in a circle: {circle}. Remove one `extends`."
+            )
+        self.reads += 1
+        if self.reads > MAX_FILES:
+            raise ConfigError(
+                f"{shown}: more than {MAX_FILES} files are extended. Merge some of them into one."
             )
         data, lines = _read_toml(file, shown)
         where = f"{shown}:{lines.get(('extends',), 1)}"
@@ -297,14 +305,20 @@ def _as_extends(value: Any, where: str) -> list[str]:
 def _read_toml(file: Path, shown: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     text = _read_text(file, shown)
     try:
-        return tomllib.loads(text), key_lines(text)
+        data, lines = tomllib.loads(text), key_lines(text)
     except (ValueError, RecursionError) as error:
         match = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
-        line = match[1] if match and match[1] else text.count("\n") + 1
+        place = match[1] if match and match[1] else text.count("\n") + 1
         column = f":{match[2]}" if match and match[2] else ""
         what = str(error)[: match.start()] if match else str(error)
         fix = next((fix for start, fix in _FIXES.items() if what.startswith(start)), "")
-        raise ConfigError(f"{shown}:{line}{column}: this is no TOML: {what}.{fix}") from None
+        raise ConfigError(f"{shown}:{place}{column}: this is no TOML: {what}.{fix}") from None
+    for path, line in lines.items():
+        if len(path) > MAX_DEPTH:
+            raise ConfigError(
+                f"{shown}:{line}: nested deeper than {MAX_DEPTH} levels. Nothing in a run needs that."
+            )
+    return data, lines
 
 
 def _read_text(file: Path, shown: str) -> str:

@@ -11,7 +11,6 @@ import functools
 import importlib.metadata
 import importlib.resources
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -58,15 +57,11 @@ class Offer:
 
 
 def installed() -> tuple[Offer, ...]:
-    """Return every entry point of a group ``engine.*``; a distribution found twice on the path counts once."""
-    return _read(tuple((entry, _mtime(entry)) for entry in sys.path))
+    """Return every entry point of a group ``engine.*``; a distribution found twice on the path counts once.
 
-
-def _mtime(entry: str) -> int:
-    try:
-        return os.stat(entry or ".").st_mtime_ns
-    except OSError:  # an entry of sys.path need not exist
-        return 0
+    What is installed later is not seen until ``sys.path`` changes.
+    """
+    return _read(tuple(sys.path))
 
 
 def _builtin() -> Iterator[Offer]:
@@ -81,7 +76,7 @@ def _builtin() -> Iterator[Offer]:
 
 
 @functools.lru_cache(maxsize=4)
-def _read(_path: tuple[tuple[str, int], ...]) -> tuple[Offer, ...]:
+def _read(_path: tuple[str, ...]) -> tuple[Offer, ...]:
     offers = {CORE: list(_builtin())}
     for found in importlib.metadata.distributions():
         if "[engine." not in (found.read_text("entry_points.txt") or ""):

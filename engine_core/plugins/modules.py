@@ -56,13 +56,12 @@ def table_module(kind: str) -> ModuleType | None:
     if not offers:
         return None
     module = import_offer(offers[0])
-    specs: Any = getattr(module, "SPECS", None)
-    found = specs.get(kind) if isinstance(specs, Mapping) else None
-    if not (isinstance(found, type) and issubclass(found, Spec)):
-        raise PluginError(f"{offers[0]}: SPECS of '{module.__name__}' must give '{kind}' a subclass of Spec.")
-    if not hasattr(getattr(module, f"engine_{kind}", None), "engine_spec"):
+    found = getattr(module, "SPECS", {}).get(kind)
+    marked = hasattr(getattr(module, f"engine_{kind}", None), "engine_spec")
+    if not (isinstance(found, type) and issubclass(found, Spec) and marked):
         raise PluginError(
-            f"{offers[0]}: '{module.__name__}' must have the hook engine_{kind}, marked @hookspec."
+            f"{offers[0]}: '{module.__name__}' must have SPECS with a subclass of Spec for '{kind}', and the hook "
+            f"engine_{kind}, marked @hookspec."
         )
     return module
 

@@ -207,19 +207,14 @@ class PluginSet:
 
         def called(*arguments: Any, **options: Any) -> Any:
             """Call ``found`` and raise its failure as a PluginError."""
-            try:
+            with self.naming(plugin, f"{plugin.label}: {spec.noun} '{name}' failed"):
                 return found(*arguments, **options)
-            except EngineError:
-                raise
-            except Exception as exc:
-                what = describe(exc, plugin.module.__name__)
-                raise PluginError(f"{plugin.label}: {spec.noun} '{name}' failed: {what}") from exc
 
         return found if plugin.source == CORE else called
 
-    def overrides(self, hook: str) -> bool:
-        """Return whether a plugin of this run implements a step hook."""
-        return any(hasattr(plugin.module, hook) for plugin in self.plugins)
+    def overrides(self, hook: str, plugins: Sequence[Plugin] | None = None) -> bool:
+        """Return whether one of some plugins implements a step hook; default: a plugin of this run."""
+        return any(hasattr(plugin.module, hook) for plugin in (self.plugins if plugins is None else plugins))
 
     def step(self, role: str, *backends: tuple[str, str]) -> SimpleNamespace:
         """Return the step hooks for one role.
@@ -287,20 +282,19 @@ class PluginSet:
         Raises:
             PluginError: the hook failed; the message names the plugin and its version.
         """
-        with self.naming(plugin, asker, hook):
+        with self.naming(plugin, f"{plugin.label} failed in {hook} ({asker})"):
             return self._caller(hook, plugin)(**arguments)
 
     @contextlib.contextmanager
-    def naming(self, plugin: Plugin, asker: str, hook: str) -> Iterator[None]:
-        """Turn errors of a hook into a PluginError that names the plugin; errors of the engine get a note."""
+    def naming(self, plugin: Plugin, failure: str) -> Iterator[None]:
+        """Turn an error of a plugin into a PluginError that begins with ``failure``; errors of the engine get a note."""
         try:
             yield
         except EngineError as exc:
-            exc.add_note(f"{plugin.label} raised this in {hook} ({asker}).")
+            exc.add_note(f"{failure}.")
             raise
         except Exception as exc:
-            what = describe(exc, plugin.module.__name__)
-            raise PluginError(f"{plugin.label} failed in {hook} ({asker}): {what}") from exc
+            raise PluginError(f"{failure}: {describe(exc, plugin.module.__name__)}") from exc
 
 
 class _Loader:
@@ -405,7 +399,7 @@ class _Loader:
         hook = f"engine_{kind}"
         table: dict[str, Spec] = {}
         if hasattr(plugin.module, hook):
-            with self.plugin_set.naming(plugin, "while it was loaded", hook):
+            with self.plugin_set.naming(plugin, f"{plugin.label} failed in {hook} (while it was loaded)"):
                 table = getattr(plugin.module, hook)()
             check_table(plugin.label, kind, table)
         here = (kind, plugin.source, plugin.module.__name__)

@@ -65,7 +65,7 @@ from engine_core.specs import Command
 
 @hookimpl
 def engine_commands():
-    return {"NAME": Command(load="a_command:run"GROUP_HELP)}
+    return {"NAME": Command(load="a_command:run")}
 """
 
 
@@ -73,10 +73,8 @@ def engine_commands():
 def command(install) -> Callable[..., dict[str, str]]:
     """``command(name, body)`` installs a command with this body; the environment in which a process finds it."""
 
-    def offer(name: str, body: str, group_help: str = "") -> dict[str, str]:
-        plugin = COMMAND.replace("NAME", name).replace(
-            "GROUP_HELP", f", group_help={group_help!r}" if group_help else ""
-        )
+    def offer(name: str, body: str) -> dict[str, str]:
+        plugin = COMMAND.replace("NAME", name)
         body = textwrap.indent(textwrap.dedent(body), "    ")
         modules = {"a_plugin": plugin, "a_command": f"def run():\n{body}\n"}
         site = install("a-distribution", {"commands": {name: "a_plugin"}}, modules)
@@ -126,9 +124,9 @@ def test_a_command_of_a_plugin_is_used_and_shown_as_the_cores_are(engine, comman
 
 
 def test_a_command_of_a_plugin_joins_a_group_or_makes_one(engine, command):
-    command("hands.wave", "'Wave.'\nprint('hello')", group_help="Use your hands.")
+    command("hands.wave", "'Wave.'\nprint('hello')")
     assert engine("hands", "wave") == (0, "hello\n", "")
-    assert re.search(r"hands +Use your hands\.", engine("--help").out)
+    assert re.search(r"hands +Commands: wave\.", engine("--help").out)
     assert "Unknown command 'hands.wvae'. Did you mean 'hands.wave'?" in engine("hands", "wvae").err
 
 
@@ -146,9 +144,7 @@ def test_a_broken_plugin_hurts_its_own_command_alone(engine, install):
 
 def test_a_command_that_two_plugins_offer_is_picked_by_its_distribution(engine, install):
     for letter in "ab":
-        plugin = (
-            COMMAND.replace("NAME", "wave").replace("GROUP_HELP", "").replace("a_command", f"{letter}_body")
-        )
+        plugin = COMMAND.replace("NAME", "wave").replace("", "").replace("a_command", f"{letter}_body")
         body = f"def run():\n    'Wave at who asks, once.'\n    print('{letter}')\n"
         modules = {f"{letter}_plugin": plugin, f"{letter}_body": body}
         install(f"{letter}-hands", {"commands": {"wave": f"{letter}_plugin"}}, modules)

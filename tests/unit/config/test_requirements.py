@@ -266,22 +266,6 @@ def test_a_column_may_read_what_the_rewards_gave():
             "The column 'b' needs 'old_log_prob', which nothing in this run makes. Did you mean 'old_log_probs'",
         ),
         ({"a": made_of("advantages")}, "The column 'a' needs 'advantages', which nothing in this run makes"),
-        (
-            {"a": Column(role="reff", output="entropy")},
-            "The column 'a' has role = 'reff' and output = 'entropy'",
-        ),
-        (
-            {"a": Column(role="ref")},
-            "The column 'a' has role = 'ref' and output = ''; expected an output of one of",
-        ),
-        (
-            {"a": Column(role="ref", output="entropie")},
-            "The column 'a' is the output 'entropie' of role 'ref', which no train engine computes. Did you mean 'entropy'",
-        ),
-        (
-            {"a": Column(role="critic", output="entropy")},
-            "The column 'a' is the output 'entropy' of role 'critic', which no train engine computes",
-        ),
         ({"b": made_of()}, "algorithm.advantage = 'grpo' needs the column 'a'"),
     ],
 )

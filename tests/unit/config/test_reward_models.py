@@ -78,7 +78,7 @@ def test_a_missing_table_is_named_where_the_name_is_no_reward():
     from engine_core import load_config
 
     with pytest.raises(
-        PluginError, match=r"'reward_model' is a trainer, not a reward.*has a table \[reward\.model\]"
+        PluginError, match=r"'reward_model' is known as trainer, not as reward.*has a table \[reward\.model\]"
     ):
         load_config(overrides={"reward": [{"name": "reward_model"}]})
     with pytest.raises(

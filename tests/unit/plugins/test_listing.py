@@ -196,8 +196,8 @@ def test_check_passes_what_has_nothing_to_load_a_column_of_a_role_and_a_table(in
 @pytest.mark.parametrize(
     ("was", "becomes", "problem"),
     [
-        ("SPECS =", "OTHER =", "SPECS of 'acme_tables' must give 'query_parsers' a subclass of Spec."),
-        ("@hookspec", "", "'acme_tables' must have the hook engine_query_parsers, marked @hookspec."),
+        ("SPECS =", "OTHER =", "'acme_tables' must have SPECS with a subclass of Spec for 'query_parsers'"),
+        ("@hookspec", "", "and the hook engine_query_parsers, marked @hookspec."),
         ("from engine_core.specs", "from engine_core.nowhere", "is broken, it does not import"),
     ],
 )

@@ -435,9 +435,7 @@ def test_an_error_of_the_engine_keeps_its_kind_and_gains_the_plugins_name(instal
     with pytest.raises(TrainingFailed) as caught:
         wrap(plugins, backend="fails")
 
-    assert caught.value.__notes__ == [
-        "Plugin 'fails' (dist-fails 1.0) raised this in engine_wrap_policy (actor)."
-    ]
+    assert caught.value.__notes__ == ["Plugin 'fails' (dist-fails 1.0) failed in engine_wrap_policy (actor)."]
 
 
 # ------------------------------------------------------------------ observers
