@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -23,6 +23,13 @@ class Table(BaseModel):
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, validate_default=True, arbitrary_types_allowed=True
     )
+
+
+class ChoosingTable(Table):
+    """A table with a key that chooses a name."""
+
+    options: Any = Field(default=None, exclude=True)
+    """The table of the chosen name, filled in by the loader."""
 
 
 def _doc(text: str) -> object:

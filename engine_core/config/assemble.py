@@ -6,7 +6,7 @@ This module imports neither torch, transformers nor datasets, so ``engine valida
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,7 @@ from engine_core.config.roles import RolloutConfig
 from engine_core.config.validate import validate
 from engine_core.config.wording import place_of
 from engine_core.errors import ConfigError, PluginError
-from engine_core.plugins.metadata import our_plugins
-from engine_core.plugins.plugin_set import PluginProblems, PluginSet, known_names
+from engine_core.plugins.plugin_set import PluginProblems, PluginSet
 from engine_core.specs import TrainerSpec
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ def load_config(
         plugins = error.loaded
         lines = [f"{_where(raw, kind, name)}{message}" for kind, name, message in error.problems]
     try:
-        context = {"folder": raw.folder, "allow_code": allow_code}
-        config = validate(raw, plugins.find, _known(plugins), context)
+        config = validate(raw, plugins.find, plugins.known)
     except ConfigError as error:
         raise ConfigError([*error.problems, *lines]) from None
     if lines:
@@ -88,8 +86,7 @@ def rebuild(values: Mapping[str, Any]) -> tuple[EngineConfig, PluginSet]:
     """
     raw = RawConfig(dict(values["data"]), {}, [Path(file) for file in values["files"]], values["allow_code"])
     plugins = _load(raw)
-    context = {"folder": raw.folder, "allow_code": raw.allow_code}
-    return validate(raw, plugins.find, _known(plugins), context), plugins
+    return validate(raw, plugins.find, plugins.known), plugins
 
 
 def check_inputs(config: EngineConfig) -> list[str]:
@@ -182,23 +179,6 @@ def _asks_for_scores(raw: RawConfig) -> bool:
     """Return ``EvalConfig.during_training`` for a tree that is not validated yet."""
     table = raw.data.get("eval")
     return isinstance(table, dict) and any(table.get(key) for key in ("every_steps", "at_start", "at_end"))
-
-
-def _known(plugins: PluginSet) -> Callable[[str], Collection[str]]:
-    """Return a function from a kind to the names that may have a table in a run file.
-
-    These are installed names, names of one-file plugins, and names that this project publishes.
-    """
-
-    def known(kind: str) -> Collection[str]:
-        """Return the names of a kind that may have a table."""
-        return {
-            *known_names(kind),
-            *plugins.local_names(kind),
-            *(name for our_kind, name in our_plugins() if our_kind == kind),
-        }
-
-    return known
 
 
 def _where(raw: RawConfig, kind: str, name: str) -> str:

@@ -153,7 +153,7 @@ def _role_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[s
             )
         if role == "rollout":
             continue
-        if table.lora is not None and "lora" not in plugins.spec(kind, table.backend).capabilities:
+        if table.lora is not None and "lora" not in getattr(backend, "capabilities", ()):
             yield (
                 f"{role}.lora: backend '{table.backend}' trains no adapters (it has no capability 'lora'). "
                 'Take the table out, or use backend = "torch".'

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -42,7 +43,6 @@ def validate(
     raw: RawConfig,
     spec_of: SpecOf,
     known: Callable[[str], Collection[str]],
-    context: Mapping[str, Any] | None = None,
 ) -> EngineConfig:
     """Check everything and fill ``options`` in.
 
@@ -50,7 +50,6 @@ def validate(
         raw: from ``read_config``.
         spec_of: kind and name of a chosen thing -> its spec; None leaves its table unjudged.
         known: kind -> the names that are installed; a table of one of them may stand unread.
-        context: for validators of option models (``info.context``): ``folder``, ``allow_code``.
 
     Returns:
         The config; ``_source`` is ``raw`` with ``unread`` filled in.
@@ -58,24 +57,22 @@ def validate(
     Raises:
         ConfigError: every problem, with file and line.
     """
-    return _Validation(raw, spec_of, known, context).run()
+    return _Validation(raw, spec_of, known).run()
 
 
-def check_table(
-    spec: Spec, path: Path_, data: Mapping[str, Any], context: Mapping[str, Any] | None = None
-) -> None:
+def check_table(spec: Spec, path: Path_, data: Mapping[str, Any], root: Path) -> None:
     """Check one option table outside of a run file, with the types and the words of a run file.
 
     Args:
         spec: whose table it is.
         path: where it stands in a run file: ``("actor", "fast")``; a reward's after its name, ``("reward", "r", "r")``.
         data: the table.
-        context: as in ``validate``.
+        root: folder of the run file, for validators of the table.
 
     Raises:
         ConfigError: every problem of the table.
     """
-    alone = _Validation(RawConfig({}), lambda kind, name: None, lambda kind: (), context)
+    alone = _Validation(RawConfig({}, files=[root / "run.toml"]), lambda kind, name: None, lambda kind: ())
     alone.tables = dict(_tables_in(_header(path), spec.config))
     alone.check(spec.config, data, path, f" Table of {spec.noun} '{path[-1]}'.")
     if alone.problems:
@@ -83,15 +80,12 @@ def check_table(
 
 
 class _Validation:
-    def __init__(
-        self,
-        raw: RawConfig,
-        spec_of: SpecOf,
-        known: Callable[[str], Collection[str]],
-        context: Mapping[str, Any] | None,
-    ) -> None:
+    def __init__(self, raw: RawConfig, spec_of: SpecOf, known: Callable[[str], Collection[str]]) -> None:
         self.raw, self.spec_of, self.known = raw, spec_of, known
-        self.context = dict(context or {})
+        self.context = {
+            "folder": raw.folder,
+            "allow_code": raw.allow_code,
+        }  # for validators: ``info.context``
         self.data = prepared(raw.data)  # option tables are taken out of it
         self.places = {place.path: place for place in places(self.data)}
         self.problems: list[Problem] = []

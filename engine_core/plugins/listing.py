@@ -38,6 +38,13 @@ class PluginInfo:
         """Whether no problem was found."""
         return self.problem is None
 
+    @property
+    def state(self) -> str:
+        """``ok``, the problem of the plugin, or a warning about what this machine lacks for it."""
+        if not self.healthy:
+            return f"problem: {self.problem}"
+        return "ok" if self.fit else f"warning: {self.health}"
+
 
 def list_plugins(check: bool = False) -> list[PluginInfo]:
     """List every installed name, sorted by kind and name.

@@ -25,7 +25,16 @@ import pluggy
 import engine_core
 from engine_core import hooks as hookspecs
 from engine_core.errors import EngineError, PluginError
-from engine_core.plugins.metadata import CORE, find, installed, known_names, nouns, split, unknown_name
+from engine_core.plugins.metadata import (
+    CORE,
+    find,
+    installed,
+    known_names,
+    nouns,
+    our_plugins,
+    split,
+    unknown_name,
+)
 from engine_core.plugins.modules import (
     CAPABILITIES,
     CONTRACTS,
@@ -146,6 +155,11 @@ class PluginSet:
     def local_names(self, kind: str) -> set[str]:
         """Return the names of a kind that the plugins of ``plugins = [...]`` offer."""
         return {name for plugin in self.named for name in self._loader.table(plugin, kind)}
+
+    def known(self, kind: str) -> set[str]:
+        """Return the names that may have a table in a run file: of plugins here, and of those that this project publishes."""
+        ours = {name for our_kind, name in our_plugins() if our_kind == kind}
+        return {*known_names(kind), *self.local_names(kind), *ours}
 
     def require(self, kind: str, name: str) -> Any:
         """Resolve a name that no key of the run file chose, such as an objective or a part.

@@ -163,7 +163,7 @@ def config_of(tmp_path: Path) -> Any:
         file = tmp_path / "run.toml"
         file.write_text(text, encoding="utf-8")
         raw = read_config([file], list(overrides), env or {})
-        return validate(raw, spec_of, lambda kind: SPECS[kind].keys(), {"folder": tmp_path})
+        return validate(raw, spec_of, lambda kind: SPECS[kind].keys())
 
     return make
 

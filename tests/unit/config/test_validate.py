@@ -291,9 +291,9 @@ def test_validators_of_options_know_the_folder_of_the_run_file(specs, tmp_path):
             raise ValueError(f"seen {info.context['folder']}")
 
     mine = {**specs, "rewards": {"r": Reward(load=print, config=Seen)}}
-    raw = RawConfig({"reward": [{"name": "r"}]})
+    raw = RawConfig({"reward": [{"name": "r"}]}, files=[tmp_path / "run.toml"])
     with pytest.raises(ConfigError, match=f"seen {tmp_path}"):
-        validate(raw, lambda kind, name: mine[kind][name], lambda kind: mine[kind], {"folder": tmp_path})
+        validate(raw, lambda kind, name: mine[kind][name], lambda kind: mine[kind])
 
 
 def test_a_trainer_that_names_no_sections_reads_all(specs):
