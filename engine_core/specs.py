@@ -414,8 +414,8 @@ class Column(Spec):
     internal = True
     given = ("batch",)
     load: str | Callable[..., Any] = ""
-    role: Literal["", "actor", "ref", "teacher", "critic"] = ""
-    output: Literal["", "log_probs", "entropy", "sum_pi_squared", "values", "scores"] = ""
+    role: str = ""
+    output: str = ""
     needs: frozenset[str] = frozenset()
 
 

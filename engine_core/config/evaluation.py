@@ -44,6 +44,8 @@ class EvalSetConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
     """Name of the set in metrics and files."""
     path: str | list[str]
     """Files, in the layout of ``[data]``. Relative to the folder of the TOML that names them."""
+    temperature: NonNegativeFloat = 0.0  # as in EvalConfig
+    """Sampling temperature; 0 is greedy."""
 
 
 class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen

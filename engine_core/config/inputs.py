@@ -140,8 +140,11 @@ def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[str]:
         yield f"{path}: no Parquet file (it does not begin and end with PAR1). Was it cut off?"
     elif kind == ".csv":
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            header = next(csv.reader(file), [])
-        if problem := _column_problem(header, data):
+            reader = csv.reader(file)
+            header, first = next(reader, []), next(reader, None)
+        if first is None:
+            yield f"{path}: no rows."
+        elif problem := _column_problem(header, data):
             yield f"{path}:1: {problem}"
     elif kind == ".jsonl":
         bad = list(_bad_lines(path, data))
@@ -154,12 +157,19 @@ def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[str]:
 def _bad_lines(path: Path, data: DataConfig) -> Iterator[str]:
     """Yield a problem for each line of the looked-at part that is no row; a last line cut by the limit is left out."""
     with path.open("rb") as file:
-        lines = file.read(SCAN_BYTES).split(b"\n")
+        content = file.read(SCAN_BYTES)
+    lines = content.split(b"\n")
+    if not content.strip():
+        yield f"{path}: no rows."
     for number, line in enumerate(lines if path.stat().st_size <= SCAN_BYTES else lines[:-1], 1):
         try:
             row = json.loads(line.decode("utf-8-sig").strip() or "null")
-        except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
-            yield f"{path}:{number}: no JSON: {getattr(error, 'msg', error)}."
+        except UnicodeDecodeError as error:
+            yield f"{path}:{number}: not UTF-8 (byte 0x{line[error.start]:02x}). Save the file as UTF-8."
+            continue
+        except (ValueError, RecursionError) as error:
+            what = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", error)
+            yield f"{path}:{number}: no JSON: {what}."
             continue
         if not isinstance(row, dict | None):
             yield f"{path}:{number}: expected an object {{...}}, got {str(row)[:40]}."

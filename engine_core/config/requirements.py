@@ -46,6 +46,13 @@ GREEDY = "greedy_rewards"
 OUTPUTS = frozenset({"log_probs", "entropy", "sum_pi_squared"})
 """What a train engine can compute for a loss."""
 
+COLUMN_OUTPUTS = {
+    "": {""},
+    **dict.fromkeys(("actor", "ref", "teacher"), OUTPUTS),
+    "critic": {"values", "scores"},
+}
+"""Outputs of each role's ``infer`` that may be a column; without a role the column's function computes it."""
+
 MEASURED = {"current_log_probs": "log_probs", "current_entropy": "entropy"}
 """Column -> the actor's output that it is; made for each mini-batch just before its update."""
 
@@ -232,6 +239,9 @@ def _missing(
         for read in sorted(c for c in producer.needs - made - {GREEDY} if not c.startswith("reward/")):
             why = "which nothing in this run makes."
             yield f"The column '{name}' needs '{read}', {why}{did_you_mean(read, made)}"
+        if producer.output not in COLUMN_OUTPUTS.get(producer.role, ()):
+            got = f"role = '{producer.role}' and output = '{producer.output}'"
+            yield f"The column '{name}' has {got}, which no train engine computes."
     for output in (output for output in loss.outputs if output not in OUTPUTS):
         yield (
             f"algorithm.loss = '{algorithm.loss}' needs the output '{output}', which no train engine computes."

@@ -347,7 +347,7 @@ def test_a_column_may_come_from_the_teacher(make, model):
         (
             'output="entropy"',
             'output="entropie"',
-            "The column 'ref_entropy' is the output 'entropie' of role 'ref'",
+            "The column 'ref_entropy' has role = 'ref' and output = 'entropie'",
         ),
         (
             'role="ref", output="entropy"',

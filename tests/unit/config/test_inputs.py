@@ -49,8 +49,11 @@ def test_good_files_have_no_problems(problems, name, content, data):
             "a.jsonl",
             b'{"prompt": "x"}\n{"prompt": "\xff"}\n',
             {},
-            ["a.jsonl:2: no JSON: 'utf-8' codec can't decode byte 0xff in position 12: invalid start byte."],
+            ["a.jsonl:2: not UTF-8 (byte 0xff). Save the file as UTF-8."],
         ),
+        ("a.jsonl", "[" * 100_000, {}, ["a.jsonl:1: no JSON: nested too deeply."]),
+        ("a.jsonl", "\n\n", {}, ["a.jsonl: no rows."]),
+        ("a.csv", "prompt,answer\n", {}, ["a.csv: no rows."]),
         ("a.jsonl", "", {}, ["a.jsonl: empty. data.train needs at least one row."]),
         (
             "a.jsonl",

@@ -266,6 +266,12 @@ def test_a_column_may_read_what_the_rewards_gave():
             "The column 'b' needs 'old_log_prob', which nothing in this run makes. Did you mean 'old_log_probs'",
         ),
         ({"a": made_of("advantages")}, "The column 'a' needs 'advantages', which nothing in this run makes"),
+        (
+            {"a": Column(role="reff", output="entropy")},
+            "The column 'a' has role = 'reff' and output = 'entropy', which no train engine computes",
+        ),
+        ({"a": Column(role="ref")}, "The column 'a' has role = 'ref' and output = ''"),
+        ({"a": Column(role="critic", output="entropy")}, "'a' has role = 'critic' and output = 'entropy'"),
         ({"b": made_of()}, "algorithm.advantage = 'grpo' needs the column 'a'"),
     ],
 )
