@@ -60,6 +60,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
                 (site / package / "__init__.py").touch()
             path.with_suffix(".py").write_text(textwrap.dedent(source))
         importlib.invalidate_caches()
+        plugin_metadata._read.cache_clear()
         return site
 
     yield write

@@ -306,8 +306,6 @@ def engine_columns() -> Mapping[str, Column]:
 class LocalOptions(Options):
     """``[runtime.local]``: all workers in the controller's process."""
 
-    renamed = {"trade_memory": "offload_idle_roles"}
-
     offload_idle_roles: bool = False
     """Offload gradients and optimizer to host memory during sampling; free the sampler's cache during training."""
 
@@ -340,7 +338,7 @@ def engine_commands() -> Mapping[str, Command]:
         "train": Command(load=train + "train"),
         "resume": Command(load=train + "resume"),
         "validate": Command(load=configs + "validate"),
-        "config.show": Command(load=configs + "show", group_help="Inspect a configuration."),
+        "config.show": Command(load=configs + "show"),
         "plugins": Command(load="engine_core.cli.plugins:plugins"),
-        "export": Command(load="engine_core.cli.export:export"),
+        "export": Command(load=train + "export"),
     }

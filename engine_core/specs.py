@@ -15,8 +15,6 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from engine_core.tables import BASE_SAMPLING
-
 
 class Options(BaseModel):
     """The base class of option tables: unknown keys are refused, each field has a docstring below it.
@@ -25,12 +23,9 @@ class Options(BaseModel):
         chooses: keys whose value is a name of a table hook, each with the kind of that hook
             (``{"loss": "pair_losses"}``). The schema of run files lists the names. The plugins of the names that a
             trainer's table chooses are loaded with the run.
-        renamed: old names of keys, each with the new name; a run file with an old name is refused with an
-            error that names the new one.
     """
 
     chooses: ClassVar[Mapping[str, str]] = {}
-    renamed: ClassVar[Mapping[str, str]] = {}
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
 
@@ -449,15 +444,11 @@ class Command(Spec):
     """A command of ``engine``: ``load`` is a function whose signature Typer reads and whose docstring is the help.
 
     The spec's name is the command's name; ``"bench.step"`` is the command ``step`` of the group ``bench``.
-
-    Args:
-        group_help: a one-line description of the group, for the help.
     """
 
     kind = "commands"
     noun = "command"
     internal = True
-    group_help: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

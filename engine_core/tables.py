@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,17 +18,18 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class Table(BaseModel):
-    """A TOML table with a fixed set of keys.
-
-    Attributes:
-        renamed: old names of keys, each with the new name; see ``engine_core.specs.Options``.
-    """
-
-    renamed: ClassVar[Mapping[str, str]] = {}
+    """A TOML table with a fixed set of keys."""
 
     model_config = ConfigDict(
         extra="forbid", use_attribute_docstrings=True, validate_default=True, arbitrary_types_allowed=True
     )
+
+
+class ChoosingTable(Table):
+    """A table with a key that chooses a name."""
+
+    options: Any = Field(default=None, exclude=True)
+    """The table of the chosen name, filled in by the loader."""
 
 
 def _doc(text: str) -> object:
@@ -83,5 +83,3 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingOp
 """Every sampling option and its default."""
 DISTRIBUTION = tuple(field.name for field in dataclasses.fields(Distribution))
 CUTTING = DISTRIBUTION[1:]
-BASE_SAMPLING = frozenset({"temperature", "top_p", "top_k", "max_response_tokens", "stop", "stop_token_ids"})
-"""Options that a sampler supports unless its spec says otherwise. Options added later are not in this set."""

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine_core.cli.loading import print_remarks, read
-from engine_core.cli.options import AllowCode, File, Files, Json, More, Sets
+from engine_core.cli.loading import print_unread, read
+from engine_core.cli.options import AllowCode, Files, Json, Sets
 from engine_core.cli.output import print_json, print_table
 from engine_core.config.assemble import check_inputs, plugins_for
 from engine_core.config.completeness import check_complete
@@ -21,16 +21,14 @@ if TYPE_CHECKING:
     from engine_core.config import EngineConfig
 
 
-def validate(
-    files: Files, more: More = None, sets: Sets = None, allow_code: AllowCode = False, as_json: Json = False
-) -> int:
+def validate(files: Files, sets: Sets = None, allow_code: AllowCode = False, as_json: Json = False) -> int:
     """Check a run file: keys, types, names, plugins, files and their columns. Loads no torch.
 
     Raises:
         EngineError: the run file is not valid; with ``--json`` the problems are printed instead.
     """
     try:
-        config = read(files, more, sets, allow_code=allow_code)
+        config = read(files, sets, allow_code=allow_code)
         plugins = plugins_for(config)
         check_complete(config, plugins=plugins)
         _check_rewards(config, plugins)
@@ -42,11 +40,10 @@ def validate(
         print_json({"valid": False, "problems": str(error).splitlines()})
         return error.exit_code
     if as_json:
-        found = {"unread": config.unread, "warnings": config.warnings, "plugins": plugins.versions()}
-        print_json({"valid": True, **found})
+        print_json({"valid": True, "unread": config.unread, "plugins": plugins.versions()})
         return 0
-    print(f"{', '.join([*files, *(more or ())])}: valid, trainer '{config.trainer}'")
-    print_remarks(config)
+    print(f"{', '.join(files)}: valid, trainer '{config.trainer}'")
+    print_unread(config)
     return 0
 
 
@@ -59,8 +56,7 @@ def _check_rewards(config: EngineConfig, plugins: PluginSet) -> None:
 
 
 def show(
-    file: File,
-    more: More = None,
+    files: Files,
     sets: Sets = None,
     origin: Annotated[
         bool, typer.Option("--origin", help="Also where each value was set: file and line, or default.")
@@ -69,7 +65,7 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Print the resolved config: every key with the value that a run would use."""
-    config = read([file], more, sets, allow_code=allow_code)
+    config = read(files, sets, allow_code=allow_code)
     rows = origins(config)
     if as_json:
         print_json(

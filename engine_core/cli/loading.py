@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 
 def read(
     files: Sequence[str],
-    more: Sequence[str] | None = None,
     sets: Sequence[str] | None = None,
     steps: int | None = None,
     allow_code: bool = False,
 ) -> EngineConfig:
     """Return the validated config of a command's arguments; ``steps`` means ``--set run.steps=N``."""
     overrides = [*(sets or ()), *([] if steps is None else [f"run.steps={steps}"])]
-    return load_config(*files, *(more or ()), overrides=overrides, allow_code=allow_code)
+    return load_config(*files, overrides=overrides, allow_code=allow_code)
 
 
 def read_run(folder: RunFolder, sets: list[str] | None, steps: int | None = None) -> EngineConfig:
@@ -74,8 +73,7 @@ def trainer_of(config: EngineConfig) -> Any:
     return plugins_for(config).resolve("trainers", config.trainer)(config)
 
 
-def print_remarks(config: EngineConfig) -> None:
-    """Print the config's warnings and its keys without effect, one line each."""
-    for kind, entries in (("warning", config.warnings), ("not read", config.unread)):
-        for entry in entries:
-            print(f"{kind}: {entry}")
+def print_unread(config: EngineConfig) -> None:
+    """Print the tables of the run file that the run does not read, one line each."""
+    for entry in config.unread:
+        print(f"not read: {entry}")

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -22,34 +22,15 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from engine_core import __version__
-from engine_core.errors import (
-    ConfigError,
-    EngineError,
-    EnvironmentProblem,
-    did_you_mean,
-    nearest,
-)
+from engine_core.errors import ConfigError, EngineError, EnvironmentProblem
 from engine_core.launch import controlling, serve
 from engine_core.plugins import PluginSet
-from engine_core.plugins.metadata import find, known_names, our_plugins, split
+from engine_core.plugins.metadata import find, known_names, split, unknown_name
 from engine_core.redaction import show_uncaught, without_secrets
-from engine_core.specs import Command
 from engine_core.train.stopping import Terminated
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a full or read-only disk: reported without a traceback
-FIRST = (
-    "train",
-    "resume",
-    "validate",
-    "config",
-    "schema",
-    "plugins",
-    "doctor",
-    "generate",
-    "eval",
-    "compare",
-    "export",
-)
+FIRST = ("train", "resume", "validate", "config", "schema", "plugins", "doctor", "generate", "eval", "export")
 """Commands that the help lists first, in this order. The others follow in alphabetical order."""
 PLAIN: Mapping[str, Any] = {
     "add_completion": False,
@@ -84,28 +65,11 @@ class CommandGroup(TyperGroup):
         full = self.prefix + short
         if any(find("commands", full)):
             return _loaded(cmd_name, f"{distribution}:{full}" if distribution else full)
-        inner = sorted(name for name in known_names("commands") if name.startswith(f"{full}."))
-        if not inner:
-            raise ConfigError(self._unknown(short, self.list_commands(ctx)))
-        return CommandGroup(name=short, prefix=f"{full}.", help=_group_help(inner), rich_markup_mode=None)
-
-    def _unknown(self, name: str, known: Sequence[str]) -> str:
-        """Return the message about an unknown command, with the nearest name and what to install."""
-        to_install = {
-            command.removeprefix(self.prefix).partition(".")[0]: distribution
-            for (kind, command), distribution in our_plugins().items()
-            if kind == "commands" and command.startswith(self.prefix)
-        }
-        match = nearest(name, [*known, *(to_install.keys() - set(known))])
-        if match in known or match is None:
-            return f"Unknown command '{name}'.{did_you_mean(name, known)}"
-        way = f"pip install {to_install[match]}"
-        if match == name:
-            return f"Command '{name}' is not installed. Try: {way}"
-        listed = ", ".join(sorted(known))
-        return (
-            f"Unknown command '{name}'. Did you mean '{match}'? Known: {listed}. It is not installed: {way}"
-        )
+        group = CommandGroup(name=short, prefix=f"{full}.", rich_markup_mode=None)
+        if not (inner := group.list_commands(ctx)):
+            raise ConfigError(unknown_name("commands", full))
+        group.help = f"Commands: {', '.join(inner)}."
+        return group
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Show the help if there are no arguments."""
@@ -136,17 +100,6 @@ def _loaded(name: str, full: str) -> Any:
         settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     single.command(name, context_settings=settings)(function)
     return get_command(single)
-
-
-def _group_help(commands: Sequence[str]) -> str:
-    """Return the group help of the first command that gives one; empty if none does."""
-    for name in commands:
-        with suppress(EngineError):
-            spec = PluginSet.load({"commands": [name]}).spec("commands", name)
-            assert isinstance(spec, Command)
-            if spec.group_help:
-                return spec.group_help
-    return ""
 
 
 app = typer.Typer(cls=CommandGroup, context_settings={"help_option_names": ["--help", "-h"]}, **PLAIN)

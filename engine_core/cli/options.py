@@ -11,10 +11,6 @@ Files = Annotated[
     list[str],
     typer.Argument(metavar="FILE...", help="Run files (TOML); a later one wins over an earlier one."),
 ]
-More = Annotated[
-    list[str] | None,
-    typer.Option("-c", "--config", metavar="FILE", help="One more file on top; may be repeated."),
-]
 Sets = Annotated[
     list[str] | None,
     typer.Option(

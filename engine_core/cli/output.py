@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine_core.errors import ConfigError, EnvironmentProblem
 from engine_core.runs.logs import half_width, with_interval
-
-COLORS = {"ok": "32", "warning": "33", "problem": "31"}
 
 
 def print_json(value: Any) -> None:
@@ -27,7 +24,7 @@ def print_table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> No
     lines = [header, *rows] if header else list(rows)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
-        print("  ".join(_colored(cell, width) for cell, width in zip(line, widths, strict=True)).rstrip())
+        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 
 def print_metrics(metrics: Mapping[str, float], as_json: bool) -> None:
@@ -59,11 +56,3 @@ def writing_problem(path: Path) -> str | None:
     if not existing.is_dir():
         return f"'{existing}' is no folder"
     return None if os.access(existing, os.W_OK | os.X_OK) else f"you may not write to '{existing}'"
-
-
-def _colored(cell: str, width: int) -> str:
-    """Return the padded cell. A status word is colored if stdout is a terminal and ``NO_COLOR`` is not set."""
-    padded = cell.ljust(width)
-    if cell not in COLORS or os.environ.get("NO_COLOR") or not sys.stdout.isatty():
-        return padded
-    return f"\x1b[{COLORS[cell]}m{padded}\x1b[0m"

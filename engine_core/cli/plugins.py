@@ -9,14 +9,14 @@ import typer
 from engine_core.cli.options import Json
 from engine_core.cli.output import print_table
 from engine_core.errors import PluginError
-from engine_core.plugins.listing import PluginInfo, as_json, list_plugins
+from engine_core.plugins.listing import as_json, list_plugins
 
 
 def plugins(
     as_json_: Json = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Import all plugins in another process; exit code 3 if one fails."),
+        typer.Option("--check", help="Import all plugins; exit code 3 if one fails."),
     ] = False,
 ) -> int:
     """List the installed plugins: name, kind, distribution, version and state.
@@ -27,23 +27,7 @@ def plugins(
     if as_json_:
         print(as_json(found))
     else:
-        rows = [
-            (
-                info.name,
-                info.kind,
-                info.distribution,
-                info.version,
-                _state(info),
-            )
-            for info in found
-        ]
+        rows = [(info.name, info.kind, info.distribution, info.version, info.state) for info in found]
         print_table(rows, header=("NAME", "KIND", "DISTRIBUTION", "VERSION", "STATE"))
     broken = [info for info in found if not info.healthy]
     return PluginError.exit_code if check and broken else 0
-
-
-def _state(info: PluginInfo) -> str:
-    """Return ``ok``, the problem of the plugin, or a warning about what this machine lacks for it."""
-    if not info.healthy:
-        return f"problem: {info.problem}"
-    return "ok" if info.fit else f"warning: {info.health}"

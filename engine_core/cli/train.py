@@ -1,22 +1,22 @@
-"""``engine train`` and ``engine resume``."""
+"""``engine train``, ``engine resume`` and ``engine export``."""
 
 from __future__ import annotations
 
 import sys
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine_core.cli.loading import print_remarks, read, read_run, trainer_of
-from engine_core.cli.options import AllowCode, Files, More, Run, Sets
+from engine_core.cli.loading import checkpoint_of, print_unread, read, read_run, trainer_of
+from engine_core.cli.options import AllowCode, Files, Run, Sets, Step
+from engine_core.cli.output import check_new
 from engine_core.errors import DataError, WorkerLost
 from engine_core.redaction import without_secrets
 from engine_core.runs.tracking import RunFolder
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from engine_core.config import EngineConfig
     from engine_core.train.checkpointing import Resume
 
@@ -28,7 +28,6 @@ Steps = Annotated[
 
 def train(
     files: Files,
-    more: More = None,
     sets: Sets = None,
     steps: Steps = None,
     dry_run: Annotated[
@@ -37,12 +36,12 @@ def train(
     allow_code: AllowCode = False,
 ) -> None:
     """Train as the run file says; prints the run folder at the end."""
-    config = read(files, more, sets, steps, allow_code)
+    config = read(files, sets, steps, allow_code)
     if dry_run:
         with closing(trainer_of(config)) as trainer:
             trainer.load_inputs()
             print("\n".join(trainer.derived()))
-            print_remarks(config)
+            print_unread(config)
         return
     print(_to_the_end(config))
 
@@ -109,3 +108,25 @@ def _to_the_end(config: EngineConfig, resume: Resume | None = None) -> Path:
                 left -= 1
                 again = f"resuming from {resume.path.name} with new workers ({left} restarts left)"
                 print(without_secrets(f"engine: {lost}\nengine: {again}"), file=sys.stderr)
+
+
+def export(
+    run: Run,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    step: Step = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the LoRA adapter, as a folder of peft.")
+    ] = False,
+    sets: Sets = None,
+) -> None:
+    """Write the trained model of a run as a Hugging Face folder: weights, config, tokenizer.
+
+    A LoRA adapter ([actor.lora]) is merged into the model; '--adapter' writes the adapter alone.
+    """
+    check_new(out)
+    folder = RunFolder.open(run)
+    checkpoint = checkpoint_of(folder, step)
+    with closing(trainer_of(read_run(folder, sets))) as trainer:
+        trainer.load_checkpoint(checkpoint)
+        trainer.export(out, adapter)
+    print(out)

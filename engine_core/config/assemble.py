@@ -6,20 +6,19 @@ This module imports neither torch, transformers nor datasets, so ``engine valida
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core.config.choices import OPTIONAL_ROLES, bare, places, prepared, used_names
+from engine_core.config.choices import bare, places, prepared, used_names
 from engine_core.config.dump import as_data
-from engine_core.config.inputs import HUB_NAME, data_problems, files_of, model_problems
+from engine_core.config.inputs import HUB_NAME, data_problems, files_of, model_problems, model_tables
 from engine_core.config.read import RawConfig, key_text, read_config
 from engine_core.config.roles import RolloutConfig
 from engine_core.config.validate import validate
 from engine_core.config.wording import place_of
 from engine_core.errors import ConfigError, PluginError
-from engine_core.plugins.metadata import our_plugins
-from engine_core.plugins.plugin_set import PluginProblems, PluginSet, known_names
+from engine_core.plugins.plugin_set import PluginProblems, PluginSet
 from engine_core.specs import TrainerSpec
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ def load_config(
         plugins = error.loaded
         lines = [f"{_where(raw, kind, name)}{message}" for kind, name, message in error.problems]
     try:
-        context = {"folder": raw.folder, "allow_code": allow_code}
-        config = validate(raw, plugins.find, _known(plugins), context)
+        config = validate(raw, plugins.find, plugins.known)
     except ConfigError as error:
         raise ConfigError([*error.problems, *lines]) from None
     if lines:
@@ -88,8 +86,7 @@ def rebuild(values: Mapping[str, Any]) -> tuple[EngineConfig, PluginSet]:
     """
     raw = RawConfig(dict(values["data"]), {}, [Path(file) for file in values["files"]], values["allow_code"])
     plugins = _load(raw)
-    context = {"folder": raw.folder, "allow_code": raw.allow_code}
-    return validate(raw, plugins.find, _known(plugins), context), plugins
+    return validate(raw, plugins.find, plugins.known), plugins
 
 
 def check_inputs(config: EngineConfig) -> list[str]:
@@ -106,42 +103,37 @@ def _source(config: EngineConfig) -> RawConfig:
 
 def _load(raw: RawConfig) -> PluginSet:
     """Load the trainer, then the plugins of the sections that the trainer reads."""
-    entries = raw.data.get("plugins")
-    modules = [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, list) else []
-
-    def load(
-        sections: Collection[str] | None, trainer: TrainerSpec | None = None
-    ) -> tuple[PluginSet, list[tuple[str, str, str]]]:
-        """Load the plugins that ``sections`` name; return them and the problems as (kind, name, message)."""
-        names = used_names(raw.data, sections)
-        if trainer is not None:
-            names |= {kind: {name} for _, kind, name in _chosen_by_trainer(raw, trainer)}
-        foreign = _foreign_sampler(raw, names)
-        try:
-            plugins, problems = PluginSet.load(names, modules, raw.folder, raw.allow_code), []
-        except PluginProblems as error:
-            plugins, problems = error.loaded, error.problems
-        if foreign is not None:
-            python, name = foreign
-            try:
-                processes = plugins.require("parts", "sampler_process")
-                found = processes.foreign_plugin(python, name, plugins)
-                plugins.adopt("rollout_engines", name, *found)
-            except PluginError as error:
-                problems = [*problems, ("rollout_engines", name, str(error))]
-        return plugins, problems
-
-    first, problems = load(())
-    trainers = [spec for spec, _ in first.chosen.values() if isinstance(spec, TrainerSpec)]
-    sections = trainers[0].sections if trainers else frozenset()
-    if trainers and not _asks_for_scores(raw):
-        sections -= trainers[0].for_eval
-    plugins, more = load(sections or None, trainers[0] if trainers else None)  # none: it reads all
-    if trainers:
-        problems = more
-    if problems:  # without a trainer: only its problems, as the other needs are unknown
+    first, unknown = _loaded(raw, used_names(raw.data, ()))
+    trainer = next((spec for spec, _ in first.chosen.values() if isinstance(spec, TrainerSpec)), None)
+    if trainer is None:  # only its problems, as the other needs are unknown
+        raise PluginProblems(unknown, _loaded(raw, used_names(raw.data))[0])
+    sections = trainer.sections if _asks_for_scores(raw) else trainer.sections - trainer.for_eval
+    names = used_names(raw.data, sections or None)  # none: it reads all
+    plugins, problems = _loaded(
+        raw, names | {kind: {name} for _, kind, name in _chosen_by_trainer(raw, trainer)}
+    )
+    if problems:
         raise PluginProblems(problems, plugins)
     return plugins
+
+
+def _loaded(raw: RawConfig, names: dict[str, set[str]]) -> tuple[PluginSet, list[tuple[str, str, str]]]:
+    """Load the plugins of names; return them and the problems as (kind, name, message)."""
+    entries = raw.data.get("plugins")
+    modules = [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, list) else []
+    foreign = _foreign_sampler(raw, names)
+    try:
+        plugins, problems = PluginSet.load(names, modules, raw.folder, raw.allow_code), []
+    except PluginProblems as error:
+        plugins, problems = error.loaded, error.problems
+    if foreign is not None:
+        python, name = foreign
+        try:
+            processes = plugins.require("parts", "sampler_process")
+            plugins.adopt("rollout_engines", name, *processes.foreign_plugin(python, name, plugins))
+        except PluginError as error:
+            problems = [*problems, ("rollout_engines", name, str(error))]
+    return plugins, problems
 
 
 def _foreign_sampler(raw: RawConfig, names: dict[str, set[str]]) -> tuple[str, str] | None:
@@ -189,20 +181,6 @@ def _asks_for_scores(raw: RawConfig) -> bool:
     return isinstance(table, dict) and any(table.get(key) for key in ("every_steps", "at_start", "at_end"))
 
 
-def _known(plugins: PluginSet) -> Callable[[str], Collection[str]]:
-    """Return a function from a kind to the names that may have a table in a run file.
-
-    These are installed names, names of one-file plugins, and names that this project publishes.
-    """
-
-    def known(kind: str) -> Collection[str]:
-        """Return the names of a kind that may have a table."""
-        local = {name for plugin in plugins.named for name in plugin.tables.get(kind, {})}
-        return {*known_names(kind), *local, *(name for our_kind, name in our_plugins() if our_kind == kind)}
-
-    return known
-
-
 def _where(raw: RawConfig, kind: str, name: str) -> str:
     """Return the message prefix for the key that chose a name: ``run.toml:14: rollout.backend: ``."""
     for place in places(prepared(raw.data)):
@@ -227,23 +205,16 @@ def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
     A path in a file is relative to that file's folder, any other path to the working directory. Plugin files
     are relative to the first file's folder. ``a/b`` is kept as a hub name if no folder ``a`` exists there.
     """
-    holders: list[tuple[str, Any, str]] = [("model", config.model, "tokenizer")]
-    holders += [(role, getattr(config, role), "path") for role in ("model", "actor", *OPTIONAL_ROLES)]
-    for reward in config.reward:
-        for kind, table in reward.models.items():
-            at = key_text(("reward", reward.name, kind))
-            holders += [(at, table, "path"), (at, table, "tokenizer")]
-    for at, holder, field in holders:
-        if text := holder and getattr(holder, field):
-            path = _absolute(raw, f"{at}.{field}", text)
-            if path.parent.is_dir() or not HUB_NAME.fullmatch(text):
-                setattr(holder, field, str(path))
+    for at, holder in model_tables(config).items():
+        for field in ("path", "tokenizer"):
+            if text := getattr(holder, field, None):
+                path = _absolute(raw, f"{at}.{field}", text)
+                if path.parent.is_dir() or not HUB_NAME.fullmatch(text):
+                    setattr(holder, field, str(path))
+        if (lora := getattr(holder, "lora", None)) and lora.path:
+            lora.path = str(_absolute(raw, f"{at}.lora.path", lora.path))
     if config.rollout.process and config.rollout.process.python:
         config.rollout.process.python = interpreter_of(raw) or ""
-    for role in ("actor", *OPTIONAL_ROLES):
-        holder = getattr(config, role)
-        if holder and holder.lora and holder.lora.path:
-            holder.lora.path = str(_absolute(raw, f"{role}.lora.path", holder.lora.path))
     config.plugins = [str(raw.folder / name) if name.endswith(".py") else name for name in config.plugins]
     tables: list[tuple[str, Any]] = [("data.train", config.data), ("data.validation", config.data)]
     tables += [(key_text(("eval", "set", each.name, "path")), each) for each in config.eval.set]

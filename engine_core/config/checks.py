@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from engine_core.config.choices import OPTIONAL_ROLES
-from engine_core.config.evaluation import evaluation_problems
+from engine_core.config.choices import OPTIONAL_ROLES, bare
+from engine_core.config.evaluation import evaluation_problems, held_out_sets
+from engine_core.config.read import key_text
 from engine_core.config.roles import RolloutConfig
 from engine_core.config.schedule import boundaries, config_at, schedule_problems
 from engine_core.config.wording import Problem
@@ -15,22 +16,10 @@ from engine_core.errors import did_you_mean
 from engine_core.tables import CUTTING
 
 if TYPE_CHECKING:
-    from engine_core.config.models import AlgorithmConfig, CorrectionConfig, EngineConfig
-    from engine_core.config.roles import OptimConfig, RoleConfig
+    from engine_core.config.models import AlgorithmConfig, EngineConfig
 
 FROZEN_READERS = ("ref", "teacher")
 """Roles that score the sampled sequences and whose frozen model may run in an inference engine."""
-
-RENAMED_METRICS = {
-    "async/cut": "async/aborted",
-    "async/mixed_share": "async/mixed_version_share",
-    "async/overtaken": "async/out_of_order_groups",
-    "environment/limited": "environment/truncated",
-    "sampling/too_old_groups": "sampling/stale_groups",
-    "time/annotate": "time/log_probs",
-    "time/switch": "time/offload_and_sync",
-}
-"""Old metric names and their new names. A run file with an old name is refused; the error names the new one."""
 
 
 def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Problem]:
@@ -40,7 +29,7 @@ def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Prob
         config: the config, with each valid option table in ``options``.
         sections: top-level tables that the trainer reads; others are not checked.
     """
-    problems = [*_duplicates(config), *_placement(config), *_values(config), *_renamed_metrics(config)]
+    problems = [*_duplicates(config), *_placement(config), *_values(config)]
     if "algorithm" in sections:
         problems += _adaptive(config)
     if "rollout" in sections:
@@ -63,17 +52,6 @@ def _duplicates(config: EngineConfig) -> Iterator[Problem]:
     for (path, name), count in Counter(chosen).items():
         if count > 1:
             yield Problem(path, f"'{name}' is listed {count} times, expected once. Remove the others.")
-
-
-def _renamed_metrics(config: EngineConfig) -> Iterator[Problem]:
-    """Yield a problem for each old metric name that the config uses."""
-    named: dict[tuple[str, ...], str | None] = {
-        ("run", "stop_above", name): name for name in config.run.stop_above
-    }
-    named["checkpoint", "best_metric"] = config.checkpoint.best_metric
-    for path, name in named.items():
-        if new := RENAMED_METRICS.get(name or ""):
-            yield Problem(path, f"metric '{name}' was renamed to '{new}'.")
 
 
 def _placement(config: EngineConfig) -> Iterator[Problem]:
@@ -108,7 +86,8 @@ def _values(config: EngineConfig) -> Iterator[Problem]:
         if len(kinds := list(reward.models)) > 1:
             tables = " and ".join(f"[reward.{kind}]" for kind in kinds)
             yield Problem(("reward", reward.name, kinds[1]), f"{tables} are in one [[reward]]. Keep one.")
-    for role, optim in _optims(config):
+    trained = {"actor": config.actor, "critic": config.critic}
+    for role, optim in ((role, table.optim) for role, table in trained.items() if table):
         if optim.decay_steps and optim.warmup_steps >= optim.decay_steps:
             yield Problem(
                 (role, "optim", "decay_steps"),
@@ -120,13 +99,6 @@ def _values(config: EngineConfig) -> Iterator[Problem]:
             f"got {config.critic.warmup_steps}, expected less than run.steps ({config.run.steps}): the policy would "
             "never learn.",
         )
-
-
-def _optims(config: EngineConfig) -> Iterator[tuple[str, OptimConfig]]:
-    """Yield the role and the optimizer table of each trained model."""
-    yield "actor", config.actor.optim
-    if config.critic:
-        yield "critic", config.critic.optim
 
 
 def _each_step(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
@@ -163,43 +135,26 @@ def _room(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
     Without this check a sampler would silently cut responses. A frozen model needs one more token; it would
     end the run at the first long sequence.
     """
-    responses = {"rollout.max_response_tokens": config.rollout.max_response_tokens}
-    if "eval" in sections and config.eval.max_response_tokens:
-        responses["eval.max_response_tokens"] = config.eval.max_response_tokens
-    for each in config.eval.set if "eval" in sections else ():
-        if most := each.own.get("max_response_tokens"):
-            responses[f"eval.set.{each.name}.max_response_tokens"] = most
-    yield from _too_short("rollout", config.rollout, 0, config.data.max_prompt_tokens, responses)
-    for role in FROZEN_READERS:
-        if role in sections and (table := getattr(config, role)) is not None:
-            learned = {"rollout.max_response_tokens": config.rollout.max_response_tokens}
-            yield from _too_short(role, table, 1, config.data.max_prompt_tokens, learned)
-
-
-def _too_short(
-    role: str, table: RolloutConfig | RoleConfig, more: int, prompt: int, responses: Mapping[str, int]
-) -> Iterator[Problem]:
-    """Yield a problem if the `max_model_len` of one engine is too small.
-
-    Args:
-        role: name of the engine's table.
-        table: the table, with its backend and options.
-        more: tokens that the engine needs in addition to prompt and response.
-        prompt: length of the longest prompt, in tokens.
-        responses: length of the longest response, in tokens, by the key that sets it.
-    """
-    held = getattr(table.options, "max_model_len", None)
-    key, response = max(responses.items(), key=lambda item: item[1])
-    needed = prompt + response + more
-    if isinstance(held, int) and needed > held:
-        room = held - response - more
-        instead = f"data.max_prompt_tokens to {room}" if room > 0 else f"lower {key}"
-        one_more = " and one more token" if more else ""
-        yield Problem(
-            (role, table.backend.rpartition(":")[2], "max_model_len"),
-            f"got {held}, but the longest prompt (data.max_prompt_tokens = {prompt}) and its response ({key} = {response})"
-            f"{one_more} have {needed} tokens: long sequences would be cut or refused. Set it to {needed}, or {instead}.",
-        )
+    prompt = config.data.max_prompt_tokens
+    learned = ("rollout.max_response_tokens", config.rollout.max_response_tokens)
+    evaluated = [
+        (key_text(held_out.key("max_response_tokens")), held_out.max_response_tokens)
+        for held_out in held_out_sets(config)
+        if "eval" in sections
+    ]
+    sampled = max([learned, *evaluated], key=lambda item: item[1])
+    readers = [(role, getattr(config, role), learned, 1) for role in FROZEN_READERS if role in sections]
+    for role, table, (key, response), more in [("rollout", config.rollout, sampled, 0), *readers]:
+        held = getattr(table and table.options, "max_model_len", None)
+        needed = prompt + response + more
+        if isinstance(held, int) and needed > held:
+            one_more = " and one more token" if more else ""
+            yield Problem(
+                (role, bare(table.backend), "max_model_len"),
+                f"got {held}, but the longest prompt (data.max_prompt_tokens = {prompt}) and its response ({key} = "
+                f"{response}){one_more} have {needed} tokens: long sequences would be cut or refused. Set it to "
+                f"{needed}, or lower data.max_prompt_tokens or {key}.",
+            )
 
 
 def _stopping(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
@@ -231,42 +186,28 @@ def _stopping(config: EngineConfig, sections: Collection[str]) -> Iterator[Probl
 
 def _sparse_log_probs(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
     """Yield a problem if a step without the sampler's log-probs uses them for more than measuring the gap."""
-    every, correction = config.rollout.log_probs_every_steps, config.algorithm.correction
-    if every == 1:
+    rollout, correction = config.rollout, config.algorithm.correction
+    if rollout.log_probs_every_steps == 1:
         return
-    where = ("rollout", "log_probs_every_steps")
-    if "algorithm" not in sections or config.trainer != "rl":
-        yield Problem(where, f"got {every}, expected 1: trainer '{config.trainer}' needs them in every step.")
-    elif correction.bypass:
+    readers = [
+        f"algorithm.correction.{key}"
+        for key in ("level", "mask", "reject")
+        if getattr(correction, key) != "off"
+    ]
+    readers += [f"rollout.{key}" for key in rollout.cutting]
+    cutting = {f"rollout.{name}" for name in CUTTING}
+    readers += [key for key in config.schedule if key.startswith("algorithm.correction.") or key in cutting]
+    used = {
+        f"trainer = '{config.trainer}'": "algorithm" not in sections or config.trainer != "rl",
+        "algorithm.correction.bypass": correction.bypass,
+        "algorithm.correction.off_policy_threshold": correction.off_policy_threshold is not None,
+        "rollout.over_sampling": rollout.over_sampling > 1,
+        "[environment]": config.environment is not None,
+    }
+    if readers := [key for key, reads in used.items() if reads] + readers:
         yield Problem(
-            where,
-            f"got {every}, expected 1: with algorithm.correction.bypass they are the old log-probs of every update.",
-        )
-    elif wanted := [key for key in ("level", "mask", "reject") if getattr(correction, key) != "off"]:
-        key = wanted[0]
-        yield Problem(
-            where,
-            f"got {every}, but algorithm.correction.{key} = '{getattr(correction, key)}' reads log-probs in every "
-            f"step. Set algorithm.correction.{key} = 'off' (the gap is then measured and not corrected), or leave this at 1.",
-        )
-    elif correction.off_policy_threshold is not None:
-        yield Problem(
-            where,
-            f"got {every}, but algorithm.correction.off_policy_threshold reads log-probs in every step.",
-        )
-    elif cutting := config.rollout.cutting:
-        kept = " and ".join(f"rollout.{key}" for key in cutting)
-        yield Problem(where, f"got {every}, expected 1: the tokens that {kept} kept are sent with log-probs.")
-    elif moved := [
-        key
-        for key in config.schedule
-        if key.startswith("algorithm.correction.") or key in {f"rollout.{name}" for name in CUTTING}
-    ]:
-        yield Problem(where, f"got {every}, expected 1: [schedule] changes {moved[0]}, which needs them.")
-    elif config.rollout.over_sampling > 1 or config.environment is not None:
-        table = "[environment]" if config.environment is not None else "rollout.over_sampling"
-        yield Problem(
-            where, f"got {every}, expected 1: responses of {table} continue from one step into the next."
+            ("rollout", "log_probs_every_steps"),
+            f"got {rollout.log_probs_every_steps}, expected 1: log-probs of every step are needed by {' and '.join(readers)}.",
         )
 
 
@@ -291,67 +232,3 @@ def _algorithm(algorithm: AlgorithmConfig) -> Iterator[Problem]:
         yield Problem(
             ("algorithm", "correction", "mask_low"), f"got {low}, expected less than mask_high ({high})."
         )
-
-
-def without_effect(config: EngineConfig) -> dict[str, str]:
-    """Return the keys that have no effect in any step, each with the reason. They are reported if a file sets them."""
-    first, *later = [dict(_idle(config_at(config, step))) for step in boundaries(config)]
-    return {key: why for key, why in first.items() if all(key in idle for idle in later)}
-
-
-def without_learning(config: EngineConfig) -> Iterator[str]:
-    """Yield a warning for each trained role whose learning rate is 0 in every step."""
-    steps = [dict(_optims(config_at(config, step))) for step in boundaries(config)]
-    for role in steps[0]:
-        if all(optims[role].lr == 0 for optims in steps):
-            yield f"{role}.optim.lr is 0 in every step: the weights of '{role}' do not change."
-
-
-def _idle(config: EngineConfig) -> Iterator[tuple[str, str]]:
-    algorithm = config.algorithm
-    if algorithm.kl_coef == 0:
-        keys = ("kl_in", "kl_estimator", "ref_refresh_steps")
-        yield from ((f"algorithm.{key}", "algorithm.kl_coef is 0") for key in keys)
-    if config.ref_is_base:
-        why = "the reference is the actor without its adapter ([actor.lora])"
-        yield from ((f"ref.{key}", why) for key in ("backend", "path", "max_tokens_per_rank"))
-    if algorithm.kl_target is None:
-        yield "algorithm.kl_horizon", "algorithm.kl_target is not set"
-    if algorithm.ref_refresh_steps == 0:
-        yield "algorithm.ref_refresh_mix", "algorithm.ref_refresh_steps is 0"
-    if algorithm.entropy_target is None:
-        yield "algorithm.entropy_delta", "algorithm.entropy_target is not set"
-    if algorithm.loss_aggregation != "seq-mean-token-sum-norm":
-        yield "algorithm.loss_length_norm", f"algorithm.loss_aggregation is '{algorithm.loss_aggregation}'"
-    if config.rollout.over_sampling == 1:
-        yield "rollout.partial_rollouts", "rollout.over_sampling is 1: no response is stopped"
-    if config.rollout.over_sampling == 1 or not config.rollout.partial_rollouts:
-        yield (
-            "rollout.partial_max_staleness",
-            "nothing is carried over (rollout.over_sampling, rollout.partial_rollouts)",
-        )
-    if config.rollout.request_timeout_seconds == 0:
-        yield "rollout.on_timeout", "rollout.request_timeout_seconds is 0"
-    yield from _idle_correction(algorithm.correction)
-    for reward in (reward for reward in config.reward if reward.has_model):
-        of_workers = ("workers", "timeout_seconds", "on_timeout", "max_memory_gb")
-        yield from ((f"reward.{reward.name}.{key}", "a model gives this reward") for key in of_workers)
-    for role, optim in _optims(config):
-        if optim.schedule == "constant":
-            why = f"{role}.optim.schedule is 'constant'"
-            yield from ((f"{role}.optim.{key}", why) for key in ("decay_steps", "min_lr_ratio"))
-
-
-def _idle_correction(correction: CorrectionConfig) -> Iterator[tuple[str, str]]:
-    held = {
-        "level": ("cap", "normalize", "min_effective_sample_share"),
-        "mask": ("mask_low", "mask_high"),
-        "reject": ("reject_ratio",),
-    }
-    for switch, keys in held.items():
-        if getattr(correction, switch) == "off":
-            yield from (
-                (f"algorithm.correction.{key}", f"algorithm.correction.{switch} is 'off'") for key in keys
-            )
-    if correction.mask == correction.reject == "off":
-        yield "algorithm.correction.max_masked_share", "algorithm.correction has no mask and no reject"

@@ -8,7 +8,7 @@ installed.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.config.assemble import plugins_for
@@ -45,48 +45,15 @@ def check_complete(
     plugins = plugins or plugins_for(config)
     spec: Any = plugins.spec("trainers", config.trainer)
     reads = spec.sections or type(config).model_fields
-    missing = [*_lora_problems(config, plugins, reads), *frozen_role_problems(config, reads)]
-    missing += _frozen_problems(config, plugins, reads)
+    missing = list(_role_problems(config, plugins, reads))
     if "rollout" in reads:
         missing += sharing_problems(config, plugins) if config.rollout.weights == "shared" else ()
         missing += custom_model_problems(config, plugins)
-    if "rollout" in reads and (
-        problem := transport_problem(config, plugins, in_separate_pools(config, plugins))
-    ):
-        missing.append(problem)
-    missing += _runtime_problems(config, plugins)
-    if not config.model.path and "model" not in live and "model" in reads:
-        missing.append(
-            "model.path: missing. Expected a folder or a hub name like 'Qwen/Qwen3-0.6B' in [model]."
-        )
-    source = config.data.source and not spec.stored  # rollouts come from files alone
-    if "data" in spec.required and not (files_of(config.data.train) or source or "data" in live):
-        named = "files of rollouts" if spec.stored else "a JSONL, Parquet or CSV file, or a source,"
-        missing.append(f"data.train: missing. Expected {named} in [data].")
-    if "teacher" in spec.required:
-        missing += _teacher_missing(config, f"Trainer '{config.trainer}'")
-    rewarded = _rewarded(config, plugins) or "rewards" in live
-    if "reward" in spec.required and not rewarded and _reads_rewards(config, plugins, reads):
-        missing.append(
-            f"reward: missing. Trainer '{config.trainer}' needs at least one [[reward]] with a name, or an [environment] "
-            "that sets rewards."
-        )
-    evaluates = "eval" in reads and config.eval.during_training
-    if evaluates and "reward" in spec.for_eval and not rewarded:
-        missing.append(
-            "reward: missing. [eval] asks for scores: name a [[reward]], or set eval.every_steps = 0."
-        )
-    if evaluates and not held_out_sets(config):
-        missing.append(
-            "data.validation: missing. [eval] asks for scores on it; name a file, or set eval.every_steps = 0."
-        )
-    missing += [
-        f"{key}: got '{name}', but the run evaluates nothing. Set eval.every_steps, or name a metric of the steps."
-        for key, name in config.chosen_metrics
-        if name.startswith("eval/") and not evaluates
-    ]
-    if {"eval", "reward"} <= set(reads) and (evaluates or "reward" not in spec.for_eval):
-        missing += _unjudged(config, plugins, "rewards" in live)
+        apart = in_separate_pools(config, plugins)
+        missing += filter(None, [transport_problem(config, plugins, apart)])
+    runtime: Any = plugins.spec("runtimes", config.runtime.backend)
+    missing += resolve(runtime.check)(config) if runtime.check is not None else ()
+    missing += _absent_tables(config, plugins, spec, live, reads)
     if "algorithm" in reads:
         missing += _unmet(config, plugins)
     if "stage" in reads:
@@ -100,15 +67,36 @@ def check_complete(
         raise PluginError("\n".join(lines))
 
 
-def _runtime_problems(config: EngineConfig, plugins: PluginSet) -> Iterable[str]:
-    """Yield what the runtime itself finds wrong with its options."""
-    spec: Any = plugins.spec("runtimes", config.runtime.backend)
-    return resolve(spec.check)(config) if spec.check is not None else ()
-
-
-def _rewarded(config: EngineConfig, plugins: PluginSet) -> bool:
-    """Whether anything gives rewards."""
-    return bool(config.reward or _of_episodes(config, plugins))
+def _absent_tables(
+    config: EngineConfig, plugins: PluginSet, spec: TrainerSpec, live: Collection[str], reads: Collection[str]
+) -> Iterator[str]:
+    """Yield a problem for each table or key that the trainer or the evaluation needs and no file sets."""
+    if not config.model.path and "model" not in live and "model" in reads:
+        yield "model.path: missing. Expected a folder or a hub name like 'Qwen/Qwen3-0.6B' in [model]."
+    source = config.data.source and not spec.stored  # rollouts come from files alone
+    if "data" in spec.required and not (files_of(config.data.train) or source or "data" in live):
+        named = "files of rollouts" if spec.stored else "a JSONL, Parquet or CSV file, or a source,"
+        yield f"data.train: missing. Expected {named} in [data]."
+    if "teacher" in spec.required:
+        yield from _teacher_missing(config, f"Trainer '{config.trainer}'")
+    of_episodes = _of_episodes(config, plugins)
+    rewarded = config.reward or of_episodes or "rewards" in live
+    if "reward" in spec.required and not rewarded and _reads_rewards(config, plugins, reads):
+        yield (
+            f"reward: missing. Trainer '{config.trainer}' needs at least one [[reward]] with a name, or an [environment] "
+            "that sets rewards."
+        )
+    evaluates = "eval" in reads and config.eval.during_training
+    if evaluates and "reward" in spec.for_eval and not rewarded:
+        yield "reward: missing. [eval] asks for scores: name a [[reward]], or set eval.every_steps = 0."
+    if evaluates and not held_out_sets(config):
+        yield "data.validation: missing. [eval] asks for scores on it; name a file, or set eval.every_steps = 0."
+    for key, name in config.chosen_metrics:
+        if name.startswith("eval/") and not evaluates:
+            yield f"{key}: got '{name}', but the run evaluates nothing. Set eval.every_steps, or name a metric of the steps."
+    if {"eval", "reward"} <= set(reads) and (evaluates or "reward" not in spec.for_eval):
+        names = [*(reward.name for reward in config.reward), *of_episodes]
+        yield from _unjudged(config, plugins, names, "rewards" in live)
 
 
 def _of_episodes(config: EngineConfig, plugins: PluginSet) -> list[str]:
@@ -143,54 +131,64 @@ def peft_missing(role: str) -> str | None:
     )
 
 
-def _frozen_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
-    """Yield a problem for each role whose weights change but whose backend is for frozen models."""
-    for role in (role for role in ("actor", "critic", "ref") if role in reads):
-        table = getattr(config, role)
-        found: Any = None if table is None else plugins.find("train_engines", table.backend)
-        if getattr(found, "frozen_only", False):
+def _role_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
+    """Yield a problem for each role whose backend cannot train it, adapt it, or have its weights as its table asks.
+
+    Args:
+        config: the config.
+        plugins: the plugins that offer the backends.
+        reads: sections that the run's trainer reads.
+    """
+    follows = "algorithm" in reads and config.algorithm.ref_refresh_steps > 0
+    for role in ("actor", *OPTIONAL_ROLES):
+        table = getattr(config, role) if role in reads else None
+        if table is None:
+            continue
+        backend: Any = plugins.find("train_engines", table.backend)
+        if getattr(backend, "frozen_only", False) and role != "teacher":
             yield (
                 f"{role}.backend: '{table.backend}' runs models that are never trained, those of a teacher and of rewards. "
-                f"Choose another {found.noun} for [{role}] (engine plugins)."
+                f"Choose another {backend.noun} for [{role}] (engine plugins)."
             )
-
-
-def _lora_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
-    """Yield a problem for each role whose adapter is not possible here."""
-    for role in (role for role in ("actor", *OPTIONAL_ROLES) if role in reads):
-        holder = getattr(config, role)
-        if holder is None or holder.lora is None:
-            continue
-        backend: Any = plugins.spec("train_engines", holder.backend)
-        if "lora" not in backend.capabilities:
+        if table.lora is not None and "lora" not in getattr(backend, "capabilities", ()):
             yield (
-                f"{role}.lora: backend '{holder.backend}' trains no adapters (it has no capability 'lora'). "
+                f"{role}.lora: backend '{table.backend}' trains no adapters (it has no capability 'lora'). "
                 'Take the table out, or use backend = "torch".'
             )
-        elif missing := peft_missing(role):
+        elif table.lora is not None and (missing := peft_missing(role)):
             yield missing
+        own, adapted, untrained = (
+            f"{role}.{table.backend}",
+            table.lora is not None,
+            role in ("ref", "teacher"),
+        )
+        method = getattr(table.options, "quantize", None)
+        if method and (problem := quantize_problem(method, own, untrained or adapted)):
+            yield problem
+        frozen = untrained and not (role == "ref" and follows)
+        spread = getattr(table.options, "device_map", None)
+        if spread and (problem := device_map_problem(own, frozen, adapted)):
+            yield problem
 
 
-def _unjudged(config: EngineConfig, plugins: PluginSet, more: bool) -> Iterator[str]:
+def _unjudged(config: EngineConfig, plugins: PluginSet, names: Sequence[str], more: bool) -> Iterator[str]:
     """Yield a problem for each set whose score or vote is of an unknown reward, or of one that extracts no answers.
 
     Args:
         config: the config with its rewards.
         plugins: the plugins that offer them.
+        names: the rewards of the run.
         more: the program brings rewards, whose names are not known here.
     """
-    names = [*(reward.name for reward in config.reward), *_of_episodes(config, plugins)]
-    votes = [name for name in names if getattr(plugins.find("rewards", name), "answers", False)]
+    votes = ["off", "text", *(n for n in names if getattr(plugins.find("rewards", n), "answers", False))]
     for held_out in held_out_sets(config):
+        key = key_text(held_out.key("score"))
         if held_out.score and held_out.score not in names and not more:
-            key = key_text(held_out.key("score"))
             yield f"{key}: got '{held_out.score}', which is no reward of the run.{did_you_mean(held_out.score, names)}"
-        if held_out.majority not in ("off", "text", *votes) and not (more and held_out.majority not in names):
-            known = ", ".join(repr(name) for name in ("off", "text", *votes))
-            yield (
-                f"{key_text(held_out.key('majority'))}: got '{held_out.majority}', expected one of {known}: 'text', or a "
-                "[[reward]] of the run that extracts answers."
-            )
+        key, vote = key_text(held_out.key("majority")), held_out.majority
+        if vote not in votes and not (more and vote not in names):
+            known = ", ".join(map(repr, votes))
+            yield f"{key}: got '{vote}', expected one of {known}: 'text', or a [[reward]] of the run that extracts answers."
 
 
 def _unmet(config: EngineConfig, plugins: PluginSet) -> Sequence[str]:
@@ -221,30 +219,6 @@ def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
                 f"rollout.log_probs_every_steps: got {config.rollout.log_probs_every_steps}, expected 1: stage "
                 f"'{stage.name}' brings in rollouts of other steps, of which some would have no log-probs."
             )
-
-
-def frozen_role_problems(config: EngineConfig, reads: Collection[str]) -> Iterator[str]:
-    """Yield a problem for each role whose table asks for what only frozen weights can have.
-
-    Args:
-        config: the config.
-        reads: sections that the run's trainer reads.
-    """
-    follows = "algorithm" in reads and config.algorithm.ref_refresh_steps > 0
-    for role in (role for role in ("actor", "critic", "ref", "teacher") if role in reads):
-        holder = getattr(config, role)
-        if holder is None:
-            continue
-        table, adapted = f"{role}.{holder.backend}", holder.lora is not None
-        untrained = role in ("ref", "teacher")
-        method = getattr(holder.options, "quantize", None)
-        if method and (problem := quantize_problem(method, table, untrained or adapted)):
-            yield problem
-        frozen = untrained and not (role == "ref" and follows)
-        if getattr(holder.options, "device_map", None) and (
-            problem := device_map_problem(table, frozen, adapted)
-        ):
-            yield problem
 
 
 def quantize_problem(method: str, table: str, frozen: bool) -> str | None:
@@ -300,26 +274,22 @@ def sharing_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
     """Why a sampler that is to use the actor's module cannot."""
     trainer: Any = plugins.spec("train_engines", config.actor.backend)
     sampler: Any = plugins.spec("rollout_engines", config.rollout.backend)
-    remedy = 'Set rollout.weights = "own" or "auto".'
-    if config.rollout.process is not None:
-        yield f"rollout.weights = 'shared': with [rollout.process] the sampler is in a separate process. {remedy}"
-        return
-    if "share_module" not in sampler.capabilities:
-        yield (
-            f"rollout.weights = 'shared': backend '{config.rollout.backend}' has separate weights (no capability "
-            f"'share_module'). {remedy}"
-        )
-    if "generation_module" not in trainer.capabilities:
-        yield (
-            f"rollout.weights = 'shared': actor.backend '{config.actor.backend}' does not give its module to samplers (no "
-            f"capability 'generation_module'). {remedy}"
-        )
-    placement = config.placement
-    if len(placement.pools) > 1 and placement.actor != placement.rollout:
-        yield (
-            f"rollout.weights = 'shared': the sampler is in pool '{placement.rollout}' and the actor in "
-            f"'{placement.actor}'. Place them together, or {remedy[0].lower()}{remedy[1:]}"
-        )
+    actor, rollout, placement = config.actor.backend, config.rollout.backend, config.placement
+    reasons = {
+        "with [rollout.process] the sampler is in a separate process": config.rollout.process is not None,
+        f"backend '{rollout}' has separate weights (no capability 'share_module')": (
+            "share_module" not in sampler.capabilities
+        ),
+        f"actor.backend '{actor}' does not give its module to samplers (no capability 'generation_module')": (
+            "generation_module" not in trainer.capabilities
+        ),
+        f"the sampler is in pool '{placement.rollout}' and the actor in '{placement.actor}'": (
+            len(placement.pools) > 1 and placement.actor != placement.rollout
+        ),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            yield f'rollout.weights = \'shared\': {reason}. Set rollout.weights = "own" or "auto".'
 
 
 def custom_model_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
@@ -330,27 +300,27 @@ def custom_model_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[
         return
     if config.rollout.weights != "own" and not any(sharing_problems(config, plugins)):
         return
-    asked = plugins.asked(*backends)
+    asked, own = plugins.asked(*backends), getattr(trainer, "own_model", False)
     builders = [plugin.label for plugin in asked if hasattr(plugin.module, "engine_build_model")]
-    if any(hasattr(plugin.module, "engine_map_weights") for plugin in asked):
+    hooks = {
+        hook for hook in ("engine_map_weights", "engine_register_model") if plugins.overrides(hook, asked)
+    }
+    if "engine_map_weights" in hooks or not (builders or own):
         return
-    who, what = f"rollout.backend = '{config.rollout.backend}'", "has separate weights here"
+    who = f"rollout.backend = '{config.rollout.backend}' has separate weights here"
     if "custom_model" in getattr(sampler, "capabilities", ()):
-        if getattr(trainer, "own_model", False) and not builders:
+        if not builders:
             yield (
-                f"{who} {what}, and actor.backend '{config.actor.backend}' builds a model that it cannot build: no plugin has "
+                f"{who}, and actor.backend '{config.actor.backend}' builds a model that it cannot build: no plugin has "
                 "the hook engine_build_model. Implement it in the plugin of that backend (role 'rollout'), or have the sampler "
                 "use the actor's module (docs/custom_model.md)."
             )
-    elif (builders or getattr(trainer, "own_model", False)) and not any(
-        hasattr(plugin.module, "engine_register_model") for plugin in asked
-    ):
+    elif "engine_register_model" not in hooks:
         whose = " and ".join(builders) or f"actor.backend '{config.actor.backend}'"
         yield (
-            f"{who} {what} and builds its model itself, but {whose} builds models (engine_build_model), and nothing says which "
-            "weights the sampler gets. Implement engine_map_weights (names that the sampler's model has; `return weights` "
-            "where they have them) or engine_register_model (an architecture for the sampler's library), or use a sampler with "
-            "the capability 'custom_model' (docs/custom_model.md)."
+            f"{who} and builds its model itself, but {whose} builds models (engine_build_model), and nothing says which "
+            "weights the sampler gets. Implement engine_map_weights or engine_register_model, or use a sampler with the "
+            "capability 'custom_model' (docs/custom_model.md)."
         )
 
 
@@ -368,16 +338,11 @@ def transport_problem(config: EngineConfig, plugins: PluginSet, apart: bool) -> 
     spec: Any = plugins.spec("weight_transports", wanted)
     if ("disaggregated" if apart else "colocated") in spec.serves:
         return None
-    if apart:
-        placement = config.placement
-        return (
-            f"rollout.transport: got '{wanted}', but the sampler is in pool '{placement.pool_of('rollout')}' and the actor in "
-            f"'{placement.pool_of('actor')}'. Use 'tcp', 'broadcast', 'ipc' or 'auto', or place them together ([placement])."
-        )
+    pools = f"the sampler is in pool '{config.placement.pool_of('rollout')}', the actor in '{config.placement.pool_of('actor')}'"
+    where = pools if apart else "the sampler is in the actor's processes"
     return (
-        f"rollout.transport: got '{wanted}', which carries weights to processes of another pool, but the sampler is in the "
-        "actor's processes. Use 'same_process' or 'auto', or give the sampler its own pool ([placement], in a runtime "
-        "that has pools)."
+        f"rollout.transport: got '{wanted}', which does not carry weights here: {where}. Use 'auto', another transport "
+        "(engine plugins), or another [placement]."
     )
 
 
@@ -396,28 +361,22 @@ def absent_parts(config: EngineConfig, plugins: PluginSet, spec: TrainerSpec) ->
         plugins: of the run.
         spec: of its trainer.
     """
-    return [
-        f"{key}: {unknown_name('parts', part)}"
-        for part, key in dict(_needed(config, spec)).items()
-        if not plugins.offers("parts", part)
-    ]
-
-
-def _needed(config: EngineConfig, spec: TrainerSpec) -> Iterator[tuple[str, str]]:
-    """Yield each part that the run asks for, and the key that does."""
     sections = spec.sections or set(type(config).model_fields)
     evaluates = "eval" in sections and config.eval.during_training
     read = sections if evaluates else sections - spec.for_eval
-    for reward in config.reward if "reward" in read else ():
-        if reward.has_model:
-            yield "reward_models", f"reward.{reward.name}"
-        elif reward.workers != 0:
-            yield "reward_workers", f"reward.{reward.name}.workers"
-    if "environment" in read and config.environment is not None:
-        yield "episodes", "environment"
-    if "data" in read and config.data.num_workers:
-        yield "row_workers", "data.num_workers"
-    if "rollout" in read and config.rollout.process is not None:
-        yield "sampler_process", "rollout.process"
-    if "rollout" in read and "rollout" not in spec.for_eval and config.rollout.over_sampling > 1:
-        yield "early_stop", "rollout.over_sampling"
+    models = [reward for reward in config.reward if reward.has_model]
+    workers = [reward for reward in config.reward if not reward.has_model and reward.workers != 0]
+    stops = config.rollout.over_sampling > 1 and "rollout" not in spec.for_eval
+    needed = {  # part -> the key that asks for it, empty if none does
+        "reward_models": f"reward.{models[0].name}" if models else "",
+        "reward_workers": f"reward.{workers[0].name}.workers" if workers else "",
+        "episodes": "environment" if config.environment is not None else "",
+        "row_workers": "data.num_workers" if config.data.num_workers else "",
+        "sampler_process": "rollout.process" if config.rollout.process is not None else "",
+        "early_stop": "rollout.over_sampling" if stops else "",
+    }
+    return [
+        f"{key}: {unknown_name('parts', part)}"
+        for part, key in needed.items()
+        if key.partition(".")[0] in read and not plugins.offers("parts", part)
+    ]

@@ -118,18 +118,23 @@ def leaves(node: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
 
 Verdict = Literal["allowed", "warned", "refused"]
 
+
+def _allowed(*patterns: str) -> tuple[tuple[str, Verdict, str], ...]:
+    return tuple((pattern, "allowed", "") for pattern in patterns)
+
+
 RULES: tuple[tuple[str, Verdict, str], ...] = (
     ("trainer", "refused", "another trainer has another state"),
     ("model.attention", "warned", "it computes the same with other roundings"),
     ("model.trust_remote_code", "warned", ""),
     ("model.*", "refused", "a checkpoint fits the model that wrote it"),
-    ("reward.*.max_tokens_per_rank", "allowed", ""),
-    *((f"*.{key}", "allowed", "") for key in ("device_map", "max_memory", "max_memory.*", "offload_folder")),
+    *_allowed("reward.*.max_tokens_per_rank"),
+    *_allowed("*.device_map", "*.max_memory", "*.max_memory.*", "*.offload_folder"),
     *(
         (f"reward.*.{kind}.*", "warned", "later steps are judged by another model, or in another way")
         for kind in MODELS
     ),
-    ("eval.*", "allowed", ""),
+    *_allowed("eval.*"),
     ("*.backend", "refused", "each engine writes its own state"),
     ("*.path", "refused", "a checkpoint fits the model that wrote it"),
     ("*.lora.*", "refused", "a checkpoint fits the model that wrote it"),
@@ -138,25 +143,14 @@ RULES: tuple[tuple[str, Verdict, str], ...] = (
     ("*.quantize", "refused", "an adapter fits the rounded weights that it was trained above"),
     ("*.param_dtype", "warned", "the weights are rounded to it, later steps keep what it holds"),
     ("*.compute_dtype", "warned", "it computes the same with other roundings"),
-    ("*.optim.*", "allowed", ""),
-    ("*.max_tokens_per_rank", "allowed", ""),
     ("run.seed", "warned", "the data keeps its order, sampling gets other seeds"),
-    ("run.*", "allowed", ""),
-    ("checkpoint.*", "allowed", ""),
-    ("tracking.*", "allowed", ""),
-    ("runtime.*", "allowed", ""),
-    ("placement.*", "allowed", ""),
-    ("schedule.*", "allowed", ""),
-    ("data.validation", "allowed", ""),
-    ("data.num_workers", "allowed", ""),
-    ("data.prefetch_factor", "allowed", ""),
-    ("data.max_bad_rows", "allowed", ""),
-    ("environment.timeout_seconds", "allowed", ""),
-    ("environment.tool_timeout_seconds", "allowed", ""),
-    ("environment.max_concurrent", "allowed", ""),
-    ("reward.*.workers", "allowed", ""),
-    ("reward.*.timeout_seconds", "allowed", ""),
-    ("reward.*.max_memory_gb", "allowed", ""),
+    *_allowed("*.optim.*", "*.max_tokens_per_rank", "run.*", "checkpoint.*", "tracking.*", "runtime.*"),
+    *_allowed("placement.*", "schedule.*"),
+    *_allowed("data.validation", "data.num_workers", "data.prefetch_factor", "data.max_bad_rows"),
+    *_allowed(
+        "environment.timeout_seconds", "environment.tool_timeout_seconds", "environment.max_concurrent"
+    ),
+    *_allowed("reward.*.workers", "reward.*.timeout_seconds", "reward.*.max_memory_gb"),
     ("*", "warned", "later steps are done in another way than those before"),
 )
 """The first pattern that fits a key decides. ``runtime.backend`` is one of ``*.backend``, see ``EXCEPT``."""

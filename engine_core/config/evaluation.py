@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import Field, create_model
+from pydantic import Field, model_validator
 
 from engine_core.config.wording import Problem
 from engine_core.tables import Distribution, NonNegativeFloat, NonNegativeInt, PositiveInt, Table
@@ -37,30 +37,15 @@ class SetOptions(Table, Distribution):  # type: ignore[misc]  # a table is not f
     """A response passes if its score is at least this."""
 
 
-def _with_set_options(table: type[EvalSetConfig]) -> type[EvalSetConfig]:
-    """Add the fields of ``SetOptions`` without their defaults. An unset key takes the value of ``[eval]``."""
-    fields: dict[str, Any] = {
-        name: (field.rebuild_annotation() | None, Field(default=None, description=field.description))
-        for name, field in SetOptions.model_fields.items()
-    }
-    return create_model(
-        table.__name__, __base__=table, __module__=table.__module__, __doc__=table.__doc__, **fields
-    )
-
-
-@_with_set_options
-class EvalSetConfig(Table):
+class EvalSetConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
     """``[[eval.set]]``: a held-out set with its own metrics, ``eval/NAME/...``. An unset key takes the value of ``[eval]``."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     """Name of the set in metrics and files."""
     path: str | list[str]
     """Files, in the layout of ``[data]``. Relative to the folder of the TOML that names them."""
-
-    @property
-    def own(self) -> dict[str, Any]:
-        """Keys that are set, with their values."""
-        return {key: value for key, value in self if value is not None}
+    temperature: NonNegativeFloat = 0.0  # as in EvalConfig
+    """Sampling temperature; 0 is greedy."""
 
 
 class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
@@ -78,6 +63,14 @@ class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
     """Evaluate after the last step."""
     set: list[EvalSetConfig] = []
     """Held-out sets in addition to `data.validation`."""
+
+    @model_validator(mode="after")
+    def _complete_sets(self) -> Self:
+        """Give each set the values of this table for keys that it does not set."""
+        for each in self.set:
+            for key in SetOptions.model_fields.keys() - each.model_fields_set:
+                setattr(each, key, getattr(self, key))
+        return self
 
     @property
     def during_training(self) -> bool:
@@ -116,7 +109,8 @@ def held_out_sets(config: EngineConfig) -> list[HeldOut]:
     shared["max_response_tokens"] = evaluation.max_response_tokens or config.rollout.max_response_tokens
     if any(config.data.validation) or config.data.source:
         sets.append(HeldOut(name="", path=config.data.validation, **shared))
-    return sets + [HeldOut(**shared | each.own) for each in evaluation.set]
+    own = [{key: value for key, value in each if value is not None} for each in evaluation.set]
+    return sets + [HeldOut(**shared | each) for each in own]
 
 
 def evaluation_problems(config: EngineConfig) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from engine_core.config.evaluation import EvalConfig
 from engine_core.config.rewards import PREFIX, FrozenScorer, RewardConfig
 from engine_core.config.roles import CriticConfig, ModelConfig, RoleConfig, RolloutConfig
 from engine_core.tables import (
+    ChoosingTable,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -25,7 +26,7 @@ from engine_core.tables import (
 )
 
 
-class EnvironmentConfig(Table):
+class EnvironmentConfig(ChoosingTable):
     """``[environment]``: where the table is present, each rollout is an episode of this environment, in training and evaluation."""
 
     name: str
@@ -48,17 +49,13 @@ class EnvironmentConfig(Table):
     """The same for one that misses its deadline."""
     max_failure_share: Fraction = 0.5
     """A step in which more than this share of episodes failed ends the run."""
-    options: Any = Field(default=None, exclude=True)
-    """The environment's own table, filled in by the loader."""
 
 
-class StageConfig(Table):
+class StageConfig(ChoosingTable):
     """``[[stage]]``: a step between rewards and advantages, in the order of the file."""
 
     name: str
     """The stage, by name; its options stand in ``[stage.NAME]`` below."""
-    options: Any = Field(default=None, exclude=True)
-    """The stage's own table, filled in by the loader."""
 
 
 class CorrectionConfig(Table):
@@ -171,7 +168,7 @@ class ColumnsConfig(Table):
     """A row's own name; default: its number in the file."""
 
 
-class DataConfig(Table):
+class DataConfig(ChoosingTable):
     """``[data]``: where prompts come from."""
 
     train: str | list[str] = []
@@ -204,8 +201,6 @@ class DataConfig(Table):
     """Processes that read and tokenise ahead; 0: in the controller."""
     prefetch_factor: PositiveInt = 2
     """Steps that each worker prepares ahead."""
-    options: Any = Field(default=None, exclude=True)
-    """The source's own table, filled in by the loader."""
 
 
 class RunConfig(Table):
@@ -261,13 +256,11 @@ class TrackingConfig(Table):
     """The trackers' own tables by name, filled in by the loader."""
 
 
-class RuntimeConfig(Table):
+class RuntimeConfig(ChoosingTable):
     """``[runtime]``: what runs the workers."""
 
     backend: str = "local"
     """Runtime, by name; options in the table of that name."""
-    options: Any = Field(default=None, exclude=True)
-    """The runtime's own table, filled in by the loader."""
 
 
 class PlacementConfig(Table):
@@ -294,7 +287,7 @@ class PlacementConfig(Table):
         return own or next(iter(self.pools), None)
 
 
-class EngineConfig(Table):
+class EngineConfig(ChoosingTable):
     """A whole run file."""
 
     trainer: str = "rl"
@@ -324,8 +317,6 @@ class EngineConfig(Table):
     placement: PlacementConfig = PlacementConfig()
     schedule: dict[str, list[tuple[NonNegativeInt, float | bool]]] = {}
     """Settings that change by step: ``"rollout.temperature" = [[0, 1.0], [100, 0.7]]`` holds each value from its step on."""
-    options: Any = Field(default=None, exclude=True)
-    """The trainer's own table (``[sft]``), filled in by the loader."""
 
     _source: Any = PrivateAttr(default=None)  # the RawConfig it was made from: origins of every key
 
@@ -342,11 +333,6 @@ class EngineConfig(Table):
     def unread(self) -> list[str]:
         """The tables that are present and that this run does not read, with the reason."""
         return list(self._source.unread) if self._source is not None else []
-
-    @property
-    def warnings(self) -> list[str]:
-        """The settings of files and environment that are allowed but probably not intended."""
-        return list(self._source.warnings) if self._source is not None else []
 
     @property
     def chosen_metrics(self) -> list[tuple[str, str]]:

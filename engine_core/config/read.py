@@ -10,13 +10,11 @@ such an array by that name: ``reward.math.weight``::
 
 There is no interpolation: the meaning of a file does not depend on its reader.
 
-A scanner finds the line of each key, because ``tomllib`` does not return it. The scanner runs first and enforces the
-limits on hostile files. If the text is no TOML it stops, and ``tomllib`` words the error.
+``tomllib`` does not return the line of a key. The text is therefore cut into its statements, which are parsed one by one.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import datetime
 import json
@@ -30,149 +28,78 @@ from typing import Any
 
 from engine_core.errors import ConfigError, did_you_mean
 
-MAX_DEPTH = 16
-MAX_KEYS = 10_000
-
 KeyPath = tuple[str | int, ...]
 
-_STRING = r'"""(?:[^\\]|\\.)*?"{3,5}' + r"|'''.*?'{3,5}" + r'|"(?:[^"\\\n]|\\.)*"' + r"|'[^'\n]*'"
-_SIGNS = "[]{}=,.\n"
-_BARE = r"""[^\s#"'\[\]{}=,.]+"""
-_TOKEN = re.compile(rf"(?:[ \t]|#[^\n]*+)*+({_STRING}|[{re.escape(_SIGNS)}]|{_BARE})", re.DOTALL)
+_TOKEN = re.compile(
+    r'"""(?:[^\\]|\\.)*?"{3,5}'
+    + r"|'''.*?'{3,5}"
+    + r'|"(?:[^"\\\n]|\\.)*"'
+    + r"|'[^'\n]*'|#[^\n]*|[\[\]{}\n]",
+    re.DOTALL,
+)
 
 
-def key_lines(text: str, file: str) -> dict[KeyPath, int]:
+def key_lines(text: str) -> dict[KeyPath, int]:
     r"""Return the line (from 1) of every key and table header; elements of arrays have their number in the path.
+
+    A key within the value of another key has the line of the outer key. If the text is no TOML, the keys before the
+    error are returned.
 
     Args:
         text: with ``\n`` line ends.
-        file: for messages.
-
-    Raises:
-        ConfigError: nested deeper than ``MAX_DEPTH`` or more than ``MAX_KEYS`` keys.
     """
-    scanner = _Scanner(text, file)
-    with contextlib.suppress(ValueError):  # no TOML: tomllib reads the same text next and says why
-        scanner.document()
-    return scanner.lines
+    lines: dict[KeyPath, int] = {}
+    latest: dict[KeyPath, int] = {}  # array of tables -> number of its latest element
+    table: KeyPath = ()
+    for line, statement in _statements(text):
+        try:
+            parsed = tomllib.loads(statement)
+        except (ValueError, RecursionError):
+            break  # the rest of a text that is no TOML
+        if not statement.startswith("["):
+            paths = [(*table, *path) for path in _inner_keys(parsed)]
+        else:
+            table, inner = (), parsed
+            while inner:  # a header has one key on each level
+                key, inner = next(iter(inner.items()))
+                table = (*table, key)
+                if isinstance(inner, list):
+                    latest[table] = latest.get(table, -1) + 1
+                    lines.setdefault(table, line)
+                    inner = inner[0]
+                if table in latest:
+                    table = (*table, latest[table])
+            paths = [table]
+        for path in paths:
+            lines.setdefault(path, line)
+    return lines
 
 
-class _Scanner:
-    def __init__(self, text: str, file: str) -> None:
-        self.text, self.file = text, file
-        self.at, self.line, self.token = 0, 1, ""  # the current token, its line, and where it ends
-        self.lines: dict[KeyPath, int] = {}
-        self.last: dict[KeyPath, int] = {}  # array of tables -> number of its latest element
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each table header and of each key with its value."""
+    depth = start = 0
+    line = 1
+    for token in _TOKEN.finditer(text + "\n"):
+        if token[0] in "[{":
+            depth += 1
+        elif token[0] in "]}":
+            depth -= 1
+        elif token[0] == "\n" and depth <= 0:
+            yield line, text[start : token.start()].strip()
+            line += text.count("\n", start, token.end())
+            depth, start = 0, token.end()
 
-    def document(self) -> None:
-        """Scan the whole text."""
-        table: KeyPath = ()
-        self.take()
-        while self.after_newlines():
-            if self.token == "[":
-                table = self.header()
-            else:
-                self.pair(table)
 
-    def header(self) -> KeyPath:
-        """``[a.b]`` or ``[[a.b]]``: the path, in which the name of an array means its latest element."""
-        self.take("[")
-        is_array = self.token == "["
-        if is_array:
-            self.take("[")
-        *parents, name = self.key()
-        path: KeyPath = ()
-        for part in parents:
-            path = self.element((*path, part))
-        path = (*path, name)
-        if is_array:
-            self.last[path] = self.last.get(path, -1) + 1
-            self.record(path)
-            self.take("]")
-        self.record(path := self.element(path))
-        self.take("]")
-        return path
-
-    def element(self, path: KeyPath) -> KeyPath:
-        """Record one more element of an array of tables; return its path."""
-        return (*path, self.last[path]) if path in self.last else path
-
-    def pair(self, table: KeyPath) -> None:
-        """Scan a key and its value."""
-        parts = self.key()
-        for count in range(1, len(parts) + 1):
-            self.record((*table, *parts[:count]))
-        self.take("=")
-        self.value((*table, *parts))
-
-    def value(self, path: KeyPath) -> None:
-        """Scan a value."""
-        self.check_depth(path)
-        closing = {"[": "]", "{": "}"}.get(self.token)
-        if closing is None:
-            while self.token and self.token not in ",]}\n":
-                self.take()
-            return
-        self.take()
-        number = 0
-        while self.after_newlines() != closing:
-            if closing == "}":
-                self.pair(path)
-            else:
-                self.value((*path, number))
-            number += 1
-            if self.after_newlines() != closing:
-                self.take(",")
-        self.take(closing)
-
-    def key(self) -> list[str]:
-        """Scan a dotted key and return its parts; raise ``ValueError`` if there is none."""
-        parts: list[str] = []
-        while not parts or self.token == ".":
-            if parts:
-                self.take(".")
-            part = self.take()
-            if part in _SIGNS:  # or the end
-                raise ValueError
-            parts.append(tomllib.loads(f"k={part}")["k"] if part[0] in "\"'" else part)
-            self.check_depth(parts)
-        return parts
-
-    def record(self, path: KeyPath) -> None:
-        """Record the line of a path."""
-        self.lines.setdefault(path, self.line)
-        self.check_depth(path)
-        if len(self.lines) > MAX_KEYS:
-            self.refuse(f"more than {MAX_KEYS} keys. Keep data in data files, named under [data]")
-
-    def after_newlines(self) -> str:
-        """Skip newlines and comments; return the next token."""
-        while self.token == "\n":
-            self.take()
-        return self.token
-
-    def take(self, expected: str | None = None) -> str:
-        """Advance to the next token, which is empty at the end; raise ``ValueError`` if it is not the expected one."""
-        token = self.token
-        if expected not in (None, token):
-            raise ValueError
-        self.line += token.count("\n")
-        found = _TOKEN.match(self.text, self.at)
-        self.token = found[1] if found else ""
-        self.at = found.end() if found else self.at
-        return token
-
-    def check_depth(self, path: Sequence[str | int]) -> None:
-        """Refuse a path that is nested too deep."""
-        if len(path) > MAX_DEPTH:
-            self.refuse(f"nested deeper than {MAX_DEPTH} levels. Nothing in a run needs that")
-
-    def refuse(self, what: str) -> None:
-        """Raise ``ConfigError`` with file and line."""
-        raise ConfigError(f"{self.file}:{self.line}: {what}.")
+def _inner_keys(value: Any) -> Iterator[KeyPath]:
+    """Yield the path of every key and element in a value."""
+    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in pairs:
+        yield (key,)
+        yield from ((key, *path) for path in _inner_keys(inner))
 
 
 MAX_BYTES = 1_000_000
+MAX_DEPTH = 16
 MAX_FILES = 64  # reads, repeated ones included: files that extend each other can multiply
 ENV_PREFIX = "ENGINE__"
 
@@ -223,8 +150,6 @@ class RawConfig:
     files: list[Path] = field(default_factory=list)  # those that were named, not those that they extend
     allow_code: bool = False
     unread: list[str] = field(default_factory=list)  # tables that are present and that the run does not read
-    strays: list[str] = field(default_factory=list)  # environment variables of no key, ENGINE_...
-    warnings: list[str] = field(default_factory=list)  # what is allowed and hardly meant
 
     @property
     def folder(self) -> Path:
@@ -271,18 +196,16 @@ def read_config(
     tree = _Tree([Path(file) for file in files], allow_code)
     for file in tree.files:
         tree.merge_file(file, str(file), ())
-    environment, strays = os.environ if env is None else env, list[str]()
+    environment = os.environ if env is None else env
     for variable in sorted(environment):
         if variable.upper().startswith(ENV_PREFIX):
             path = tuple(variable[len(ENV_PREFIX) :].lower().split("__"))
             tree.assign(path, _parse_value(environment[variable]), Origin(env=variable))
-        elif variable.upper().startswith(ENV_PREFIX[:-1]):
-            strays.append(variable)
     for path, value in _override_items(overrides):
         tree.assign(path, value, Origin(override=key_text(path)))
     kept = set(_paths(tree.data))  # a later file may have replaced a table by a value
     origins = {key_text(path): origin for path, origin in tree.origins.items() if path in kept}
-    return RawConfig(tree.data, origins, tree.files, allow_code, strays=strays)
+    return RawConfig(tree.data, origins, tree.files, allow_code)
 
 
 class _Tree:
@@ -342,12 +265,10 @@ class _Tree:
         """Set one key; a table merges, everything else replaces.
 
         Raises:
-            ConfigError: the path has an empty part or too many, or names a table.
+            ConfigError: the path has an empty part, or names a table.
         """
         if not all(path):
             raise ConfigError(f"{origin}: the key has an empty part. Expected one like actor.optim.lr.")
-        if len(path) > MAX_DEPTH:
-            raise ConfigError(f"{origin}: a key of more than {MAX_DEPTH} parts. Nothing in a run needs that.")
         node: Any = self.data
         for count, part in enumerate(path[:-1], 1):
             node = _enter(node, part, path[:count], origin)
@@ -383,16 +304,21 @@ def _as_extends(value: Any, where: str) -> list[str]:
 
 def _read_toml(file: Path, shown: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     text = _read_text(file, shown)
-    lines = key_lines(text, shown)
     try:
-        return tomllib.loads(text), lines
+        data, lines = tomllib.loads(text), key_lines(text)
     except (ValueError, RecursionError) as error:
         match = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", str(error))
-        line = match[1] if match and match[1] else text.count("\n") + 1
+        place = match[1] if match and match[1] else text.count("\n") + 1
         column = f":{match[2]}" if match and match[2] else ""
         what = str(error)[: match.start()] if match else str(error)
         fix = next((fix for start, fix in _FIXES.items() if what.startswith(start)), "")
-        raise ConfigError(f"{shown}:{line}{column}: this is no TOML: {what}.{fix}") from None
+        raise ConfigError(f"{shown}:{place}{column}: this is no TOML: {what}.{fix}") from None
+    for path, line in lines.items():
+        if len(path) > MAX_DEPTH:
+            raise ConfigError(
+                f"{shown}:{line}: nested deeper than {MAX_DEPTH} levels. Nothing in a run needs that."
+            )
+    return data, lines
 
 
 def _read_text(file: Path, shown: str) -> str:

@@ -46,11 +46,12 @@ GREEDY = "greedy_rewards"
 OUTPUTS = frozenset({"log_probs", "entropy", "sum_pi_squared"})
 """What a train engine can compute for a loss."""
 
-VALUE_OUTPUTS = frozenset({"values", "scores"})
-"""What a train engine can compute of the critic, a model with a value head."""
-
-ROLES = ("", "actor", "ref", "teacher", "critic")
-"""Roles whose ``infer`` may give a column; empty: its function computes it."""
+COLUMN_OUTPUTS = {
+    "": {""},
+    **dict.fromkeys(("actor", "ref", "teacher"), OUTPUTS),
+    "critic": {"values", "scores"},
+}
+"""Outputs of each role's ``infer`` that may be a column; without a role the column's function computes it."""
 
 MEASURED = {"current_log_probs": "log_probs", "current_entropy": "entropy"}
 """Column -> the actor's output that it is; made for each mini-batch just before its update."""
@@ -238,12 +239,9 @@ def _missing(
         for read in sorted(c for c in producer.needs - made - {GREEDY} if not c.startswith("reward/")):
             why = "which nothing in this run makes."
             yield f"The column '{name}' needs '{read}', {why}{did_you_mean(read, made)}"
-        if producer.role not in ROLES or bool(producer.role) != bool(producer.output):
+        if producer.output not in COLUMN_OUTPUTS.get(producer.role, ()):
             got = f"role = '{producer.role}' and output = '{producer.output}'"
-            yield f"The column '{name}' has {got}; expected an output of one of {', '.join(ROLES[1:])}, or neither."
-        elif producer.output not in (known := VALUE_OUTPUTS if producer.role == "critic" else OUTPUTS | {""}):
-            got = f"the output '{producer.output}' of role '{producer.role}', which no train engine computes."
-            yield f"The column '{name}' is {got}{did_you_mean(producer.output, known)}"
+            yield f"The column '{name}' has {got}, which no train engine computes."
     for output in (output for output in loss.outputs if output not in OUTPUTS):
         yield (
             f"algorithm.loss = '{algorithm.loss}' needs the output '{output}', which no train engine computes."

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
 from engine_core.config.roles import ModelConfig, RoleConfig, RolloutConfig
 from engine_core.tables import (
+    ChoosingTable,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -26,7 +27,7 @@ PREFIX = "reward."
 """Before a reward's name: the role of its model."""
 
 
-class FrozenModel(Table):
+class FrozenModel(ChoosingTable):
     """The options of every model of a reward: it is loaded once and never trained."""
 
     path: str
@@ -73,8 +74,6 @@ class FrozenScorer(FrozenModel):
     """Token budget of one micro-batch on one rank; a longer sequence has its own micro-batch."""
     max_tokens: PositiveInt | None = None
     """Longest sequence; a longer one fails by `on_error`. Default: what the model's config says."""
-    options: Any = Field(default=None, exclude=True)
-    """The backend's own table, filled in by the loader."""
 
     def as_role(self) -> RoleConfig:
         """Return the table as that of a train role."""
@@ -85,8 +84,6 @@ class FrozenScorer(FrozenModel):
 
 class RewardModelConfig(FrozenScorer):
     """``[reward.model]``: the reward is the score of a sequence classifier with one label, such as ``trainer = "reward_model"`` makes."""
-
-    renamed = {"own_tokens": "reuse_token_ids"}
 
     chat_template: bool | None = None
     """Render conversations with the reward model's own chat template; default: where the row is one and it has one."""
@@ -179,7 +176,7 @@ MODELS = ("model", "judge", "verdict")
 """Tables of which one may stand in a ``[[reward]]``."""
 
 
-class RewardConfig(Table):
+class RewardConfig(ChoosingTable):
     """``[[reward]]``: one reward; several are summed by weight."""
 
     name: str
@@ -206,8 +203,6 @@ class RewardConfig(Table):
     """A language model writes a verdict, from which the reward is read."""
     verdict: VerdictConfig | None = None
     """A language model's probabilities of some verdicts give the reward."""
-    options: Any = Field(default=None, exclude=True)
-    """The reward's own table, filled in by the loader."""
 
     def clipped(self, value: float) -> float:
         """``value`` within `clip`."""

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PrivateAttr, field_validator
 
 from engine_core.tables import (
+    ChoosingTable,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -94,7 +95,7 @@ class LoRAConfig(Table):
         return value
 
 
-class RoleConfig(Table):
+class RoleConfig(ChoosingTable):
     """``[actor]``, ``[ref]``, ``[teacher]``: one model in training or scoring, and the engine that runs it."""
 
     backend: str = "torch"
@@ -107,8 +108,6 @@ class RoleConfig(Table):
     """The optimizer; not read for `ref` and `teacher`."""
     lora: LoRAConfig | None = None
     """LoRA: where the table is present, an adapter is trained instead of the model."""
-    options: Any = Field(default=None, exclude=True)
-    """The backend's own table, filled in by the loader."""
 
     def take_options(self, actor: RoleConfig) -> None:
         """Have the backend's table of the actor: the same backend, and none of the role's own."""
@@ -154,12 +153,6 @@ class CriticConfig(RoleConfig):
 class ProcessConfig(Table):
     """The table ``[rollout.process]``: with it the rollout engine runs in a separate process."""
 
-    renamed = {
-        "silent_seconds": "heartbeat_timeout_seconds",
-        "stall_minutes": "command_timeout_minutes",
-        "start_minutes": "startup_timeout_minutes",
-    }
-
     python: str = ""
     """Interpreter of another environment, with engine-core-rl of the same version and the rollout plugin; empty: the run's own. Relative to the folder of the TOML that names it."""
     engines: PositiveInt = 1
@@ -179,14 +172,8 @@ class ProcessConfig(Table):
         return self.python or sys.executable
 
 
-class RolloutConfig(Table, SamplingOptions):  # type: ignore[misc]  # a table is not frozen
+class RolloutConfig(ChoosingTable, SamplingOptions):  # type: ignore[misc]  # a table is not frozen
     """``[rollout]``: how responses are sampled."""
-
-    renamed = {
-        "carry_max_age": "partial_max_staleness",
-        "carry_partial": "partial_rollouts",
-        "score_early": "overlap_rewards",
-    }
 
     backend: str = "hf"
     """Rollout engine, by name; its options stand in the table of that name."""
@@ -216,8 +203,6 @@ class RolloutConfig(Table, SamplingOptions):  # type: ignore[misc]  # a table is
     """Ask the sampler for log-probs in each n-th step alone, the first among them: a sampler such as vLLM takes up to a fifth longer with them. The gap to the trainer is then measured, and bounded, in those steps. Over 1 only where nothing else reads them: with `algorithm.correction.level = "off"`."""
     process: ProcessConfig | None = None
     """Run the engine in a separate process: in another Python environment, started again when it dies or hangs."""
-    options: Any = Field(default=None, exclude=True)
-    """The backend's own table, filled in by the loader."""
     transport_options: Any = Field(default=None, exclude=True)
     """The transport's own table, filled in by the loader."""
 

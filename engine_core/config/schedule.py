@@ -10,7 +10,6 @@ engine cannot change (names, shapes, paths).
 
 from __future__ import annotations
 
-import functools
 import itertools
 import types
 import typing
@@ -20,6 +19,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from engine_core.config.choices import bare, keys_of
+from engine_core.config.read import RawConfig
+from engine_core.config.wording import sentence
 from engine_core.errors import ConfigError, did_you_mean
 from engine_core.tables import DEFAULTS
 
@@ -36,8 +37,6 @@ FIXED_SETTINGS = (
 )
 """Numbers of these are settings, besides every number and switch of ``[algorithm]`` and its option tables, and every number that is no count of
 the trainer's own table (``dpo.beta``): what that table switches or counts is built at the start."""
-
-_WORDS: dict[type | None, str] = {bool: "true or false", int: "a whole number", float: "a number"}
 
 
 def config_at(config: EngineConfig, step: int) -> EngineConfig:
@@ -61,17 +60,12 @@ def boundaries(config: EngineConfig) -> list[int]:
 
 def settings(config: EngineConfig) -> dict[str, type]:
     """Every key that can be scheduled, with its type: bool, int or float."""
-    fixed = [key for key in FIXED_SETTINGS if getattr(config, key.partition(".")[0]) is not None]
-    kinds = {key: _kind(config, key) for key in (*fixed, *_algorithm_keys(config))}
-    of_trainer = {key: _kind(config, key) for key in _trainer_keys(config)}
-    kinds |= {key: kind for key, kind in of_trainer.items() if kind is float}
-    return {key: kind for key, kind in kinds.items() if kind is not None}
+    return {key: kind for key, (_, kind) in _places(config).items()}
 
 
 def setting(config: EngineConfig, key: str) -> Any:
     """Return the value of a key that can be scheduled."""
-    *tables, field = _path(config, key)
-    return getattr(_inside(config, tables), field)
+    return _inside(config, _places(config)[key][0])
 
 
 def with_setting(config: EngineConfig, key: str, value: float | bool) -> EngineConfig:
@@ -80,20 +74,13 @@ def with_setting(config: EngineConfig, key: str, value: float | bool) -> EngineC
     Raises:
         ConfigError: the value is not valid for this setting.
     """
-    kind = _kind(config, key)
+    path, kind = _places(config)[key]
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)
-    if type(value) is not kind and (kind, type(value)) != (float, int):
-        raise ConfigError(f"got {str(value).lower()}, expected {_WORDS[kind]}.")
     try:
-        return _replaced(config, _path(config, key), value)
+        return _replaced(config, path, value)
     except ValidationError as error:
-        if own := [
-            e["msg"].removeprefix("Value error, ") for e in error.errors() if e["type"] == "value_error"
-        ]:
-            raise ConfigError(f"got {value}: {own[0]}") from None
-        expected = " and ".join(e["msg"].removeprefix("Input should be ") for e in error.errors())
-        raise ConfigError(f"got {value}, expected a value {expected}.") from None
+        raise ConfigError(sentence(value, (key,), error.errors(), RawConfig({}))) from None
 
 
 def schedule_problems(config: EngineConfig) -> Iterator[tuple[str, str]]:
@@ -113,48 +100,45 @@ def schedule_problems(config: EngineConfig) -> Iterator[tuple[str, str]]:
                 yield key, f"from step {start} on: {error}"
 
 
-def _algorithm_keys(config: EngineConfig) -> Iterator[str]:
+def _places(config: EngineConfig) -> dict[str, tuple[Path_, type]]:
+    """Return the settings: their keys, each with the path of its field in the config and its type."""
     algorithm = config.algorithm
-    yield from (f"algorithm.{key}" for key in keys_of(type(algorithm)))
-    yield from (f"algorithm.correction.{key}" for key in keys_of(type(algorithm.correction)))
-    tables = ((algorithm.advantage, algorithm.advantage_options), (algorithm.loss, algorithm.loss_options))
-    for name, options in tables:
-        if options is not None:
-            yield from (f"algorithm.{bare(name)}.{key}" for key in type(options).model_fields)
+    tables: dict[str, Path_] = {
+        "algorithm": ("algorithm",),
+        "algorithm.correction": ("algorithm", "correction"),
+    }
+    tables[f"algorithm.{bare(algorithm.loss)}"] = ("algorithm", "loss_options")
+    tables[bare(config.trainer)] = ("options",)
+    paths: dict[str, Path_] = {key: tuple(key.split(".")) for key in FIXED_SETTINGS}
+    of_advantage = {f"algorithm.{bare(algorithm.advantage)}": ("algorithm", "advantage_options")}
+    for table, path in [
+        *tables.items(),
+        *of_advantage.items(),
+    ]:  # of a shared table the advantage has keys first
+        if (holder := _inside(config, path)) is not None:
+            paths |= {f"{table}.{field}": (*path, field) for field in keys_of(type(holder))}
+    found: dict[str, tuple[Path_, type]] = {}
+    for key, path in paths.items():
+        if (holder := _inside(config, path[:-1])) is not None:
+            kind = _number(type(holder).model_fields[path[-1]].annotation)
+            if kind is not None and (path[0] != "options" or kind is float):
+                found[key] = path, kind
+    return found
 
 
-def _trainer_keys(config: EngineConfig) -> Iterator[str]:
-    if config.options is not None:
-        yield from (f"{bare(config.trainer)}.{key}" for key in type(config.options).model_fields)
-
-
-def _path(config: EngineConfig, key: str) -> Path_:
-    """Field names from the config to the setting; the name of an option table becomes its field."""
-    *parents, field = key.split(".")
-    if parents == [bare(config.trainer)] and config.options is not None:
-        parents = ["options"]
-    if len(parents) == 2 and parents[0] == "algorithm" and parents[1] != "correction":
-        options = config.algorithm.advantage_options
-        mine = parents[1] == bare(config.algorithm.advantage) and options is not None
-        first = mine and field in type(options).model_fields
-        parents[1] = "advantage_options" if first else "loss_options"
-    return (*parents, field)
-
-
-def _inside(model: Any, tables: Sequence[str]) -> Any:
-    return functools.reduce(getattr, tables, model)
-
-
-def _kind(config: EngineConfig, key: str) -> type | None:
-    *tables, field = _path(config, key)
-    return _number(type(_inside(config, tables)).model_fields[field].annotation)
+def _inside(model: Any, path: Sequence[str]) -> Any:
+    """Return what a path of field names leads to; None if one of its tables is absent."""
+    for field in path:
+        model = None if model is None else getattr(model, field)
+    return model
 
 
 def _replaced(model: Any, path: Path_, value: Any) -> Any:
     name, *rest = path
-    if not rest:
-        return type(model).model_validate({**dict(model), name: value})
-    return model.model_copy(update={name: _replaced(getattr(model, name), tuple(rest), value)})
+    if rest:
+        return model.model_copy(update={name: _replaced(getattr(model, name), tuple(rest), value)})
+    checked = type(model).model_validate({**dict(model), name: value}, strict=True)
+    return model.model_copy(update={name: getattr(checked, name)})
 
 
 def _number(annotation: Any) -> type | None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from engine_core.builtin import COLUMNS
-from engine_core.config.checks import cross_problems, without_effect, without_learning
+from engine_core.config.checks import cross_problems
 from engine_core.config.choices import (
     OPTIONAL_ROLES,
     ChoiceTable,
@@ -28,15 +28,12 @@ from engine_core.config.choices import (
     places,
     prepared,
 )
-from engine_core.config.evaluation import held_out_sets
 from engine_core.config.models import EngineConfig
-from engine_core.config.read import ENV_PREFIX, Path_, RawConfig, key_text
+from engine_core.config.read import Path_, RawConfig, key_text
 from engine_core.config.roles import CriticConfig
-from engine_core.config.schedule import boundaries, config_at
 from engine_core.config.wording import Problem, in_order, located, sentence
 from engine_core.errors import ConfigError, did_you_mean
-from engine_core.specs import RolloutBackend, Spec, TrainerSpec
-from engine_core.tables import DEFAULTS
+from engine_core.specs import Advantage, Loss, Spec, TrainerSpec
 
 Model = TypeVar("Model", bound=BaseModel)
 SpecOf = Callable[[str, str], Spec | None]
@@ -46,7 +43,6 @@ def validate(
     raw: RawConfig,
     spec_of: SpecOf,
     known: Callable[[str], Collection[str]],
-    context: Mapping[str, Any] | None = None,
 ) -> EngineConfig:
     """Check everything and fill ``options`` in.
 
@@ -54,32 +50,29 @@ def validate(
         raw: from ``read_config``.
         spec_of: kind and name of a chosen thing -> its spec; None leaves its table unjudged.
         known: kind -> the names that are installed; a table of one of them may stand unread.
-        context: for validators of option models (``info.context``): ``folder``, ``allow_code``.
 
     Returns:
-        The config; ``_source`` is ``raw`` with ``unread`` and ``warnings`` filled in.
+        The config; ``_source`` is ``raw`` with ``unread`` filled in.
 
     Raises:
         ConfigError: every problem, with file and line.
     """
-    return _Validation(raw, spec_of, known, context).run()
+    return _Validation(raw, spec_of, known).run()
 
 
-def check_table(
-    spec: Spec, path: Path_, data: Mapping[str, Any], context: Mapping[str, Any] | None = None
-) -> None:
+def check_table(spec: Spec, path: Path_, data: Mapping[str, Any], root: Path) -> None:
     """Check one option table outside of a run file, with the types and the words of a run file.
 
     Args:
         spec: whose table it is.
         path: where it stands in a run file: ``("actor", "fast")``; a reward's after its name, ``("reward", "r", "r")``.
         data: the table.
-        context: as in ``validate``.
+        root: folder of the run file, for validators of the table.
 
     Raises:
         ConfigError: every problem of the table.
     """
-    alone = _Validation(RawConfig({}), lambda kind, name: None, lambda kind: (), context)
+    alone = _Validation(RawConfig({}, files=[root / "run.toml"]), lambda kind, name: None, lambda kind: ())
     alone.tables = dict(_tables_in(_header(path), spec.config))
     alone.check(spec.config, data, path, f" Table of {spec.noun} '{path[-1]}'.")
     if alone.problems:
@@ -87,15 +80,12 @@ def check_table(
 
 
 class _Validation:
-    def __init__(
-        self,
-        raw: RawConfig,
-        spec_of: SpecOf,
-        known: Callable[[str], Collection[str]],
-        context: Mapping[str, Any] | None,
-    ) -> None:
+    def __init__(self, raw: RawConfig, spec_of: SpecOf, known: Callable[[str], Collection[str]]) -> None:
         self.raw, self.spec_of, self.known = raw, spec_of, known
-        self.context = dict(context or {})
+        self.context = {
+            "folder": raw.folder,
+            "allow_code": raw.allow_code,
+        }  # for validators: ``info.context``
         self.data = prepared(raw.data)  # option tables are taken out of it
         self.places = {place.path: place for place in places(self.data)}
         self.problems: list[Problem] = []
@@ -115,17 +105,11 @@ class _Validation:
         config = self.check(EngineConfig, self.data, ())
         if config is not None:
             self.attach(config)
-            self.judge_critic(config, sections)
-            self.judge_teacher(config, sections)
-            self.judge_groups(config, sections)
-            self.judge_sampler(config, sections)
+            self.judge_algorithm(config, sections)
             self.problems += cross_problems(config, sections)
         if self.problems or config is None:
             raise ConfigError(in_order(self.problems, self.raw))
-        idle = without_effect(config)
-        self.unread += [f"{key}: {why}" for key, why in idle.items() if key in self.raw.origins]
-        doubts = [*self.misnamed(), *without_learning(config)]
-        config._source = dataclasses.replace(self.raw, unread=self.unread, warnings=doubts)
+        config._source = dataclasses.replace(self.raw, unread=self.unread)
         return config
 
     def sections_read(self) -> Collection[str]:
@@ -202,72 +186,39 @@ class _Validation:
             if role and role.backend == actor.backend and bare(role.backend) not in self.raw.data[name]:
                 role.take_options(actor)
 
-    def judge_critic(self, config: EngineConfig, sections: Collection[str]) -> None:
-        """Set the critic of a run whose algorithm needs values, by default like the actor; remove it from others."""
-        algorithm = config.algorithm
-        specs = [self.spec_of("advantages", algorithm.advantage), self.spec_of("losses", algorithm.loss)]
-        needs: set[str] = {column for spec in specs for column in getattr(spec, "needs", ())}
-        if "critic" not in sections or None in specs:
-            return
-        if "values" not in needs and config.critic is not None:
-            self.unread.append(f"[critic]: algorithm.advantage = '{algorithm.advantage}' needs no values")
-            config.critic = None
-        elif "values" in needs and config.critic is None:
-            config.critic = CriticConfig.like(config.actor)
+    def judge_algorithm(self, config: EngineConfig, sections: Collection[str]) -> None:
+        """Refuse too small groups; remove critic and teacher if nothing asks them, and add a needed critic.
 
-    def judge_teacher(self, config: EngineConfig, sections: Collection[str]) -> None:
-        """Take out the teacher that the algorithm does not ask; a column of a plugin may be one of a teacher's."""
-        algorithm = config.algorithm
-        specs = [self.spec_of("advantages", algorithm.advantage), self.spec_of("losses", algorithm.loss)]
-        if config.teacher is None or not {"teacher", "algorithm"} <= set(sections) or None in specs:
-            return
-        needs: set[str] = {column for spec in specs for column in getattr(spec, "needs", ())}
-        if not needs & ({"teacher_log_probs"} | set(self.known("columns")) - COLUMNS.keys()):
-            self.unread.append(f"[teacher]: algorithm.advantage = '{config.algorithm.advantage}' asks none")
-            config.teacher = None
-
-    def judge_groups(self, config: EngineConfig, sections: Collection[str]) -> None:
-        """Refuse groups that are too small for the advantage estimator to give anything but 0."""
+        Groups are too small if the advantage estimator would give nothing but 0. A column of a plugin may be of the
+        teacher.
+        """
         name, size = config.algorithm.advantage, config.rollout.group_size
-        least = getattr(self.spec_of("advantages", name), "min_group_size", 1)
-        if {"algorithm", "rollout"} <= set(sections) and size < least:
+        advantage = self.spec_of("advantages", name)
+        loss = self.spec_of("losses", config.algorithm.loss)
+        if "algorithm" not in sections or not isinstance(advantage, Advantage) or not isinstance(loss, Loss):
+            return
+        if "rollout" in sections and size < advantage.min_group_size:
             text = (
-                f"got {size}, expected at least {least}: algorithm.advantage = '{name}' compares the responses to a prompt, and with "
-                "fewer every advantage is 0. Raise it, or use an estimator without groups, such as 'batch_mean'."
+                f"got {size}, expected at least {advantage.min_group_size}: algorithm.advantage = '{name}' compares the "
+                "responses to a prompt, and with fewer every advantage is 0. Raise it, or use an estimator without "
+                "groups, such as 'batch_mean'."
             )
             self.problems.append(Problem(("rollout", "group_size"), text))
-
-    def judge_sampler(self, config: EngineConfig, sections: Collection[str]) -> None:
-        """Refuse a sampling option that the sampler does not implement."""
-        backend = config.rollout.backend
-        spec = self.spec_of("rollout_engines", backend) if "rollout" in sections else None
-        if not isinstance(spec, RolloutBackend):
-            return
-        for name in sorted(DEFAULTS.keys() - spec.sampling):
-            asked: list[tuple[Path_, Any]]
-            asked = [(("rollout", name), config_at(config, step).rollout) for step in boundaries(config)]
-            asked += [(each.key(name), each) for each in held_out_sets(config) if "eval" in sections]
-            for key, value in {key: getattr(table, name, DEFAULTS[name]) for key, table in asked}.items():
-                if value != DEFAULTS[name]:
-                    text = f"got {value}, but rollout.backend = '{backend}' does not implement this sampling option."
-                    self.problems.append(Problem(key, f"{text} Remove it, or use another backend."))
-
-    def misnamed(self) -> Iterator[str]:
-        """Yield a warning for each environment variable that is a key's but for its underscores."""
-        keys = {"_".join((*t, key)): (*t, key) for t, model in self.tables.items() for key in keys_of(model)}
-        for variable in self.raw.strays:
-            path = keys.get(re.sub("_+", "_", variable[len(ENV_PREFIX) - 1 :].lower()), ("reward",))
-            if path[0] not in ("reward", "stage", "schedule") and path[:2] != ("eval", "set"):  # not by name
-                right = ENV_PREFIX + "__".join(path).upper()
-                yield f"{variable} sets nothing: the environment variable of {key_text(path)} is {right}."
+        needs = advantage.needs | loss.needs
+        if "critic" in sections and "values" in needs:
+            config.critic = config.critic or CriticConfig.like(config.actor)
+        elif "critic" in sections and config.critic is not None:
+            self.unread.append(f"[critic]: algorithm.advantage = '{name}' needs no values")
+            config.critic = None
+        asking = {"teacher_log_probs"} | set(self.known("columns")) - COLUMNS.keys()
+        if "teacher" in sections and config.teacher is not None and not needs & asking:
+            self.unread.append(f"[teacher]: algorithm.advantage = '{name}' asks none")
+            config.teacher = None
 
     def unknown(self, path: Path_, owner: str = "") -> None:
-        """Report an unknown key: its new name, the nearest known one, the tables that have it, and its owner."""
+        """Report an unknown key: the nearest known one, the tables that have it, and its owner."""
         key, model, place = path[-1], self.tables.get(_header(path[:-1])), self.places.get(path[:-1])
         owner = owner or _core_owner(path)
-        if new := getattr(model, "renamed", {}).get(key):
-            self.problems.append(Problem(path, f"was renamed to '{new}'.{owner}"))
-            return
         names = set(keys_of(model)) if model else set()
         if place is not None and isinstance(place.table.get(key), dict):
             names |= {name for kind in place.kinds for name in self.known(kind)}

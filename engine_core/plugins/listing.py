@@ -1,28 +1,23 @@
 """The list of ``engine plugins``: every installed name, with its problem if it has one.
 
-The list is built from metadata and ``find_spec``. Only ``check`` imports plugins. It does so in a subprocess, so that
-a plugin that crashes the interpreter is a line in the list. All plugins are first imported in one process, because
-each may import torch. A plugin that fails there is tried again alone, so that it is not blamed for another's fault.
+The list is built from metadata. Only ``check`` imports plugins.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.util
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO
 
-from engine_core.errors import did_you_mean
-from engine_core.plugins.metadata import Offer, find, installed, module_exists, nouns, offer_problem
-
-CHECK_SECONDS = 300.0
-Found = tuple[str | None, str, bool]  # problem, health, whether the health is good
-_CHILD = "import sys; from engine_core.plugins.probe import probe; probe(sys.argv[1:])"
+from engine_core.errors import EngineError, did_you_mean
+from engine_core.plugins.metadata import TABLES, Offer, find, installed, nouns, offer_problem
+from engine_core.plugins.modules import table_module
+from engine_core.plugins.plugin_set import PluginSet
+from engine_core.specs import resolve
 
 
 @dataclass(frozen=True)
@@ -43,84 +38,74 @@ class PluginInfo:
         """Whether no problem was found."""
         return self.problem is None
 
+    @property
+    def state(self) -> str:
+        """``ok``, the problem of the plugin, or a warning about what this machine lacks for it."""
+        if not self.healthy:
+            return f"problem: {self.problem}"
+        return "ok" if self.fit else f"warning: {self.health}"
+
 
 def list_plugins(check: bool = False) -> list[PluginInfo]:
     """List every installed name, sorted by kind and name.
 
     Args:
-        check: also import each plugin and the objects of its names, in a subprocess.
+        check: also import each plugin and the objects of its names, and run their health checks. What plugins print
+            goes to stderr.
     """
     offers = sorted(installed(), key=lambda offer: (offer.kind, offer.name, offer.distribution.name))
-    found: dict[Offer, Found] = {offer: (_problem(offer), "", True) for offer in offers}
-    if check:
-        by_module: dict[tuple[str, str], list[Offer]] = {}
-        for offer in offers:
-            if found[offer][0] is None:
-                by_module.setdefault((offer.distribution.name, offer.module), []).append(offer)
-        found |= _import_all(list(by_module.values()))
-    return [
-        PluginInfo(
-            offer.name, offer.kind, offer.distribution.name, offer.distribution.version, offer.module, *said
-        )
-        for offer, said in found.items()
-    ]
+    with contextlib.redirect_stdout(sys.stderr):
+        return [_info(offer, check) for offer in offers]
+
+
+def _info(offer: Offer, check: bool) -> PluginInfo:
+    problem, health, fit = _problem(offer), "", True
+    if check and problem is None:
+        try:
+            health, fit = _checked(offer)
+        except EngineError as error:
+            problem = str(error)
+    about = offer.distribution
+    return PluginInfo(offer.name, offer.kind, about.name, about.version, offer.module, problem, health, fit)
+
+
+def _checked(offer: Offer) -> tuple[str, bool]:
+    """Load a name; return the text of its health check and whether it passed.
+
+    Raises:
+        EngineError: the plugin or the object of the name is broken.
+    """
+    name = f"{offer.distribution.name}:{offer.name}"
+    if offer.kind == "plugins":
+        PluginSet.load({}, [name])
+    elif offer.kind == TABLES:
+        table_module(offer.name)
+    else:
+        plugins = PluginSet.load({offer.kind: [name]})
+        spec = plugins.spec(offer.kind, name)
+        if spec.load:  # a column that is an output of a role's `infer` has none
+            plugins.resolve(offer.kind, name)
+        try:
+            return resolve(spec.health)() if spec.health is not None else "", True
+        except EngineError as error:
+            return str(error), False
+    return "", True
 
 
 def _problem(offer: Offer) -> str | None:
-    """Return the problem of a name that metadata and the file system show, or None."""
+    """Return the problem of a name that metadata and the import path show, or None."""
     if offer.kind not in nouns():
         groups = [f"engine.{kind}" for kind in nouns()]
         return f"there is no group 'engine.{offer.kind}'.{did_you_mean(f'engine.{offer.kind}', groups)}"
     if problem := offer_problem(offer):
         return problem
-    if not module_exists(offer.module):
+    package = offer.module.partition(".")[0]
+    if package not in sys.modules and importlib.util.find_spec(package) is None:
         return f"its module '{offer.module}' is absent; reinstall {offer.distribution.name}"
     others = [str(other.distribution) for other in find(offer.kind, offer.name) if other != offer]
     if others:
         return f"also offered by {' and by '.join(others)}; write '{offer.distribution.name}:{offer.name}' to pick this one"
     return None
-
-
-def _import_all(modules: list[list[Offer]]) -> dict[Offer, Found]:
-    """Check the names of all modules in one subprocess; check the modules with a problem again, each alone."""
-    found: dict[Offer, Found] = {}
-    while modules:
-        answers, _ = _import_elsewhere([offer for offers in modules for offer in offers])
-        silent = [offers for offers in modules if not all(offer in answers for offer in offers)]
-        ill = [offers for offers in modules if any(answers.get(offer, ("",))[0] for offer in offers)]
-        found |= answers
-        for offers in [*silent[:1], *ill]:  # the first module without a result ended the process
-            alone, end = _import_elsewhere(offers)
-            found |= {offer: alone.get(offer, (end, "", True)) for offer in offers}
-        modules = [offers for offers in silent[1:] if offers not in ill]
-    return found
-
-
-def _import_elsewhere(offers: Sequence[Offer]) -> tuple[dict[Offer, Found], str]:
-    """Load names in a subprocess, in order.
-
-    Returns:
-        The problem and health of each name that the process reached, and how the process ended, as the problem
-        of the names that it did not reach.
-    """
-    targets = {f"{offer.kind}={offer.distribution.name}:{offer.name}": offer for offer in offers}
-    command = [sys.executable, "-P", "-c", _CHILD, *targets]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        try:
-            child = subprocess.run(command, stdout=out, stderr=err, env=environment, timeout=CHECK_SECONDS)
-        except subprocess.TimeoutExpired:
-            end = f"its import took more than {CHECK_SECONDS:.0f} s"
-        else:
-            last = (_lines(err) or ["no message"])[-1]
-            end = f"its import ended the process with exit code {child.returncode}: {last}"
-        results = [json.loads(line) for line in _lines(out)]
-    return {targets[target]: (problem, health, fit) for target, problem, health, fit in results}, end
-
-
-def _lines(file: IO[bytes]) -> list[str]:
-    file.seek(0)
-    return file.read().decode(errors="replace").strip().splitlines()
 
 
 def as_json(plugins: Sequence[PluginInfo]) -> str:

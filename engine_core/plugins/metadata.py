@@ -8,12 +8,9 @@ A broken installation is not an error here; it is reported when a run uses it.
 from __future__ import annotations
 
 import functools
-import importlib.machinery
 import importlib.metadata
 import importlib.resources
-import importlib.util
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -60,15 +57,11 @@ class Offer:
 
 
 def installed() -> tuple[Offer, ...]:
-    """Return every entry point of a group ``engine.*``; a distribution found twice on the path counts once."""
-    return _read(tuple((entry, _mtime(entry)) for entry in sys.path))
+    """Return every entry point of a group ``engine.*``; a distribution found twice on the path counts once.
 
-
-def _mtime(entry: str) -> int:
-    try:
-        return os.stat(entry or ".").st_mtime_ns
-    except OSError:  # an entry of sys.path need not exist
-        return 0
+    What is installed later is not seen until ``sys.path`` changes.
+    """
+    return _read(tuple(sys.path))
 
 
 def _builtin() -> Iterator[Offer]:
@@ -83,7 +76,7 @@ def _builtin() -> Iterator[Offer]:
 
 
 @functools.lru_cache(maxsize=4)
-def _read(_path: tuple[tuple[str, int], ...]) -> tuple[Offer, ...]:
+def _read(_path: tuple[str, ...]) -> tuple[Offer, ...]:
     offers = {CORE: list(_builtin())}
     for found in importlib.metadata.distributions():
         if "[engine." not in (found.read_text("entry_points.txt") or ""):
@@ -149,47 +142,22 @@ def offer_problem(offer: Offer) -> str | None:
     return _version_problem(offer.distribution)
 
 
-@functools.lru_cache(maxsize=256)
 def _version_problem(distribution: Distribution) -> str | None:
-    """Return why a distribution does not fit this core and which of the two to upgrade; None if it fits.
-
-    The check reads ``Requires-Dist`` on the core; a distribution without one is accepted.
-    """
+    """Return why a distribution does not fit this core, by its ``Requires-Dist``; None if it fits."""
     ours = Version(engine_core.__version__)
     for line in distribution.requires:
         try:
             requirement = Requirement(line)
         except InvalidRequirement:
             return f"has the malformed requirement {line!r} in its metadata; reinstall it"
-        if canonicalize_name(requirement.name) != CORE:
-            continue
         applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if applies and not requirement.specifier.contains(ours, prereleases=True):
-            fits = sorted(requirement.specifier, key=str)
-            least = [spec.version for spec in fits if spec.operator in (">=", ">", "~=", "==")]
-            core_is_old = any(Version(version.removesuffix(".*")) > ours for version in least)
-            upgrade = CORE if core_is_old else distribution.name
+        fits = requirement.specifier.contains(ours, prereleases=True)
+        if canonicalize_name(requirement.name) == CORE and applies and not fits:
             return (
-                f"needs {CORE}{','.join(map(str, fits))}, but this is {CORE} {ours}. "
-                f"Upgrade {upgrade}: pip install --upgrade {upgrade}"
+                f"needs {CORE}{requirement.specifier}, but this is {CORE} {ours}. "
+                f"Upgrade the older one: pip install --upgrade {CORE} {distribution.name}"
             )
     return None
-
-
-def module_exists(name: str) -> bool:
-    """Return whether a module can be found, without importing it or its parent packages."""
-    parts = name.split(".")
-    if parts[0] in sys.modules:  # find_spec raises for a module without a spec, such as __main__
-        found = sys.modules[parts[0]].__spec__
-    else:
-        found = importlib.util.find_spec(parts[0])
-    for depth in range(2, len(parts) + 1):
-        if found is None or found.submodule_search_locations is None:
-            return False
-        found = importlib.machinery.PathFinder.find_spec(
-            ".".join(parts[:depth]), list(found.submodule_search_locations)
-        )
-    return found is not None
 
 
 def unknown_name(kind: str, name: str, also: Iterable[str] = ()) -> str:
@@ -203,36 +171,25 @@ def unknown_name(kind: str, name: str, also: Iterable[str] = ()) -> str:
     distribution, short = split(name)
     noun, offered, ours = nouns()[kind], known_names(kind), our_plugins()
     known = {*offered, *also}
-    listed = ", ".join(sorted(known)) or "none"
     if distribution and short in offered:
         choices = " or ".join(f"'{dist}:{short}'" for dist in offered[short])
         return f"Distribution '{distribution}' offers no {noun} '{short}'. Write {choices}."
     if (kind, short) in ours:
         return f"{noun.capitalize()} '{short}' is not installed. Try: pip install {ours[kind, short]}"
-    elsewhere = [
-        _with_article(other_noun)
-        for other, other_noun in nouns().items()
-        if other not in (kind, *_internal()) and (short in known_names(other) or (other, short) in ours)
-    ]
-    if elsewhere:
+    chosen = [spec for spec in TABLE_SPECS.values() if spec.kind != kind and not spec.internal]
+    others = [s.noun for s in chosen if short in known_names(s.kind) or (s.kind, short) in ours]
+    if others:
         hint = MODEL_HINT if kind == "rewards" else ""
-        return f"'{short}' is {' and '.join(elsewhere)}, not {_with_article(noun)}. Known: {listed}.{hint}"
-    to_install = {our_name for our_kind, our_name in ours if our_kind == kind} - known
+        return (
+            f"'{short}' is known as {' and '.join(others)}, not as {noun}.{did_you_mean(short, known)}{hint}"
+        )
+    to_install = {our_name for our_kind, our_name in ours if our_kind == kind}
     match = nearest(short, known | to_install)
-    if match in to_install:
-        install = f"It is not installed: pip install {ours[kind, match]}"
-        return f"Unknown {noun} '{short}'. Did you mean '{match}'? Known: {listed}. {install}"
     hint = MODEL_HINT if kind == "rewards" and match is None else ""
+    if match in to_install - known:
+        known.add(match)
+        hint = f" It is not installed: pip install {ours[kind, match]}"
     return f"Unknown {noun} '{short}'.{did_you_mean(short, known)}{hint}"
-
-
-def _internal() -> set[str]:
-    """Return the kinds that no key of a run file can name; messages about keys do not suggest them."""
-    return {TABLES} | {kind for kind, spec in TABLE_SPECS.items() if spec.internal}
-
-
-def _with_article(noun: str) -> str:
-    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 def find(kind: str, name: str) -> Iterator[Offer]:

@@ -56,13 +56,12 @@ def table_module(kind: str) -> ModuleType | None:
     if not offers:
         return None
     module = import_offer(offers[0])
-    specs: Any = getattr(module, "SPECS", None)
-    found = specs.get(kind) if isinstance(specs, Mapping) else None
-    if not (isinstance(found, type) and issubclass(found, Spec)):
-        raise PluginError(f"{offers[0]}: SPECS of '{module.__name__}' must give '{kind}' a subclass of Spec.")
-    if not hasattr(getattr(module, f"engine_{kind}", None), "engine_spec"):
+    found = getattr(module, "SPECS", {}).get(kind)
+    marked = hasattr(getattr(module, f"engine_{kind}", None), "engine_spec")
+    if not (isinstance(found, type) and issubclass(found, Spec) and marked):
         raise PluginError(
-            f"{offers[0]}: '{module.__name__}' must have the hook engine_{kind}, marked @hookspec."
+            f"{offers[0]}: '{module.__name__}' must have SPECS with a subclass of Spec for '{kind}', and the hook "
+            f"engine_{kind}, marked @hookspec."
         )
     return module
 
@@ -215,37 +214,21 @@ def _run_file(name: str, path: Path, source: bytes, label: str) -> None:
 
 def hook_problems(manager: pluggy.PluginManager, module: ModuleType, label: str) -> Iterator[str]:
     """Yield the problems of a module's hooks: a misspelt name, a wrong argument, a missing marker."""
-    for name in dir(module):
-        function = inspect.getattr_static(module, name)
-        options = manager.parse_hookimpl_opts(module, name)
-        if options is None:
-            if (
-                name.startswith("engine_")
-                and hook_arguments(name) is not None
-                and getattr(function, "__module__", None) == module.__name__
-            ):
+    for name, function in vars(module).items():
+        marked = manager.parse_hookimpl_opts(module, name) is not None
+        if not marked and not (name.startswith("engine_") and inspect.isfunction(function)):
+            continue
+        known = hook_arguments(name)
+        if not marked:
+            if known is not None and function.__module__ == module.__name__:
                 yield f"{label}: '{name}' is not marked, so it would never be called. Write @hookimpl above it."
-            continue
-        hook = options.get("specname") or name
-        if hook_arguments(hook) is None:
-            if not options.get("optionalhook"):
-                yield f"{label}: there is no hook '{hook}'.{did_you_mean(hook, HOOKS)}"
-            continue
-        yield from _argument_problems(label, hook, getattr(module, name))
-
-
-def _argument_problems(label: str, hook: str, function: Any) -> Iterator[str]:
-    known = hook_arguments(hook) or ()
-    for parameter in inspect.signature(function).parameters.values():
-        name = parameter.name
-        if name not in known:
-            arguments = did_you_mean(name, known)
-            yield f"{label}: hook '{hook}' has no argument '{name}'.{arguments}"
-        elif parameter.default is not parameter.empty:
-            yield (
-                f"{label}: argument '{name}' of hook '{hook}' has a default, so it would never be passed. "
-                "Remove the default."
-            )
+        elif known is None:
+            yield f"{label}: there is no hook '{name}'.{did_you_mean(name, HOOKS)}"
+        else:
+            for argument in inspect.signature(function).parameters:
+                if argument not in known:
+                    hint = did_you_mean(argument, known)
+                    yield f"{label}: hook '{name}' has no argument '{argument}'.{hint}"
 
 
 TRAIN_CAPABILITIES = {
@@ -283,30 +266,18 @@ def check_table(label: str, kind: str, table: Any) -> None:
     if not isinstance(table, Mapping):
         raise PluginError(f"{label}: {wanted}, got {_shown(table)}.")
     for name, spec in table.items():
-        if not isinstance(name, str):
-            raise PluginError(f"{label}: {wanted}, got the name {_shown(name)}.")
         if not isinstance(spec, expected):
             raise PluginError(f"{label}: {wanted}, but '{name}' is {_shown(spec)}.")
         if not (isinstance(spec.config, type) and issubclass(spec.config, BaseModel)):
             got = f"must be a pydantic model class, got {_shown(spec.config)}"
             raise PluginError(f"{label}: 'config' of '{name}' {got}.")
-        given = getattr(spec, "role", "")  # a column that a role computes has no load
-        if (
-            not given
-            and not callable(spec.load)
-            and not (isinstance(spec.load, str) and all(spec.load.partition(":")))
-        ):
+        if not callable(spec.load) and not isinstance(spec.load, str):
             got = f"must be 'module:attribute' or the object itself, got {_shown(spec.load)}"
             raise PluginError(f"{label}: 'load' of '{name}' {got}.")
-        _check_capability_names(label, spec)
-
-
-def _check_capability_names(label: str, spec: Any) -> None:
-    """Refuse unknown capabilities without importing the engine; ``check_engine`` checks that the class has them."""
-    known = CAPABILITIES.get(spec.kind, {})
-    for capability in sorted(getattr(spec, "capabilities", frozenset()) - set(known)):
-        hint = did_you_mean(capability, known)
-        raise PluginError(f"{label}: unknown capability '{capability}' of a {spec.noun}.{hint}")
+        known = CAPABILITIES.get(kind, {})
+        for capability in sorted(getattr(spec, "capabilities", frozenset()) - set(known)):
+            hint = did_you_mean(capability, known)
+            raise PluginError(f"{label}: unknown capability '{capability}' of a {spec.noun}.{hint}")
 
 
 def _shown(value: Any) -> str:

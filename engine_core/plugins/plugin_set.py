@@ -13,19 +13,28 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pluggy
 
 import engine_core
 from engine_core import hooks as hookspecs
 from engine_core.errors import EngineError, PluginError
-from engine_core.plugins.metadata import CORE, find, installed, known_names, nouns, split, unknown_name
+from engine_core.plugins.metadata import (
+    CORE,
+    find,
+    installed,
+    known_names,
+    nouns,
+    our_plugins,
+    split,
+    unknown_name,
+)
 from engine_core.plugins.modules import (
     CAPABILITIES,
     CONTRACTS,
@@ -37,9 +46,10 @@ from engine_core.plugins.modules import (
     import_file,
     import_load,
     import_offer,
-    table_module,
 )
-from engine_core.specs import TABLE_SPECS, Spec
+
+if TYPE_CHECKING:
+    from engine_core.specs import Spec
 
 __all__ = ["CAPABILITIES", "Plugin", "PluginProblems", "PluginSet", "known_names"]
 
@@ -140,7 +150,16 @@ class PluginSet:
 
     def offers(self, kind: str, name: str) -> bool:
         """Return whether an installed plugin or one of ``plugins = [...]`` offers a name, without importing it."""
-        return any(find(kind, name)) or any(name in plugin.tables.get(kind, {}) for plugin in self.named)
+        return any(find(kind, name)) or name in self.local_names(kind)
+
+    def local_names(self, kind: str) -> set[str]:
+        """Return the names of a kind that the plugins of ``plugins = [...]`` offer."""
+        return {name for plugin in self.named for name in self._loader.table(plugin, kind)}
+
+    def known(self, kind: str) -> set[str]:
+        """Return the names that may have a table in a run file: of plugins here, and of those that this project publishes."""
+        ours = {name for our_kind, name in our_plugins() if our_kind == kind}
+        return {*known_names(kind), *self.local_names(kind), *ours}
 
     def require(self, kind: str, name: str) -> Any:
         """Resolve a name that no key of the run file chose, such as an objective or a part.
@@ -202,19 +221,14 @@ class PluginSet:
 
         def called(*arguments: Any, **options: Any) -> Any:
             """Call ``found`` and raise its failure as a PluginError."""
-            try:
+            with self.naming(plugin, f"{plugin.label}: {spec.noun} '{name}' failed"):
                 return found(*arguments, **options)
-            except EngineError:
-                raise
-            except Exception as exc:
-                what = describe(exc, plugin.module.__name__)
-                raise PluginError(f"{plugin.label}: {spec.noun} '{name}' failed: {what}") from exc
 
         return found if plugin.source == CORE else called
 
-    def overrides(self, hook: str) -> bool:
-        """Return whether a plugin of this run implements a step hook."""
-        return any(hasattr(plugin.module, hook) for plugin in self.plugins)
+    def overrides(self, hook: str, plugins: Sequence[Plugin] | None = None) -> bool:
+        """Return whether one of some plugins implements a step hook; default: a plugin of this run."""
+        return any(hasattr(plugin.module, hook) for plugin in (self.plugins if plugins is None else plugins))
 
     def step(self, role: str, *backends: tuple[str, str]) -> SimpleNamespace:
         """Return the step hooks for one role.
@@ -282,14 +296,19 @@ class PluginSet:
         Raises:
             PluginError: the hook failed; the message names the plugin and its version.
         """
-        try:
+        with self.naming(plugin, f"{plugin.label} failed in {hook} ({asker})"):
             return self._caller(hook, plugin)(**arguments)
+
+    @contextlib.contextmanager
+    def naming(self, plugin: Plugin, failure: str) -> Iterator[None]:
+        """Turn an error of a plugin into a PluginError that begins with ``failure``; errors of the engine get a note."""
+        try:
+            yield
         except EngineError as exc:
-            exc.add_note(f"{plugin.label} raised this in {hook} ({asker}).")
+            exc.add_note(f"{failure}.")
             raise
         except Exception as exc:
-            what = describe(exc, plugin.module.__name__)
-            raise PluginError(f"{plugin.label} failed in {hook} ({asker}): {what}") from exc
+            raise PluginError(f"{failure}: {describe(exc, plugin.module.__name__)}") from exc
 
 
 class _Loader:
@@ -298,10 +317,8 @@ class _Loader:
     def __init__(self, plugin_set: PluginSet) -> None:
         self.plugin_set = plugin_set
         self.problems: list[tuple[str, str, str]] = []
-        self.tables = dict.fromkeys(TABLE_SPECS)  # kinds whose hooks the manager knows, in order
-        self.imported: dict[
-            str, Plugin | None
-        ] = {}  # by module; None: the import failed in this call and was reported
+        # by module; None: the import failed in this call and was reported
+        self.imported: dict[str, Plugin | None] = {}
         self.started = False
 
     def load(self, names: Mapping[str, Collection[str]]) -> list[tuple[str, str, str]]:
@@ -312,25 +329,16 @@ class _Loader:
         """
         self.problems = []
         self.imported = {module: plugin for module, plugin in self.imported.items() if plugin is not None}
-        entries = [] if self.started else self.plugin_set.modules
+        named = [] if self.started else [self._named(entry) for entry in self.plugin_set.modules]
         self.started = True
-        named = [plugin for entry in entries if (plugin := self._named(entry))]
-        used = [(kind, name) for kind in names for name in sorted(names[kind])]
-        behind = [plugin for kind, name in used if (plugin := self._behind(kind, name))]
-        for kind, name in used:
-            with self._collecting(kind, name):
-                self._define(kind)
-        for plugin in dict.fromkeys([*behind, *named]):
-            if plugin in self.plugin_set.plugins:
-                self._collect(plugin, [kind for kind in names if kind in self.tables])
-            else:
-                self._register(plugin)
-        self.plugin_set.named += [
-            plugin for plugin in dict.fromkeys(named) if plugin in self.plugin_set.plugins
-        ]
-        for kind, name in used:
-            self._choose(kind, name)
-        return self.problems
+        self.plugin_set.named += dict.fromkeys(plugin for plugin in named if plugin is not None)
+        for kind, of_kind in names.items():
+            for name in sorted(of_kind):
+                self._choose(kind, name)
+        self.plugin_set.plugins.sort(
+            key=lambda plugin: plugin in self.plugin_set.named
+        )  # observers: named first
+        return list(dict.fromkeys(self.problems))
 
     @contextlib.contextmanager
     def _collecting(self, kind: str, name: str) -> Iterator[None]:
@@ -342,15 +350,13 @@ class _Loader:
     def _named(self, entry: str) -> Plugin | None:
         """Import the plugin of an entry of ``plugins = [...]``; None if that failed."""
         if not entry.endswith(".py"):
-            plugin = self._behind("plugins", entry)
-            if plugin is None and not list(find("plugins", entry)):
+            if not any(find("plugins", entry)):
                 self.problems.append(("plugins", entry, unknown_name("plugins", entry)))
-            return plugin
+            return self._behind("plugins", entry)
         with self._collecting("plugins", entry):
             module, digest = import_file(entry, self.plugin_set.root, self.plugin_set.allow_code)
-            label = f"Plugin file '{entry}' ({digest})"
-            plugin = Plugin(module, label, Path(entry).name, digest)
-            return self.imported.setdefault(module.__name__, plugin)
+            plugin = Plugin(module, f"Plugin file '{entry}' ({digest})", Path(entry).name, digest)
+            return self._registered("plugins", entry, plugin)
         return None
 
     def _behind(self, kind: str, name: str) -> Plugin | None:
@@ -360,94 +366,80 @@ class _Loader:
             self._ambiguous(kind, name, [str(offer.distribution) for offer in offers])
         if len(offers) != 1:
             return None
-        offer = offers[0]
+        (offer,) = offers
         if offer.module not in self.imported:
             self.imported[offer.module] = None
             with self._collecting(kind, name):
                 source, version = offer.distribution.name, offer.distribution.version
-                self.imported[offer.module] = Plugin(import_offer(offer), str(offer), source, version)
+                plugin = Plugin(import_offer(offer), str(offer), source, version)
+                self._registered(kind, name, plugin)
         return self.imported[offer.module]
 
-    def _define(self, kind: str) -> None:
-        """Add the hook of a plugin's table to the manager."""
-        if kind in self.tables or kind == "plugins" or (module := table_module(kind)) is None:
-            return
-        self.tables[kind] = None
-        self.plugin_set.manager.add_hookspecs(module)
+    def _registered(self, kind: str, name: str, plugin: Plugin) -> Plugin | None:
+        """Check the hooks of a plugin and register it; return None if a hook is wrong.
+
+        Raises:
+            PluginError: the plugin that defines the table of a hook is broken.
+        """
+        plugin_set, module = self.plugin_set, plugin.module
+        if known := self.imported.get(module.__name__):  # named twice
+            return known
+        if wrong := list(hook_problems(plugin_set.manager, module, plugin.label)):
+            self.problems += [(kind, name, problem) for problem in wrong]
+            return None
+        plugin_set.manager.register(module, module.__name__)
+        plugin_set.plugins.append(plugin)
+        self.imported[module.__name__] = plugin
+        return plugin
 
     def _ambiguous(self, kind: str, name: str, sources: Sequence[str]) -> None:
         choices = " or ".join(f"'{source.split(' ')[0]}:{split(name)[1]}'" for source in sources)
         offered = f"{nouns()[kind].capitalize()} '{name}' is offered by {' and by '.join(sources)}"
         self.problems.append((kind, name, f"{offered}. Write {choices}."))
 
-    def _register(self, plugin: Plugin) -> None:
-        """Check the hooks of a plugin, register it, and collect and check its tables."""
-        plugin_set, name = self.plugin_set, plugin.module.__name__
-        try:
-            for hook in dir(plugin.module):
-                if hook.startswith("engine_"):
-                    self._define(hook.removeprefix("engine_"))
-            wrong = list(hook_problems(plugin_set.manager, plugin.module, plugin.label))
-        except PluginError as exc:  # the plugin that defines the table of a hook is broken
-            wrong = [str(exc)]
-        if not wrong:
-            try:
-                plugin_set.manager.register(plugin.module, name)
-            except pluggy.PluginValidationError as exc:
-                wrong = [f"{plugin.label}: {exc}"]
-        if wrong:
-            self.problems += [("plugins", name, problem) for problem in wrong]
-            self.imported[name] = None
-            return
-        plugin_set.plugins.append(plugin)
-        self._collect(plugin, self.tables)
+    def table(self, plugin: Plugin, kind: str) -> dict[str, Spec]:
+        """Return one table of a plugin; empty if it has none, or a wrong one, which is reported."""
+        if kind not in plugin.tables:
+            with self._collecting(kind, plugin.label):
+                plugin.tables[kind] = self._table(plugin, kind)
+        return plugin.tables.get(kind, {})
 
-    def _collect(self, plugin: Plugin, kinds: Collection[str]) -> None:
-        """Collect the plugin's tables of ``kinds`` that were not collected yet."""
-        here = (plugin.source, plugin.module.__name__)
-        mine = [offer for offer in installed() if (offer.distribution.name, offer.module) == here]
-        for kind in kinds:
-            if kind not in plugin.tables:
-                with self._collecting(kind, plugin.label):
-                    promised = {offer.name for offer in mine if offer.kind == kind}
-                    plugin.tables[kind] = self._table(plugin, kind, promised)
-
-    def _table(self, plugin: Plugin, kind: str, promised: Set[str]) -> dict[str, Spec]:
-        """Return one table of one plugin.
+    def _table(self, plugin: Plugin, kind: str) -> dict[str, Spec]:
+        """Collect one table of a plugin.
 
         Raises:
             PluginError: the table is malformed or lacks a name of the plugin's metadata.
         """
         hook = f"engine_{kind}"
-        offers = self.plugin_set._caller(hook, plugin).get_hookimpls()
-        answers = self.plugin_set.ask(plugin, "while it was loaded", hook) if offers else [{}]
         table: dict[str, Spec] = {}
-        for answer in answers or [None]:  # pluggy omits None
-            check_table(plugin.label, kind, answer)
-            table |= answer
-        for name in sorted(promised - {*table}):
-            held = ", ".join(sorted(table)) or "nothing"
-            raise PluginError(
-                f"{plugin.label} promises the {nouns()[kind]} '{name}' in its metadata, but {hook} of "
-                f"'{plugin.module.__name__}' gives {held}. The entry point and the table must agree."
-            )
+        if hasattr(plugin.module, hook):
+            with self.plugin_set.naming(plugin, f"{plugin.label} failed in {hook} (while it was loaded)"):
+                table = getattr(plugin.module, hook)()
+            check_table(plugin.label, kind, table)
+        here = (kind, plugin.source, plugin.module.__name__)
+        for offer in installed():
+            if (offer.kind, offer.distribution.name, offer.module) == here and offer.name not in table:
+                held = ", ".join(sorted(table)) or "nothing"
+                raise PluginError(
+                    f"{plugin.label} promises the {nouns()[kind]} '{offer.name}' in its metadata, but {hook} of "
+                    f"'{offer.module}' gives {held}. The entry point and the table must agree."
+                )
         return table
 
     def _choose(self, kind: str, name: str) -> None:
         """Bind a used name to the one plugin that offers it."""
         distribution, short = split(name)
-        offers = list(find(kind, name))
-        if len(offers) > 1 or any(self.imported[offer.module] is None for offer in offers):
+        found = self._behind(kind, name)
+        if found is None and any(find(kind, name)):
             return  # already reported
-        candidates = [plugin for offer in offers if (plugin := self.imported[offer.module])]
+        candidates = [] if found is None else [found]
         named = [plugin for plugin in self.plugin_set.named if plugin not in candidates]
-        candidates += [
-            p for p in named if short in p.tables.get(kind, {}) and distribution in (None, p.source)
-        ]
+        fitting = [plugin for plugin in named if distribution in (None, plugin.source)]
+        candidates += [plugin for plugin in fitting if short in self.table(plugin, kind)]
         if len(candidates) > 1:
             self._ambiguous(kind, name, [f"{plugin.source} {plugin.version}" for plugin in candidates])
         elif not candidates:
-            also = {other for plugin in named for other in plugin.tables.get(kind, {})}
+            also = {other for plugin in named for other in self.table(plugin, kind)}
             self.problems.append((kind, name, unknown_name(kind, name, also)))
-        elif spec := candidates[0].tables.get(kind, {}).get(short):  # else: its table failed and was reported
+        elif spec := self.table(candidates[0], kind).get(short):  # else: its table failed and was reported
             self.plugin_set.chosen[kind, name] = spec, candidates[0]

@@ -421,8 +421,6 @@ class TrainingRun(abc.ABC):
             log.info(said, before - 1)
         for message in machine.check_start(self.folder.path):
             log.warning("%s", message)
-        for warning in self.config.warnings:
-            log.warning("%s", warning)
         for unread in self.config.unread:
             log.info("Not read: %s", unread)
         log.info("Plugins: %s", json.dumps(self.plugins.versions()))

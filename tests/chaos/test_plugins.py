@@ -99,8 +99,8 @@ def test_engine_plugins_check_shows_which_one_breaks_and_where(install, engine):
 
 
 MISFITS = {
-    "too old": (GOOD, ["engine-core-rl<0.0.1"], "pip install --upgrade dist-a"),
-    "too new": (GOOD, ["engine-core-rl>=99"], "pip install --upgrade engine-core-rl"),
+    "too old": (GOOD, ["engine-core-rl<0.0.1"], "pip install --upgrade engine-core-rl dist-a"),
+    "too new": (GOOD, ["engine-core-rl>=99"], "pip install --upgrade engine-core-rl dist-a"),
     "a misspelt hook": (
         GOOD.replace("def engine_rewards", "def engine_reward"),
         [],

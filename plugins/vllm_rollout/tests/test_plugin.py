@@ -131,10 +131,10 @@ max_model_len = {held}
             "",
             r"rollout\.vllm\.max_model_len: got 47, but the longest prompt \(data\.max_prompt_tokens = 12\) and its response "
             r"\(rollout\.max_response_tokens = 36\) have 48 tokens: long sequences would be cut or refused\. Set it to 48, or "
-            r"data\.max_prompt_tokens to 11\.",
+            r"lower data\.max_prompt_tokens or rollout\.max_response_tokens\.",
         ),
-        (30, "", r"Set it to 48, or lower rollout\.max_response_tokens\."),
-        (48, "[eval]\nmax_response_tokens = 40", r"\(eval\.max_response_tokens = 40\) have 52 tokens"),
+        (30, "", r"Set it to 48, or lower data\.max_prompt_tokens or"),
+        (48, "validation = 'v.jsonl'\n[eval]\nmax_response_tokens = 40", r"\(eval\.max_response_tokens = 40\) have 52 tokens"),
         (
             48,
             "[[eval.set]]\nname = 'hard'\npath = 'hard.jsonl'\nmax_response_tokens = 40",

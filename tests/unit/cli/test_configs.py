@@ -99,7 +99,7 @@ def test_validate_as_json(engine, sft_run):
 
 def test_a_later_file_wins_and_set_wins_over_it(engine, sft_run):
     (sft_run.parent / "more.toml").write_text("[run]\nsteps = 7\nseed = 7\n")
-    show = engine("config", "show", "run.toml", "-c", "more.toml", "--set", "run.seed=9")
+    show = engine("config", "show", "run.toml", "more.toml", "--set", "run.seed=9")
     run = tomllib.loads(show.out)["run"]
     assert (run["name"], run["steps"], run["seed"]) == ("first", 7, 9)
 

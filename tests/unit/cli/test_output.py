@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-import pytest
 
 from engine_core.cli.output import print_json, print_metrics, print_table
 
@@ -13,16 +10,6 @@ from engine_core.cli.output import print_json, print_metrics, print_table
 def test_columns_are_aligned_and_have_no_trailing_spaces(capsys):
     print_table([("a", "long word"), ("longer", "b")], header=("X", "Y"))
     assert capsys.readouterr().out == "X       Y\na       long word\nlonger  b\n"
-
-
-@pytest.mark.parametrize(
-    ("terminal", "no_color", "colored"), [(True, "", True), (True, "1", False), (False, "", False)]
-)
-def test_colours_only_on_a_terminal_that_wants_them(capsys, monkeypatch, terminal, no_color, colored):
-    monkeypatch.setenv("NO_COLOR", no_color)
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
-    print_table([("problem", "x")])
-    assert capsys.readouterr().out == ("\x1b[31mproblem\x1b[0m  x\n" if colored else "problem  x\n")
 
 
 def test_what_json_has_not_is_text(capsys):

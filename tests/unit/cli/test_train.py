@@ -170,23 +170,6 @@ def test_rows_that_are_all_too_long_are_said_to_be(engine, rl_run):
         assert "None of the 16 rows is usable. Last: rows.jsonl:16: " in answer.err
 
 
-def test_warnings_are_shown_before_and_in_a_run(engine, sft_run, monkeypatch):
-    monkeypatch.setenv("ENGINE_RUN_STEPS", "1")
-    sets = ["--set", "actor.optim.lr=0.0"]
-    for words in (["validate", "run.toml"], ["train", "run.toml", "--dry-run"]):
-        out = engine(*words, *sets).out
-        assert "warning: actor.optim.lr is 0 in every step: the weights of 'actor' do not change." in out
-        assert (
-            "warning: ENGINE_RUN_STEPS sets nothing: the environment variable of run.steps is ENGINE__RUN__STEPS."
-            in out
-        )
-    found = json.loads(engine("validate", "run.toml", *sets, "--json").out)
-    assert len(found["warnings"]) == 2
-    err = engine("train", "run.toml", *sets).err
-    assert "WARNING actor.optim.lr is 0 in every step" in err
-    assert "WARNING ENGINE_RUN_STEPS sets nothing" in err
-
-
 def test_the_largest_seed_trains(engine, sft_run):
     seed = 2**63 - 1
     answer = engine("train", "run.toml", "--set", f"run.seed={seed}", "--set", f"model.seed={seed}")

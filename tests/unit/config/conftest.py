@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 class FormatOptions(Options):
     """[reward.format]"""
 
-    renamed = {"part": "share"}
-
     pattern: str
     """Regular expression."""
     share: float = Field(1.0, gt=0, le=1)
@@ -96,7 +94,6 @@ SPECS: dict[str, dict[str, Any]] = {
     "rollout_engines": {
         "hf": RolloutBackend(load=load),
         "vllm": RolloutBackend(load=load),
-        "whole": RolloutBackend(load=load, sampling=frozenset({"temperature", "max_response_tokens"})),
     },
     "rewards": {
         "math": Reward(load=load, config=NoOptions),
@@ -166,7 +163,7 @@ def config_of(tmp_path: Path) -> Any:
         file = tmp_path / "run.toml"
         file.write_text(text, encoding="utf-8")
         raw = read_config([file], list(overrides), env or {})
-        return validate(raw, spec_of, lambda kind: SPECS[kind].keys(), {"folder": tmp_path})
+        return validate(raw, spec_of, lambda kind: SPECS[kind].keys())
 
     return make
 

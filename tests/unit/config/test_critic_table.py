@@ -94,8 +94,3 @@ def test_its_rate_and_budget_can_be_scheduled(config_of, good):
 def test_without_a_critic_there_is_nothing_to_schedule(problems_of, good):
     problems = problems_of(good + '[schedule]\n"critic.optim.lr" = [[3, 0.5]]\n')
     assert 'schedule."critic.optim.lr": this cannot change during a run' in problems[0]
-
-
-def test_keys_of_its_optimizer_without_effect_are_named(config_of, good):
-    config = config_of(good + GAE + "[critic.optim]\nmin_lr_ratio = 0.5\n")
-    assert config.unread == ["critic.optim.min_lr_ratio: critic.optim.schedule is 'constant'"]

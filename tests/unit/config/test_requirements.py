@@ -268,20 +268,10 @@ def test_a_column_may_read_what_the_rewards_gave():
         ({"a": made_of("advantages")}, "The column 'a' needs 'advantages', which nothing in this run makes"),
         (
             {"a": Column(role="reff", output="entropy")},
-            "The column 'a' has role = 'reff' and output = 'entropy'",
+            "The column 'a' has role = 'reff' and output = 'entropy', which no train engine computes",
         ),
-        (
-            {"a": Column(role="ref")},
-            "The column 'a' has role = 'ref' and output = ''; expected an output of one of",
-        ),
-        (
-            {"a": Column(role="ref", output="entropie")},
-            "The column 'a' is the output 'entropie' of role 'ref', which no train engine computes. Did you mean 'entropy'",
-        ),
-        (
-            {"a": Column(role="critic", output="entropy")},
-            "The column 'a' is the output 'entropy' of role 'critic', which no train engine computes",
-        ),
+        ({"a": Column(role="ref")}, "The column 'a' has role = 'ref' and output = ''"),
+        ({"a": Column(role="critic", output="entropy")}, "'a' has role = 'critic' and output = 'entropy'"),
         ({"b": made_of()}, "algorithm.advantage = 'grpo' needs the column 'a'"),
     ],
 )

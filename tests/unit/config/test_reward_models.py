@@ -64,11 +64,6 @@ def test_what_cannot_be_meant_is_refused(config_of, good, text, expected):
     assert expected in str(error.value)
 
 
-def test_keys_of_worker_processes_are_said_to_have_no_effect(config_of, good):
-    config = config_of(good + RM.replace("[reward.model]", "workers = 3\n[reward.model]"))
-    assert config.unread == ["reward.helpful.workers: a model gives this reward"]
-
-
 def test_a_resumed_run_may_have_another_reward_model_and_says_so(config_of, good):
     was = as_data(config_of(good + RM))
     now = as_data(config_of(good + RM.replace('"rm"', '"other"') + "max_tokens_per_rank = 9\n"))
@@ -83,7 +78,7 @@ def test_a_missing_table_is_named_where_the_name_is_no_reward():
     from engine_core import load_config
 
     with pytest.raises(
-        PluginError, match=r"'reward_model' is a trainer, not a reward.*has a table \[reward\.model\]"
+        PluginError, match=r"'reward_model' is known as trainer, not as reward.*has a table \[reward\.model\]"
     ):
         load_config(overrides={"reward": [{"name": "reward_model"}]})
     with pytest.raises(

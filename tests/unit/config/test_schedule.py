@@ -124,7 +124,7 @@ def test_every_number_and_switch_of_the_algorithm_can_be_scheduled(config):
         ),
         ('"actor.backend" = [[0, 1]]', "this cannot change during a run."),
         ('"run.seed" = [[0, 1]]', "this cannot change during a run."),
-        ('"rollout.top_p" = [[0, 2]]', "from step 0 on: got 2.0, expected a value less than or equal to 1."),
+        ('"rollout.top_p" = [[0, 2]]', "from step 0 on: got 2.0, expected at most 1."),
         ('"rollout.top_k" = [[0, 2.5]]', "from step 0 on: got 2.5, expected a whole number."),
         ('"rollout.top_k" = [[0, true]]', "from step 0 on: got true, expected a whole number."),
         ('"algorithm.grpo.normalize_by_std" = [[0, 1]]', "from step 0 on: got 1.0, expected true or false."),

@@ -71,7 +71,7 @@ def test_numbers_of_the_trainers_table_change_by_step_and_what_is_built_at_the_s
     [
         (
             '"dpo.beta" = [[5, 0.0]]',
-            "from step 5 on: got 0.0, expected a value greater than 0",
+            "from step 5 on: got 0.0, expected a number above 0",
         ),
         (
             '"dpo.simpo_gamma" = [[5, 1.0]]',

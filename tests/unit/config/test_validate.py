@@ -280,27 +280,6 @@ def test_sections_that_are_not_read_are_not_judged(config_of):
     config_of('trainer = "sft"\n[rollout]\ntemperature = 0\n[algorithm]\nmini_batch_prompts = 7\n')
 
 
-def test_keys_without_effect_are_said_when_a_file_sets_them(config_of):
-    text = """
-[algorithm]
-kl_in = "reward"
-loss_length_norm = 3
-correction = { level = "off", cap = 3.0 }
-[actor.optim]
-min_lr_ratio = 0.1
-"""
-    assert config_of(text).unread == [
-        "algorithm.kl_in: algorithm.kl_coef is 0",
-        "algorithm.loss_length_norm: algorithm.loss_aggregation is 'auto'",
-        "algorithm.correction.cap: algorithm.correction.level is 'off'",
-        "actor.optim.min_lr_ratio: actor.optim.schedule is 'constant'",
-    ]
-    assert config_of("").unread == []
-    assert config_of("[algorithm]\nkl_coef = 0.1\nkl_in = 'reward'\n").unread == []
-    later = "[algorithm]\nkl_in = 'reward'\n[schedule]\n'algorithm.kl_coef' = [[9, 0.1]]\n"
-    assert config_of(later).unread == []
-
-
 def test_validators_of_options_know_the_folder_of_the_run_file(specs, tmp_path):
     from pydantic import model_validator
 
@@ -312,9 +291,9 @@ def test_validators_of_options_know_the_folder_of_the_run_file(specs, tmp_path):
             raise ValueError(f"seen {info.context['folder']}")
 
     mine = {**specs, "rewards": {"r": Reward(load=print, config=Seen)}}
-    raw = RawConfig({"reward": [{"name": "r"}]})
+    raw = RawConfig({"reward": [{"name": "r"}]}, files=[tmp_path / "run.toml"])
     with pytest.raises(ConfigError, match=f"seen {tmp_path}"):
-        validate(raw, lambda kind, name: mine[kind][name], lambda kind: mine[kind], {"folder": tmp_path})
+        validate(raw, lambda kind, name: mine[kind][name], lambda kind: mine[kind])
 
 
 def test_a_trainer_that_names_no_sections_reads_all(specs):
@@ -360,25 +339,3 @@ def test_habits_from_elsewhere_are_led_to_the_right_key(problems_of, text, expec
 )
 def test_the_nearest_name_is_found_in_any_case_and_by_what_others_call_it(name, known, meant):
     assert nearest(name, known) == meant
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("top_p = 0.5", "rollout.top_p: got 0.5, "),
-        ("stop = ['x']", "rollout.stop: got ('x',), "),
-        ("[schedule]\n'rollout.top_k' = [[0, 0], [9, 3]]", "rollout.top_k: got 3, "),
-        ("[data]\nvalidation = 'v'\n[eval]\ntop_k = 7", "eval.top_k: got 7, "),
-        ("[[eval.set]]\nname = 'v'\npath = 'v'\ntop_k = 8", "eval.set.v.top_k: got 8, "),
-    ],
-)
-def test_a_sampling_option_that_the_sampler_does_not_implement_is_refused(problems_of, text, expected):
-    (problem,) = problems_of(f"[rollout]\nbackend = 'whole'\n{text}\n")
-    assert expected in problem
-    assert "but rollout.backend = 'whole' does not implement this sampling option. Remove it" in problem
-
-
-def test_an_option_at_its_default_or_that_is_not_read_asks_nothing_of_the_sampler(config_of):
-    config_of("[rollout]\nbackend = 'whole'\ntop_p = 1.0\ntemperature = 0.5\nmax_response_tokens = 9\n")
-    config_of("[rollout]\nbackend = 'whole'\n[[eval.set]]\nname = 'v'\npath = 'v'\ntemperature = 0.5\n")
-    config_of("trainer = 'sft'\n[rollout]\nbackend = 'whole'\ntop_p = 0.5\n")

@@ -184,7 +184,7 @@ def test_a_broken_table_hurts_those_alone_who_use_it(install):
     with pytest.raises(PluginProblems) as caught:
         PluginSet.load({"query_parsers": {"sql"}, "advantages": {"grpo"}})
 
-    problem = "SPECS of 'acme_tables' must give 'query_parsers' a subclass of Spec."
+    problem = "'acme_tables' must have SPECS with a subclass of Spec for 'query_parsers'"
     assert problem in str(caught.value)
     assert caught.value.loaded.find("advantages", "grpo")
     assert PluginSet.load({"advantages": {"grpo"}})

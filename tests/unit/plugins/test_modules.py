@@ -81,7 +81,7 @@ def test_a_broken_module_behind_two_names_is_told_once(install):
     assert len(problems_of({"rewards": {"a", "b"}})) == 1
 
 
-def test_a_plugin_made_for_an_older_core_is_named_as_the_side_to_upgrade(install):
+def test_a_plugin_made_for_an_older_core_is_refused_with_both_versions(install):
     install(
         "old",
         {"rewards": {"old": "mod_old"}},
@@ -91,17 +91,17 @@ def test_a_plugin_made_for_an_older_core_is_named_as_the_side_to_upgrade(install
 
     assert problems_of({"rewards": {"old"}}) == [
         f"Plugin 'old' (old 1.0) needs engine-core-rl<0.1,>=0.0.3, but this is engine-core-rl {engine_core.__version__}. "
-        "Upgrade old: pip install --upgrade old"
+        "Upgrade the older one: pip install --upgrade engine-core-rl old"
     ]
     assert "mod_old" not in sys.modules
 
 
-def test_a_plugin_made_for_a_newer_core_asks_to_upgrade_the_core(install):
+def test_a_plugin_made_for_a_newer_core_is_refused_with_both_versions(install):
     install("new", {"rewards": {"new": "mod_new"}}, requires=["torch", "Engine.Core_RL >=7.2, <8"])
 
     assert problems_of({"rewards": {"new"}}) == [
         f"Plugin 'new' (new 1.0) needs engine-core-rl<8,>=7.2, but this is engine-core-rl {engine_core.__version__}. "
-        "Upgrade engine-core-rl: pip install --upgrade engine-core-rl"
+        "Upgrade the older one: pip install --upgrade engine-core-rl new"
     ]
 
 
@@ -160,19 +160,6 @@ def test_a_wrong_hook_argument_is_an_error_with_the_nearest_argument(install):
     ]
 
 
-def test_an_argument_with_a_default_would_never_be_passed(install):
-    source = (
-        reward_module("default")
-        + "\n    @hookimpl\n    def engine_wrap_policy(module, role='actor'):\n        return []\n"
-    )
-    install("default", {"rewards": {"default": "mod_default"}}, {"mod_default": source})
-
-    assert problems_of({"rewards": {"default"}}) == [
-        "Plugin 'default' (default 1.0): argument 'role' of hook 'engine_wrap_policy' has a default, so it would never "
-        "be passed. Remove the default."
-    ]
-
-
 def test_a_hook_without_its_marker_is_an_error(install):
     source = reward_module("plain") + "\n    def engine_on_event(event):\n        pass\n"
     install("plain", {"rewards": {"plain": "mod_plain"}}, {"mod_plain": source})
@@ -180,16 +167,6 @@ def test_a_hook_without_its_marker_is_an_error(install):
     assert problems_of({"rewards": {"plain"}}) == [
         "Plugin 'plain' (plain 1.0): 'engine_on_event' is not marked, so it would never be called. Write @hookimpl above it."
     ]
-
-
-def test_an_optional_hook_of_another_core_version_is_let_in(install):
-    source = (
-        reward_module("later")
-        + "\n    @hookimpl(optionalhook=True)\n    def engine_of_tomorrow(x):\n        pass\n"
-    )
-    install("later", {"rewards": {"later": "mod_later"}}, {"mod_later": source})
-
-    assert PluginSet.load({"rewards": {"later"}}).versions()["later"] == "1.0"
 
 
 # ------------------------------------------------------------------ one-file plugins

@@ -201,31 +201,6 @@ def test_a_one_file_plugin_offers_names_of_a_plugins_table(moods, tmp_path):
     assert plugins.require("moods", "glad")() == ":-)"
 
 
-@pytest.mark.parametrize("first", [{"moods": ["calm"]}, {"objectives": ["still"]}])
-def test_a_table_whose_function_has_another_name_is_collected_when_it_is_asked_for(moods, install, first):
-    source = GLAD.replace("@hookimpl", '@hookimpl(specname="engine_moods")').replace(
-        "engine_moods():", "states():"
-    )
-    source = source.replace("glad", "calm") + textwrap.indent(
-        """
-from engine_core.specs import Objective
-
-
-@hookimpl
-def engine_objectives():
-    return {"still": Objective(load=smile)}
-""",
-        "    ",
-    )
-    offers = {"moods": {"calm": "calm_plugin"}, "objectives": {"still": "calm_plugin"}}
-    install("calm-dist", offers, {"calm_plugin": source})
-    plugins = PluginSet.load(first)
-
-    assert plugins.require("moods", "calm")() == ":-)"
-    assert plugins.require("objectives", "still")() == ":-)"
-    assert modules_of(plugins).count("calm_plugin") == 1
-
-
 def test_an_unknown_name_of_a_plugins_table_shows_the_nearest_one(moods):
     (message,) = problems_of(PluginSet.load, {"moods": ["glud"]})
 

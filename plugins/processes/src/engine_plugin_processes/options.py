@@ -12,12 +12,6 @@ from engine_core.specs import Options
 class ProcessOptions(Options):
     """The common options of runtimes whose workers are processes."""
 
-    renamed = {
-        "stall_minutes": "command_timeout_minutes",
-        "start_minutes": "startup_timeout_minutes",
-        "trade_memory": "offload_idle_roles",
-    }
-
     processes: Annotated[int, Field(gt=0)] | Literal["auto"] = "auto"
     """Number of worker processes; ``auto``: as many as `placement.pools` has, else one per accelerator, else 1."""
     device: Literal["auto", "cpu"] = "auto"

@@ -104,7 +104,7 @@ class Suite:
         try:
             plugins = PluginSet.load({cls.kind: {cls.offered()}}, cls.plugins, cls.root())
             spec = plugins.spec(cls.kind, cls.offered())
-            check_table(spec, cls.table(), cls.settings().get("options", {}), {"folder": str(cls.root())})
+            check_table(spec, cls.table(), cls.settings().get("options", {}), cls.root())
         except EngineError as error:
             cls._problem = f"{error}{cls._hint()}"
             return

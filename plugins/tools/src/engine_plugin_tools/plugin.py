@@ -30,8 +30,6 @@ def engine_parts() -> Mapping[str, Part]:
 def engine_commands() -> Mapping[str, Command]:
     """Offer the commands."""
     here = "engine_plugin_tools.commands."
-    measure = "Measure the parts of a run on this machine."
-    start = "Start a plugin or a run file from a template."
     return {
         "check-template": Command(load=here + "check_template:check_template"),
         "schema": Command(load=here + "schema:schema"),
@@ -41,12 +39,12 @@ def engine_commands() -> Mapping[str, Command]:
         "eval": Command(load=here + "models:evaluate"),
         "compare": Command(load=here + "compare:compare"),
         "report": Command(load=here + "runs:report"),
-        "inspect.rollouts": Command(load=here + "runs:rollouts", group_help="Look into a run."),
+        "inspect.rollouts": Command(load=here + "runs:rollouts"),
         "replay": Command(load=here + "replay:replay"),
         "prune": Command(load=here + "runs:prune"),
         **{
-            f"bench.{name}": Command(load=f"{here}bench:{name}", group_help=measure)
+            f"bench.{name}": Command(load=f"{here}bench:{name}")
             for name in ("train", "rollout", "sync", "step", "comm", "simulate")
         },
-        **{f"new.{name}": Command(load=f"{here}new:{name}", group_help=start) for name in ("plugin", "run")},
+        **{f"new.{name}": Command(load=f"{here}new:{name}") for name in ("plugin", "run")},
     }

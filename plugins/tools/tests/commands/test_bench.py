@@ -88,7 +88,7 @@ def test_the_table_is_for_people(engine, sft_run):
     [
         (["train", "run.toml", "--length", "8", "--prompt", "8"], "--prompt 8 leaves nothing of --length 8"),
         (["train", "run.toml", "--shape", "tiney"], "Did you mean 'tiny'"),
-        (["rollouts", "run.toml"], "Unknown command 'rollouts'. Did you mean 'rollout'"),
+        (["rollouts", "run.toml"], "Unknown command 'bench.rollouts'. Did you mean 'bench.rollout'"),
     ],
 )
 def test_bad_words_are_refused(engine, sft_run, words, message):

@@ -64,8 +64,6 @@ class DistillOptions(Options):
 class ReplayCacheOptions(Options):
     """Options of the stage `replay_cache`, ``[stage.replay_cache]``."""
 
-    renamed = {"max_age": "max_staleness"}
-
     share: float = Field(0.5, ge=0, lt=1)
     """Share of the batch's groups that come from the cache. They are added to the new ones: 0.5 doubles the batch."""
     size: int = Field(256, gt=0)
@@ -146,7 +144,6 @@ class DPOOptions(Options):
     """Options of the trainer `dpo`, ``[dpo]``."""
 
     chooses = {"loss": "pair_losses"}
-    renamed = {"length_normalise": "length_normalize"}
     _spec: PairLoss | None = PrivateAttr(None)  # declaration of a plugin's loss
 
     loss: str = "sigmoid"

@@ -69,8 +69,6 @@ class EngineOptions(Options):
                 problems.append(f"'{name}' is set by `{OURS[name]}` in a run file; remove it here.")
             elif name in FIXED:
                 problems.append(f"'{name}' cannot be set: {FIXED[name]}. Remove it.")
-            elif name in self.renamed:
-                problems.append(f"'{name}' was renamed to '{self.renamed[name]}'.")
             elif why := installed.option_problem(name, value):
                 problems.append(why)
         if problems:
@@ -88,8 +86,6 @@ class EngineOptions(Options):
 
 class VLLMOptions(EngineOptions):
     """``[rollout.vllm]``: the keys below, and every option of vLLM's engine (``EngineArgs``) under vLLM's own name."""
-
-    renamed = {"seeds": "per_request_seeds"}
 
     sleep_level: Literal[0, 1, 2] = 1
     """What ``offload_idle_roles`` gives back. 0: nothing. 1: the KV cache, and the weights to the host where they are not kept. 2: all of it; the next update sends the weights again, and nothing is sampled before."""

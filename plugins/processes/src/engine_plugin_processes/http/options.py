@@ -14,8 +14,6 @@ from engine_core.specs import Options
 class ServerOptions(Options):
     """The options of every server; a subclass adds those of its purpose."""
 
-    renamed = {"try_seconds": "attempt_timeout_seconds"}
-
     url: str
     """Address of the server: ``http://`` or ``https://``, a host, a path."""
     token_env: str | None = None

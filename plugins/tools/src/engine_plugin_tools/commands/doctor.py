@@ -110,7 +110,7 @@ def check_runs_folder(path: Path) -> Iterator[Check]:
 
 
 def check_plugins() -> Iterator[Check]:
-    """Import each installed plugin in another process."""
+    """Import each installed plugin."""
     plugins = list_plugins(check=True)
     for info in plugins:
         if not info.healthy:
