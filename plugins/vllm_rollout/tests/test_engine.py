@@ -286,6 +286,28 @@ def test_a_response_that_goes_on_draws_other_numbers_than_it_began_with(engine):
     assert again.token_ids.tolist() == other.token_ids.tolist()
 
 
+def test_weights_in_buckets_are_those_that_vllms_model_loads_at_once(engine, folders, monkeypatch):
+    """Models of vLLM as they are before its CPU kernels pack their weights: fused q, k, v and gate, up."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    from engine_plugin_vllm_rollout import versions, weights
+
+    config = engine._llm.vllm_config
+    with set_current_vllm_config(config):
+        whole, updated = (initialize_model(config, prefix=name) for name in ("whole", "updated"))
+    monkeypatch.setattr(versions, "needs_layerwise", lambda llm: False)
+    monkeypatch.setattr(versions, "model_of", lambda llm: updated)
+    monkeypatch.setattr(weights, "BUCKET", 10_000)
+    updater = weights.Updater(engine._llm, engine._updater._shapes)
+    for seed in ("0", "1"):
+        loaded = load_file(folders / seed / "model.safetensors")
+        whole.load_weights(iter(loaded.items()))
+        updater.take(loaded.items(), 1)
+        expected, found = dict(whole.named_parameters()), dict(updated.named_parameters())
+        assert all(torch.equal(value, found[name]) for name, value in expected.items())
+
+
 def test_starting_leaves_the_random_state_alone(folders):
     torch.manual_seed(3)
     expected = torch.rand(2).tolist()
