@@ -26,7 +26,7 @@ APART = (
 DEVICES = ("null", "zero", "random", "urandom")
 LINKED = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # links to usr/... on most systems
 WORK = "/box"
-NOBODY = 65534
+OVERFLOW = 65534
 """User and group of a box when the engine is root."""
 
 
@@ -44,7 +44,7 @@ def enter(readable: list[str]) -> None:
     if root:
         syscalls.unshare(syscalls.CLONE_NEWNS)
         _build(readable)
-        _become_nobody()
+        _drop_identity()
     user, group = os.getuid(), os.getgid()
     syscalls.unshare(APART)
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
@@ -67,10 +67,10 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _become_nobody() -> None:
+def _drop_identity() -> None:
     os.setgroups([])
-    os.setresgid(NOBODY, NOBODY, NOBODY)
-    os.setresuid(NOBODY, NOBODY, NOBODY)
+    os.setresgid(OVERFLOW, OVERFLOW, OVERFLOW)
+    os.setresuid(OVERFLOW, OVERFLOW, OVERFLOW)
     syscalls.control(syscalls.PR_SET_DUMPABLE, 1)  # otherwise /proc/self would still be root's
     syscalls.control(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)  # the change of user has cleared it
 
