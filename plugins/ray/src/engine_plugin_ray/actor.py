@@ -72,10 +72,9 @@ class Seat:
             token: the token that both sides know.
             rank: the actor's rank in the run.
         """
-        from engine_plugin_processes.channel import connect
-        from engine_plugin_ray.lifeline import end_with
+        from engine_plugin_processes.channel import connect, end_with
 
-        end_with(connect(listener, token, rank, CONNECT_SECONDS), lambda: os._exit(ENDED))
+        end_with(connect(listener, token, rank, CONNECT_SECONDS), lambda _: os._exit(ENDED))
 
     @ray.method(concurrency_group="inbox")
     def deliver(self, header: bytes, payload: Any) -> None:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
 
-from engine_plugin_processes.channel import Channel, Closed, callers, listen
+from engine_plugin_processes.channel import Channel, callers, listen
 
 log = logging.getLogger("engine")
 
@@ -72,19 +71,3 @@ def _failed(asked: Mapping[int, Any]) -> set[int]:
             except RayError:
                 failed.add(rank)
     return failed
-
-
-def end_with(line: Channel, end: Callable[[], object]) -> None:
-    """Call ``end`` in a thread once the other side of a connection has gone.
-
-    consumes: nothing, the connection is idle; waits for: the end of the connection; unblocked by: that; produces: the
-    call.
-    """
-
-    def wait() -> None:
-        """Wait for the end of the connection, then call ``end``."""
-        with contextlib.suppress(Closed):
-            line.receive()
-        end()
-
-    threading.Thread(target=wait, name="line", daemon=True).start()

@@ -15,9 +15,8 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from engine_plugin_processes.channel import Channel, Closed
+from engine_plugin_processes.channel import Channel, Closed, end_with
 from engine_plugin_processes.codec import Encoded, decode, encode
-from engine_plugin_ray.lifeline import end_with
 
 STORED_BYTES = 64 * 1024  # payloads of this size or more go into the object store
 
@@ -96,7 +95,7 @@ class ControllerEnd:
             raise Closed(str(error)) from (self._missed or error)
         return decode(header, bytearray(payload))
 
-    def _miss(self) -> None:
+    def _miss(self, end: Closed) -> None:
         """End ``receive``, which Ray would do about a minute after the node was lost."""
         if not self._closed:
             self._missed = TimeoutError("no answer on an idle connection")
