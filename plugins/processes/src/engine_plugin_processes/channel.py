@@ -13,8 +13,9 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 from engine_plugin_processes.codec import DecodeError, Encoded, decode, encode
@@ -149,6 +150,25 @@ def _known(channel: Channel, token: str) -> int:
         raise Closed("a stranger")
     _settle(channel.socket)
     return int(rank)
+
+
+def end_with(line: Channel, end: Callable[[Closed], object]) -> None:
+    """Call ``end`` in a thread once the other side of an idle connection has gone, or its host.
+
+    A connection with bytes in flight is not probed: the system sends them again for a quarter of an hour.
+
+    consumes: nothing, the connection is idle; waits for: the end of the connection; unblocked by: that; produces: the
+    call.
+    """
+
+    def wait() -> None:
+        """Wait for the end of the connection, then call ``end``."""
+        try:
+            line.receive()
+        except Closed as error:
+            end(error)
+
+    threading.Thread(target=wait, name="line", daemon=True).start()
 
 
 def new_token() -> str:

@@ -35,6 +35,7 @@ TOKEN = "ENGINE_TOKEN"
 STORE_TIMEOUT = datetime.timedelta(seconds=15)  # for torchrun's store to accept a connection
 REACH_SECONDS = 15.0  # without an answer of torchrun's store, its node counts as lost
 LOOK_SECONDS = 1.0  # between two looks for the next session
+GRACE_SECONDS = 10.0  # for a worker to end once the controller has closed its connections
 LOST = 6  # exit code of a rank that can no longer reach the controller's node
 _sessions = 0  # runtimes that this process has started
 
@@ -100,7 +101,7 @@ class Launch:
     def _take_in(
         self, listener: socket.socket, token: str, workers: dict[int, WorkerHandle], seconds: float
     ) -> None:
-        """Wait for the other ranks; a peer without the token, or with an unexpected rank, is rejected.
+        """Wait for two connections of each other rank, for commands and an idle one; a peer without the token, or with an unexpected rank, is rejected.
 
         Raises:
             EnvironmentProblem: a rank did not connect in time.
@@ -119,11 +120,13 @@ class Launch:
                         f"on every node, with the same {TOKEN}?"
                     )
                 rank, channel = found
-                if rank in missing:
-                    workers[rank] = WorkerHandle(rank, channel, None, channel.peer)
-                    missing.remove(rank)
-                else:
+                if rank not in missing:
                     channel.close()
+                elif rank not in workers:
+                    workers[rank] = WorkerHandle(rank, channel, None, channel.peer)
+                else:
+                    workers[rank].watch(channel)
+                    missing.remove(rank)
 
     def _key(self, session: int) -> str:
         return f"engine/{self.attempt}/session/{session}"
@@ -219,11 +222,12 @@ def _work(launch: Launch, session_info: Mapping[str, Any]) -> None:
     Raises:
         ConnectionLost: the controller that announced the session cannot be reached, or does not know the token.
     """
-    from engine_plugin_processes.channel import Closed, connect
+    from engine_plugin_processes.channel import Closed, connect, end_with
 
     token = session_info["token"] or os.environ.get(TOKEN, "")
     try:
-        channel = connect((session_info["host"], session_info["port"]), token, launch.rank, 60.0)
+        address = session_info["host"], session_info["port"]
+        channel, line = (connect(address, token, launch.rank, 60.0) for _ in range(2))
     except (Closed, OSError) as error:
         raise ConnectionLost(f"no connection to the controller: {error}") from error
     with channel.socket as connection:
@@ -231,7 +235,16 @@ def _work(launch: Launch, session_info: Mapping[str, Any]) -> None:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[connection.fileno()], start_new_session=True
         )
+
+    def end(_: Closed) -> None:
+        """End a worker that outlives the connection to the controller's host."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE_SECONDS)
+        child.kill()
+
+    end_with(line, end)
     code = child.wait()
+    line.close()
     if code < 0:
         print(
             f"engine: the worker of rank {launch.rank} was killed by {signal.Signals(-code).name}",

@@ -27,6 +27,7 @@ from engine_plugin_processes.codec import DecodeError, Encoded, encode
 from engine_plugin_processes.remote_errors import unpack
 from engine_plugin_processes.split import Merge, merge_futures
 from engine_plugin_processes.stalls import Stack, diagnose
+from engine_plugin_processes.worker_process import UNANSWERED
 
 if TYPE_CHECKING:
     from engine_plugin_processes.worker_process import WorkerHandle
@@ -325,7 +326,7 @@ class WorkerPool:
                 self._take(worker, worker.channel.receive())
         except Closed as end:
             lost = isinstance(end.__cause__, TimeoutError)  # no answer to the system's probes
-            cause = "its host does not answer: it is down, or the network to it" if lost else ""
+            cause = UNANSWERED if lost else ""
         except DecodeError as error:
             cause = f"it sent something else than an answer: {error}"
         if not self._closing.is_set():

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from typing import cast
 
 from engine_core.runs.logs import FILE_ONLY
-from engine_plugin_processes.channel import Channel, Closed
+from engine_plugin_processes.channel import Channel, Closed, end_with
 from engine_plugin_processes.child import SOCKET, ChildProcess
 
+UNANSWERED = "its host does not answer: it is down, or the network to it"
 MODULE = "engine_plugin_processes.worker"
 
 log = logging.getLogger("engine")
@@ -53,6 +54,8 @@ class WorkerHandle:
         self._mailbox: list[int] = []  # unanswered commands, in order
         self._since = 0.0  # when the first of them began
         self._died_at: float | None = None
+        self._line: Channel | None = None  # idle, to a worker on another host
+        self._missed = False
 
     @classmethod
     def start(
@@ -103,6 +106,15 @@ class WorkerHandle:
 
     # -- its end ------------------------------------------------------------
 
+    def watch(self, line: Channel) -> None:
+        """Count the worker as lost once an idle connection to its host ends."""
+        self._line = line
+        end_with(line, self._miss)
+
+    def _miss(self, end: Closed) -> None:
+        self._missed = isinstance(end.__cause__, TimeoutError)  # else the other side has closed it
+        self.channel.close()
+
     def notice_death(self) -> None:
         """Close the channel of an ended process if a process that it started keeps the socket open for a second."""
         if self.process is None or self.process.popen.poll() is None:
@@ -125,6 +137,7 @@ class WorkerHandle:
     def how_it_ended(self, cause: str = "") -> str:
         """Return how the worker ended, with the last lines that it printed if it is a child process."""
         if self.process is None:
+            cause = cause or (UNANSWERED if self._missed else "")
             return f"{cause or 'its connection ended; the launcher on its host has its output'}."
         return self.process.report(cause)
 
@@ -142,6 +155,8 @@ class WorkerHandle:
         if self.process is not None:
             self.process.kill()
         self.channel.close()
+        if self._line is not None:
+            self._line.close()
 
     def _show(self, line: str) -> None:
         """Log a line that the worker printed; on screen only if the worker is shown."""
