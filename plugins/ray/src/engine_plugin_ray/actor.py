@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import ray
 
 ENDED = 71
 CONNECT_SECONDS = 30.0
+GRACE_SECONDS = 10.0  # for the end of a worker after the idle connection to the controller has ended
 
 
 class Seat:
@@ -45,10 +47,12 @@ class Seat:
             token: the run's token, which both sides prove to know.
             rank: the actor's rank in the run.
         """
-        from engine_plugin_processes.channel import connect
+        from engine_plugin_processes.channel import connect, end_with
         from engine_plugin_processes.worker import Worker
 
-        channel = connect(listener, token, rank, CONNECT_SECONDS)
+        channel, line = (connect(listener, token, rank, CONNECT_SECONDS) for _ in range(2))
+        over = threading.Event()
+        end_with(line, lambda _: over.wait(GRACE_SECONDS) or os._exit(ENDED))
         try:
             Worker(channel).run()
         except BaseException:
@@ -57,4 +61,6 @@ class Seat:
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(ENDED)
+        over.set()
         channel.close()
+        line.close()

@@ -58,6 +58,8 @@ class ActorHandle(WorkerHandle):
 
     def how_it_ended(self, cause: str = "") -> str:
         """Return why the actor ended, in Ray's words, with the end of its output."""
+        if self._missed:  # Ray reports a lost node after about a minute
+            return super().how_it_ended(cause)
         said = "its connection was closed"
         try:
             ray.get(self._served, timeout=ENDING_SECONDS)  # Ray reports the end later than a socket does
@@ -77,7 +79,7 @@ class ActorHandle(WorkerHandle):
     def kill(self) -> None:
         """Kill the actor and the processes that it started."""
         ray.kill(self.actor, no_restart=True)
-        self.channel.close()
+        super().kill()
 
     def _printed_last(self) -> list[str]:
         lines: list[str] = []

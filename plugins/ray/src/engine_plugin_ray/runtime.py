@@ -139,25 +139,26 @@ class RayRuntime(MultiProcessRuntime):
             about = ray.get(
                 [actor.about.remote() for actor in actors], timeout=self.options.startup_timeout_minutes * 60
             )
-            served, channels = self._connect(dict(zip(ranks, actors, strict=True)))
+            served, connections = self._connect(dict(zip(ranks, actors, strict=True)))
         except RayError as error:
             raise EnvironmentProblem(_no_seat(error)) from error
         here, logs = ray.get_runtime_context().get_node_id(), self.cluster.logs
-        return {
-            rank: ActorHandle(
-                rank, actor, channels[rank], served[rank], found, logs if found["node"] == here else None
-            )
-            for rank, actor, found in zip(ranks, actors, about, strict=True)
-        }
+        handles = {}
+        for rank, actor, found in zip(ranks, actors, about, strict=True):
+            channel, line = connections[rank]
+            shown = logs if found["node"] == here else None
+            handles[rank] = ActorHandle(rank, actor, channel, served[rank], found, shown)
+            handles[rank].watch(line)
+        return handles
 
-    def _connect(self, actors: Mapping[int, Any]) -> tuple[dict[int, Any], dict[int, Channel]]:
+    def _connect(self, actors: Mapping[int, Any]) -> tuple[dict[int, Any], dict[int, list[Channel]]]:
         """Have actors connect to this process and serve commands.
 
         Args:
             actors: the actors, by rank.
 
         Returns:
-            By rank, the reference to the result of ``Seat.serve`` and the connection.
+            By rank, the reference to the result of ``Seat.serve``; the connection for messages and an idle one.
 
         Raises:
             EnvironmentProblem: an actor does not connect in time.
@@ -166,7 +167,7 @@ class RayRuntime(MultiProcessRuntime):
         import ray
 
         deadline = time.monotonic() + self.options.startup_timeout_minutes * 60
-        channels: dict[int, Channel] = {}
+        connections: dict[int, list[Channel]] = {rank: [] for rank in actors}
         with listen(ray.util.get_node_ip_address()) as listener:
             at = listener.getsockname()[:2]
             served = {rank: actor.serve.remote(at, self._token, rank) for rank, actor in actors.items()}
@@ -177,11 +178,12 @@ class RayRuntime(MultiProcessRuntime):
                             ray.wait(list(served.values()), timeout=0)[0]
                         )  # raises the error of one that failed
                     elif caller[0] in actors:
-                        channels[caller[0]] = caller[1]
-                    if len(channels) == len(actors):
-                        return served, channels
+                        connections[caller[0]].append(caller[1])
+                    if all(len(found) == 2 for found in connections.values()):
+                        return served, connections
+        absent = sorted(rank for rank, found in connections.items() if len(found) < 2)
         raise EnvironmentProblem(
-            f"Rank {', '.join(map(str, sorted(set(actors) - set(channels))))} did not connect to the controller at {at[0]} within "
+            f"Rank {', '.join(map(str, absent))} did not connect to the controller at {at[0]} within "
             "runtime.ray.startup_timeout_minutes. Let nodes reach each other on any port, as Ray asks."
         )
 
