@@ -232,8 +232,6 @@ class PairLoss(Spec):
         sft_coef: the default of `dpo.sft_coef`.
         reads: other keys of ``[dpo]`` that the function receives: ``label_smoothing``, ``simpo_gamma``,
             ``discopop_tau``. A pair loss has no separate option table.
-        statistic: a column over the mini-batch that the loss needs, see ``preference_columns``: with ``order`` and
-            ``mean`` the function also receives ``shift`` [P]; with ``matching`` pairs are formed again by rank.
     """
 
     kind = "pair_losses"
@@ -245,13 +243,11 @@ class PairLoss(Spec):
     may_normalize: bool = True
     sft_coef: float = 0.0
     reads: frozenset[str] = frozenset()
-    statistic: Literal["", "order", "matching", "mean"] = ""
 
     @property
     def keywords(self) -> frozenset[str]:
         """The names of the function's keyword arguments."""
-        shift = {"shift"} if self.statistic in ("order", "mean") else set()
-        return frozenset({"beta", *self.reads, *shift})
+        return frozenset({"beta", *self.reads})
 
 
 @dataclass(frozen=True, kw_only=True)

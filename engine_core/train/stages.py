@@ -26,79 +26,76 @@ from engine_core.specs import RefillOptions
 from engine_core.types import StageState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from engine_core.config import EngineConfig
     from engine_core.config.models import StageConfig
-    from engine_core.contracts.parts import EarlyScores
     from engine_core.plugins.plugin_set import PluginSet
-    from engine_core.rewards.models import Known
-    from engine_core.train.rollouts import RolloutSource
-    from engine_core.types import Prompt, Rollout
+    from engine_core.types import Rollout
 
 log = logging.getLogger("engine")
 
 
 class Rounds:
-    """The rounds of one step. While groups are ``missing``, call ``sample``, then ``score``; at the end ``finish``.
+    """The rounds of one step. While groups are ``missing``, sample and score them, then ``add``; at the end ``finish``.
 
     Args:
-        source: samples and scores.
+        config: settings of the step.
+        stages: the stages of the run.
         step: step number.
-        greedy: whether to sample and score a greedy response for each prompt, as a baseline.
     """
 
-    def __init__(self, source: RolloutSource, step: int, greedy: bool) -> None:
-        self.source, self.step, self.with_greedy = source, step, greedy
-        self.config = source.run.config_now
-        stages = self.config.stage
-        refilling = [i for i, stage in enumerate(stages) if isinstance(stage.options, RefillOptions)]
+    def __init__(self, config: EngineConfig, stages: Stages, step: int) -> None:
+        self.wanted, self.stages, self.step = config.data.prompts_per_step, stages, step
+        refilling = [i for i, stage in enumerate(config.stage) if isinstance(stage.options, RefillOptions)]
+        self.refill = [config.stage[i] for i in refilling]
         split = refilling[-1] + 1 if refilling else 0
-        self.each_round, self.at_end = stages[:split], stages[split:]
-        self.refill = [s for s in stages if isinstance(s.options, RefillOptions)]
-        self.count = self.prompts = 0  # number of rounds, of sampled groups
-        self.closed = False  # the last round is scored
-        self.fresh: list[Rollout] = []  # of this round
-        self.early: EarlyScores | Known | None = None  # rewards of this round in progress
+        self.each_round, self.at_end = config.stage[:split], config.stage[split:]
+        self.count = self.groups = 0  # number of rounds, of sampled groups
+        self.closed = False  # the last round was added
         self.overlapped = 0.0  # seconds in which scoring overlapped sampling
-        self.greedy: list[Rollout] = []
         self.sampled: list[Rollout] = []  # of all rounds
         self.kept: list[Rollout] = []
-        self.baselines: dict[int, float] = {}  # group -> reward of its greedy response
         self.scored: list[tuple[int, dict[str, float]]] = []
-        self.greedy_tokens = 0
         self.staged: dict[str, float] = {}
+        self.greedy: dict[str, float] = {}  # metrics of greedy responses
+        self.baselines: dict[int, float] = {}  # group -> reward of its greedy response
 
     @property
     def missing(self) -> int:
         """Number of groups that the next round must sample; 0: no round follows."""
-        wanted = self.config.data.prompts_per_step
         options = [stage.options for stage in self.refill]
         if self.closed or self.count >= min((each.max_rounds for each in options), default=1):
             return 0
-        lacking = max(wanted - groups_in(self.kept), 0)
+        lacking = max(self.wanted - groups_in(self.kept), 0)
         return math.ceil(lacking * max((each.oversample for each in options), default=1.0))
 
-    def sample(self, prompts: Sequence[Prompt]) -> None:
-        """Sample a group of G rollouts for each prompt, and a greedy response if asked for."""
-        self.fresh, self.early = self.source.sample_and_score(prompts, self.step, self.prompts)
-        self.overlapped += self.early.busy_seconds if self.early else 0.0
-        # fewer groups than prompts if the step is stopped early
-        sampled = {rollout.group_id: rollout.prompt for rollout in self.fresh}
-        if self.with_greedy:
-            self.greedy = self.source.sample_greedy(list(sampled.values()), self.step, self.prompts)
-        self.count, self.prompts = self.count + 1, self.prompts + len(sampled)
+    def add(
+        self,
+        rollouts: list[Rollout],
+        scored: dict[str, float],
+        overlapped: float = 0.0,
+        greedy: Sequence[Rollout] | None = None,
+    ) -> None:
+        """Add the scored rollouts of a round and apply the stages up to the last refilling one; at the end the others.
 
-    def score(self) -> None:
-        """Score this round and apply the stages up to the last refilling stage; after the last round apply the others."""
-        self.scored.append((len(self.fresh), self.source.score(self.fresh, self.step, early=self.early)))
-        self.sampled += self.fresh
-        if self.with_greedy:
-            self.source.score(self.greedy, self.step, training=False)
-            self.greedy_tokens += sum(r.response_length for r in self.greedy)
-            self.baselines |= {r.group_id: r.reward for r in self.greedy if r.valid}
-            for rollout in self.fresh:
+        Args:
+            rollouts: whole groups, fewer than wanted if the step was stopped early.
+            scored: metrics of their rewards.
+            overlapped: seconds in which they were scored while others were sampled.
+            greedy: scored greedy responses, one for each group, as baselines.
+        """
+        self.count, self.groups = self.count + 1, self.groups + groups_in(rollouts)
+        self.scored.append((len(rollouts), scored))
+        self.overlapped += overlapped
+        self.sampled += rollouts
+        if greedy is not None:
+            tokens = sum(rollout.response_length for rollout in greedy)
+            self.baselines |= {r.group_id: r.reward for r in greedy if r.valid}
+            rewards = self.baselines.values()
+            self.greedy["greedy/tokens"] = self.greedy.get("greedy/tokens", 0.0) + float(tokens)
+            self.greedy["greedy/reward_mean"] = sum(rewards) / max(len(rewards), 1)
+            for rollout in rollouts:
                 rollout.greedy_reward = self.baselines.get(rollout.group_id)
-        kept, noted = self.source.stages.run(self.each_round, self.fresh, self.step)
+        kept, noted = self.stages.run(self.each_round, rollouts, self.step)
         self.kept += kept
         for name, value in noted.items():
             self.staged[name] = self.staged.get(name, 0.0) + value
@@ -106,24 +103,25 @@ class Rounds:
             self.closed = True  # groups that the remaining stages drop are not replaced
             if self.refill:
                 self._close_refill(self.refill[-1].name)
-            self.kept, noted = self.source.stages.run(self.at_end, self.kept, self.step)
+            self.kept, noted = self.stages.run(self.at_end, self.kept, self.step)
             self.staged |= noted
 
-    def finish(self) -> tuple[list[Rollout], dict[str, float]]:
-        """Return the step's rollouts after all stages, and the metrics of rewards, rollouts and stages."""
-        metrics = combined(self.scored) | self.source.describe(self.sampled) | self.staged
+    def finish(self, described: Mapping[str, float]) -> tuple[list[Rollout], dict[str, float]]:
+        """Return the step's rollouts after all stages, and the metrics of rewards, rollouts and stages.
+
+        Args:
+            described: metrics of ``sampled``.
+        """
+        metrics = combined(self.scored) | dict(described) | self.staged | self.greedy
         metrics["time/reward_overlap"] = self.overlapped
         metrics["tokens/total"] = float(sum(len(r.token_ids) for r in self.kept))
-        if self.with_greedy:
-            rewards = list(self.baselines.values())
-            metrics["greedy/tokens"] = float(self.greedy_tokens)
-            metrics["greedy/reward_mean"] = sum(rewards) / max(len(rewards), 1)
-            metrics["tokens/generated"] += self.greedy_tokens
+        if self.greedy:
+            metrics["tokens/generated"] += self.greedy["greedy/tokens"]
         return self.kept, metrics
 
     def _close_refill(self, name: str) -> None:
         """Drop surplus groups, the last ones first; note metrics of the rounds and log missing groups."""
-        wanted = self.config.data.prompts_per_step
+        wanted = self.wanted
         groups = list(dict.fromkeys(r.group_id for r in self.kept))
         chosen = set(groups[:wanted])
         self.kept = [r for r in self.kept if r.group_id in chosen]

@@ -251,11 +251,11 @@ class Slow:
 
     def __init__(self, monkeypatch):
         from engine_plugin_hf_rollout.engine import HFRolloutEngine
-        from engine_plugin_trainers.ahead_source import AheadSource
+        from engine_plugin_trainers.ahead_groups import AheadGroups
 
         self.goes_on, self.between = threading.Event(), []
         self.goes_on.set()
-        step, wait, sync = HFRolloutEngine.step, AheadSource._await, AheadSource.sync
+        step, wait, sync = HFRolloutEngine.step, AheadGroups.take, AsyncTrainer.push_weights
 
         def stepping(engine):
             found = step(engine)
@@ -275,8 +275,8 @@ class Slow:
             return sync(source, updated)
 
         monkeypatch.setattr(HFRolloutEngine, "step", stepping)
-        monkeypatch.setattr(AheadSource, "_await", waiting)
-        monkeypatch.setattr(AheadSource, "sync", syncing)
+        monkeypatch.setattr(AheadGroups, "take", waiting)
+        monkeypatch.setattr(AsyncTrainer, "push_weights", syncing)
 
 
 @pytest.mark.parametrize("how", ["keep", "abort", "drain"])

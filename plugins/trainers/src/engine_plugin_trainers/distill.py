@@ -26,9 +26,8 @@ from engine_core.contracts.runtime import Role
 from engine_core.errors import ConfigError
 from engine_core.metrics import Sum, declared, merge
 from engine_core.train.models import check_teacher, common_vocabulary, table_length
-from engine_core.train.rollouts import sampling_seed
 from engine_core.train.sampled_run import SampledRun
-from engine_core.train.source_rows import rows_of
+from engine_core.train.sampler import sampling_seed
 from engine_core.train.update import check_gap
 from engine_core.types import Batch, LossCall
 from engine_plugin_trainers.data.sources import SFTSource
@@ -60,8 +59,9 @@ class DistillTrainer(SampledRun):
 
     def prepare(self) -> None:
         """Check that teacher and student fit, choose K, and open the data if steps use it."""
-        check_teacher(self)
-        self.top_k = self._candidates(common_vocabulary(self))
+        config, plugins = self.config, self.plugins
+        check_teacher(config, plugins, self.tokenizer)
+        self.top_k = self._candidates(common_vocabulary(config, plugins, self.live.get("model")))
         self.examples = self._examples() if self._uses_data() else None
         super().prepare()
 
@@ -116,7 +116,7 @@ class DistillTrainer(SampledRun):
     def sampled(self, step: int) -> tuple[Batch, dict[str, float]]:
         """Return the batch of a step's rollouts after rewards and stages, with token weights, and metrics."""
         rollouts, metrics = self.rollouts(step)
-        return with_weights(self.sampling.batch(rollouts), "token-mean"), self._without_rewards(metrics)
+        return with_weights(self.batch(rollouts), "token-mean"), self._without_rewards(metrics)
 
     def compared(self, batch: Batch) -> Batch:
         """Return the batch at the divergence's temperature; without ``rollout_log_probs`` if the sampler's differs."""
@@ -208,14 +208,14 @@ class DistillTrainer(SampledRun):
         """Open the data's examples."""
         config = self.config
         limits = SFTOptions(max_tokens=config.options.max_tokens)
-        rows, held = rows_of(self), table_length(self)
+        rows, held = self.given.train(), table_length(self.text_config)
         source = SFTSource(config.data, self.tokenizer, limits, config.run.seed, rows=rows, held=held)
         self._cleanup.callback(source.close)
         return source
 
     def _without_rewards(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics; without those of rewards if no reward is configured."""
-        if self.sampling.rewards.scorers:
+        if self.rewards.scorers:
             return dict(metrics)
         empty = ("mean", "std", "unrewarded", "failures", "timeouts", "zero_variance_groups")
         unused = {f"reward/{name}" for name in empty}

@@ -26,13 +26,6 @@ class AsyncOptions(Options):
         return self.max_staleness > 0 and self.weight_updates != "drain"
 
 
-class OfflineOptions(Options):
-    """Options of the trainer `offline`, ``[offline]``."""
-
-    unequal_groups: bool = False
-    """Accept groups of different sizes, which some stages produce; otherwise they are refused as a sign of a damaged file."""
-
-
 class SFTOptions(Options):
     """Options of the trainer `sft`, ``[sft]``."""
 
@@ -85,11 +78,8 @@ _SMOOTHED = frozenset({"label_smoothing"})
 _HERE = "engine_plugin_trainers.algorithms.preference:"
 
 PAIR_LOSSES: dict[str, PairLoss] = {
-    "aot": PairLoss(load=_HERE + "aot", divergence=False, reads=_SMOOTHED, statistic="order"),
-    "aot_unpaired": PairLoss(load=_HERE + "cdpo", divergence=False, reads=_SMOOTHED, statistic="matching"),
     "apo_down": PairLoss(load=_HERE + "apo_down", divergence=False),
     "apo_zero": PairLoss(load=_HERE + "apo_zero", divergence=False),
-    "bco_pair": PairLoss(load=_HERE + "bco_pair", statistic="mean"),
     "cdpo": PairLoss(load=_HERE + "cdpo", reads=_SMOOTHED),
     "cpo": PairLoss(load=_HERE + "cdpo", reference=False, divergence=False, sft_coef=1.0, reads=_SMOOTHED),
     "discopop": PairLoss(load=_HERE + "discopop", reads=frozenset({"discopop_tau"})),
@@ -154,7 +144,7 @@ class DPOOptions(Options):
     beta: Temperature = 0.1
     """Factor from log-ratios to rewards; a larger value stays closer to the reference. SimPO's paper uses 2 and more; IPO's paper calls it tau."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Assumed share of pairs whose labels are swapped. Read by ``cdpo``, ``robust``, ``exo_pair`` (over 0), ``aot``, ``aot_unpaired``, ``cpo``, ``simpo``."""
+    """Assumed share of pairs whose labels are swapped. Read by ``cdpo``, ``robust``, ``exo_pair`` (over 0), ``cpo``, ``simpo``."""
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
     """Divergence that keeps the policy near the reference (https://arxiv.org/abs/2309.16240)."""
     f_alpha: Annotated[float, Field(allow_inf_nan=False)] = 0.5

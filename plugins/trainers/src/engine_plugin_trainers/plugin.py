@@ -24,7 +24,6 @@ from engine_plugin_trainers.options import (
     DPOOptions,
     KLCovOptions,
     KTOOptions,
-    OfflineOptions,
     ReplayCacheOptions,
     RewardModelOptions,
     SFTOptions,
@@ -47,8 +46,7 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
         ),
         "offline": TrainerSpec(
             load=here + "offline_trainer:OfflineTrainer",
-            config=OfflineOptions,
-            sections=RL | {"offline"},
+            sections=RL,
             required=frozenset({"data"}),
             for_eval=SAMPLING_SECTIONS - {"stage"},
             stored=True,

@@ -10,7 +10,6 @@ from engine_core.algorithms.objectives import with_weights
 from engine_core.contracts.runtime import Role
 from engine_core.train.models import table_length
 from engine_core.train.run import TrainingRun
-from engine_core.train.source_rows import evaluated, rows_of
 from engine_core.types import Batch, LossCall
 from engine_plugin_trainers.data.sources import SFTSource
 
@@ -29,17 +28,14 @@ class SFTTrainer(TrainingRun):
     of the step and does not depend on the micro-batches.
     """
 
-    def prepare(self) -> None:
-        """Set up the cache of held-out examples."""
-        self._examples: dict[str, list[Example]] = {}  # by held-out set
-
     def roles(self, training: bool) -> dict[str, Role]:
         """Return the actor alone."""
         return {"actor": Role("train", trainable=training)}
 
-    def make_source(self) -> SFTSource:
-        """Open the training split."""
-        return self._source("train", rows_of(self))
+    def source_of(self, split: str, data: DataConfig, rows: Any) -> SFTSource:
+        """Open the rows of a split as examples."""
+        held, options = table_length(self.text_config), self.config.options
+        return SFTSource(data, self.tokenizer, options, self.config.run.seed, split, rows, held)
 
     def step(self, step: int) -> dict[str, float]:
         """Make one update over the next examples."""
@@ -55,24 +51,12 @@ class SFTTrainer(TrainingRun):
         """Return the mean negative log-likelihood of the response tokens of each held-out set."""
         self.setup()
         metrics = {}
-        for held_out in evaluated(self):
-            if held_out.name not in self._examples:
-                rows = rows_of(self, held_out)
-                source = self._source("validation", rows, held_out.data(self.config))
-                self._examples[held_out.name] = source.all(held_out.max_prompts)
-                source.close()
-            batch = example_batch(self._examples[held_out.name])
+        for held_out in self.held_out():
+            batch = example_batch(self.held_items(held_out))
             made = self.groups["actor"].call("infer", batch, outputs=("log_probs",)).result()
             nll = -(made["log_probs"].double() * batch["token_share"]).sum()
             metrics[f"{held_out.prefix}nll"] = float(nll)
         return metrics
-
-    def _source(self, split: str, rows: Any = None, data: DataConfig | None = None) -> SFTSource:
-        """Open the rows of a split as examples."""
-        config, held = self.config, table_length(self)
-        return SFTSource(
-            data or config.data, self.tokenizer, config.options, config.run.seed, split, rows, held
-        )
 
 
 def example_batch(examples: Sequence[Example]) -> Batch:

@@ -6,7 +6,8 @@ import logging
 import pytest
 
 from engine_core.errors import DataError
-from engine_plugin_trainers.data.sources import JudgedSource, PairSource
+from engine_plugin_trainers.data.preferences import JudgedPreparer, PairPreparer
+from engine_plugin_trainers.data.sources import PreferenceSource
 
 USER = {"role": "user", "content": "What is 12 plus 7?"}
 ASKED = "<|im_start|>user\nWhat is 12 plus 7?<|im_end|>\n<|im_start|>assistant\n"
@@ -17,7 +18,7 @@ def says(text):
 
 
 def pair_source(config, tokenizer, limit=100, **keys):
-    return PairSource(config, tokenizer, limit, "dpo", seed=0, **keys)
+    return PreferenceSource(PairPreparer, config, tokenizer, limit, "dpo", seed=0, **keys)
 
 
 def texts(tokenizer, ids, mask):
@@ -171,11 +172,16 @@ def test_workers_give_the_same_pairs_and_judgements(config_of, tokenizer):
     rows = [
         {**SHORT, "chosen": str(i + 5), "margin": i / 2, "completion": "x", "label": i % 2} for i in range(4)
     ]
-    for make in (PairSource, JudgedSource):
+    for preparer in (PairPreparer, JudgedPreparer):
         found = []
         for workers in (0, 1):
-            source = make(
-                config_of(rows, num_workers=workers, prompts_per_step=2), tokenizer, 100, "dpo", seed=0
+            source = PreferenceSource(
+                preparer,
+                config_of(rows, num_workers=workers, prompts_per_step=2),
+                tokenizer,
+                100,
+                "dpo",
+                seed=0,
             )
             try:
                 found.append(source.take(6))
@@ -190,7 +196,7 @@ def test_workers_give_the_same_pairs_and_judgements(config_of, tokenizer):
 )
 def test_a_judged_response_has_a_label(config_of, tokenizer, label, desirable):
     row = {"prompt": "12 plus 7 is", "completion": " 19", "label": label}
-    (item,) = JudgedSource(config_of([row]), tokenizer, 100, "kto", seed=0).take(1)
+    (item,) = PreferenceSource(JudgedPreparer, config_of([row]), tokenizer, 100, "kto", seed=0).take(1)
     assert texts(tokenizer, item.token_ids, item.loss_mask) == ("12 plus 7 is", " 19<|im_end|>")
     assert item.desirable is desirable
 
@@ -209,12 +215,12 @@ def test_a_judged_response_has_a_label(config_of, tokenizer, label, desirable):
 )
 def test_a_judgement_that_cannot_be_read_is_named(config_of, tokenizer, row, problem):
     with pytest.raises(DataError, match=rf"^train\.jsonl:1: .*{problem}"):
-        JudgedSource(config_of([row]), tokenizer, 100, "kto", seed=0)
+        PreferenceSource(JudgedPreparer, config_of([row]), tokenizer, 100, "kto", seed=0)
 
 
 def test_a_judged_conversation_is_read_whole(config_of, tokenizer):
     row = {"messages": [USER, says("19")], "label": True}
-    (item,) = JudgedSource(config_of([row]), tokenizer, 100, "kto", seed=0).take(1)
+    (item,) = PreferenceSource(JudgedPreparer, config_of([row]), tokenizer, 100, "kto", seed=0).take(1)
     assert texts(tokenizer, item.token_ids, item.loss_mask) == (ASKED, "19<|im_end|>\n")
 
 

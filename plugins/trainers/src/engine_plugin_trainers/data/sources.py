@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from engine_core.data.render import Example
 from engine_core.data.source import Preparer, Source, open_rows
-from engine_plugin_trainers.data.preferences import Judged, JudgedPreparer, Pair, PairPreparer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from engine_core.config.models import DataConfig
+    from engine_plugin_trainers.data.preferences import PairPreparer
     from engine_plugin_trainers.options import SFTOptions
-
-Item = TypeVar("Item")
 
 
 class SFTSource(Source[Example]):
@@ -41,10 +39,11 @@ class SFTSource(Source[Example]):
         super().__init__(Preparer(open_rows(config, split, rows), tokenizer, config, split, *limits), seed)
 
 
-class _PreferenceSource(Source[Item]):
-    """A source of preferences, from the files of ``[data]``.
+class PreferenceSource(Source[Any]):
+    """A source of pairs or of judged responses, from the files of ``[data]``.
 
     Args:
+        preparer: ``PairPreparer`` or ``JudgedPreparer``.
         config: ``[data]``.
         tokenizer: the run's tokenizer.
         max_tokens: longest sequence.
@@ -53,10 +52,9 @@ class _PreferenceSource(Source[Item]):
         held: as `SFTSource`.
     """
 
-    preparer: ClassVar[type[PairPreparer]]  # builds the items
-
     def __init__(
         self,
+        preparer: type[PairPreparer],
         config: DataConfig,
         tokenizer: PreTrainedTokenizerBase,
         max_tokens: int,
@@ -67,16 +65,4 @@ class _PreferenceSource(Source[Item]):
         held: int | None = None,
     ) -> None:
         opened = open_rows(config, split, rows)
-        super().__init__(self.preparer(opened, tokenizer, config, split, max_tokens, table, held), seed)
-
-
-class PairSource(_PreferenceSource[Pair]):
-    """A source of pairs of responses."""
-
-    preparer = PairPreparer
-
-
-class JudgedSource(_PreferenceSource[Judged]):
-    """A source of responses with a label."""
-
-    preparer = JudgedPreparer
+        super().__init__(preparer(opened, tokenizer, config, split, max_tokens, table, held), seed)
