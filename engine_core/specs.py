@@ -195,9 +195,6 @@ class Loss(Spec):
             ``sum_pi_squared``.
         needs: columns read from the batch. In addition to those of an advantage: ``current_log_probs`` and
             ``current_entropy``, of the policy just before the update of a mini-batch.
-        prepare: ``f(batch, seed, **options) -> {column: [T]}``, called with each whole mini-batch before
-            its update. It computes statistics over the mini-batch (a rank, a quantile) as columns that the
-            loss reads, so that the loss does not depend on how the mini-batch is split.
         aggregation: the value of `algorithm.loss_aggregation = "auto"` with this loss.
         ratio: the loss itself weighs each token by the ratio to ``old_log_probs``. If it does not,
             the correction does, also with `algorithm.correction.bypass`.
@@ -208,13 +205,8 @@ class Loss(Spec):
     given = ("outputs", "batch")
     outputs: tuple[str, ...] = ("log_probs",)
     needs: frozenset[str] = frozenset({"advantages"})
-    prepare: str | Callable[..., Any] | None = None
     aggregation: str = "token-mean"
     ratio: bool = True
-
-    def resolve_prepare(self) -> Callable[..., Any] | None:
-        """The function behind ``prepare``."""
-        return None if self.prepare is None else resolve(self.prepare)
 
 
 @dataclass(frozen=True, kw_only=True)

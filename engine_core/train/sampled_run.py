@@ -31,9 +31,8 @@ from engine_core.tables import DISTRIBUTION
 from engine_core.train.capabilities import check_adapter, check_partial
 from engine_core.train.evaluation import set_metrics
 from engine_core.train.models import held_tokens, model_length
+from engine_core.train.rollouts import Rounds, Sampler, Stages
 from engine_core.train.run import TrainingRun
-from engine_core.train.sampler import Sampler
-from engine_core.train.stages import Rounds, Stages
 from engine_core.types import CUT, Batch, sampled_tokens
 
 if TYPE_CHECKING:

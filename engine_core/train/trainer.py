@@ -149,14 +149,14 @@ class Trainer(SampledRun):
         learned = self.critic.update(batch, minis)
         if self.critic.alone(step):
             return learned
-        metrics = over_updates(self.update_on(mini, step, number) for number, mini in enumerate(minis))
+        metrics = over_updates(map(self.update_on, minis))
         return learned | metrics | self.policy.settle(metrics, len(batch))
 
-    def update_on(self, mini: Batch, step: int, number: int) -> dict[str, float]:
+    def update_on(self, mini: Batch) -> dict[str, float]:
         """Update the policy on a mini-batch: forward, backward, check, optimizer step."""
         if not bool(mini["loss_mask"].any()):
             return {"actor/empty_updates": Sum(1.0)}
-        mini = self.policy.with_statistics(mini, step, number)
+        mini = self.policy.with_statistics(mini)
         return self.learn(mini, self.policy.loss_call(), check=self.policy.check)
 
     def refresh_reference(self, step: int) -> None:

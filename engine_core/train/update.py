@@ -131,13 +131,11 @@ class PolicyUpdate:
                 minis.append(with_weights(chosen_rows, mode, norm))
         return minis
 
-    def with_statistics(self, mini: Batch, step: int, number: int) -> Batch:
+    def with_statistics(self, mini: Batch) -> Batch:
         """Add the [T] columns that are statistics over a mini-batch, computed with the policy before its update.
 
         Args:
             mini: the whole mini-batch, with at least one loss token.
-            step: step number.
-            number: number of the mini-batch within the step; random choices are seeded by step and number.
         """
         algorithm = self._now
         if self.plan.measured:
@@ -153,9 +151,6 @@ class PolicyUpdate:
         if algorithm.correction.normalize:
             before = mini["current_log_probs" if algorithm.correction.bypass else "old_log_probs"]
             columns["correction_scale"] = normalizing_scale(mini, before, self.correction)
-        if prepare := self.loss.resolve_prepare():
-            seed = (self.settings.config.run.seed * 1_000_003 + step) * 1_009 + number
-            columns |= prepare(mini, seed, **self._loss_options())
         return mini.with_columns(tokens=columns)
 
     def loss_call(self) -> LossCall:
@@ -163,7 +158,7 @@ class PolicyUpdate:
         algorithm = self._now
         parameters: dict[str, Any] = {
             "loss": algorithm.loss,
-            "loss_options": self._loss_options(),
+            "loss_options": algorithm.loss_options.model_dump() if algorithm.loss_options else {},
             "kl_coef": self.kl_coef if algorithm.kl_in == "loss" else 0.0,
             "kl_estimator": algorithm.kl_estimator,
             "entropy_coef": self.entropy_coef,
@@ -241,10 +236,6 @@ class PolicyUpdate:
             self.adaptive_kl = AdaptiveKL(**state["kl"])
         if self.adaptive_entropy is not None and "entropy" in state:
             self.adaptive_entropy = AdaptiveEntropy(**state["entropy"])
-
-    def _loss_options(self) -> dict[str, Any]:
-        options = self._now.loss_options
-        return options.model_dump() if options else {}
 
 
 def fresh_gap(metrics: Mapping[str, float]) -> float:

@@ -69,7 +69,7 @@ def threads():
 def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(train, monkeypatch, always):
     _, expected, sync = train("sync", {"rollout.weights": "own"}, Trainer)
     if always:  # through the threads and the queue, although nothing runs ahead
-        monkeypatch.setattr(AsyncTrainer, "ahead", True)
+        monkeypatch.setattr(AsyncTrainer, "runs_ahead", True)
         monkeypatch.setattr(AsyncTrainer, "off_policy", False)
     _, weights, found = train("zero", AHEAD | {"async.max_staleness": 0})
     own = {name for line in found["metrics"] for name in line if name.startswith("async/")}

@@ -290,7 +290,7 @@ def put(tensor, at, value):
         (edit(prompt=lambda r: dataclasses.replace(r.prompt, token_ids=[1] * 99)), {}, "row 5: its prompt has 99"),
         (lambda r: None, {"tokenizer": "another"}, "sampled with another tokenizer"),
     ],
-    ids=["unequal", "beyond", "negative", "lengths", "nan", "positive", "reward", "no_reward", "prompt", "tokenizer"],
+    ids=["beyond", "negative", "lengths", "nan", "positive", "reward", "no_reward", "prompt", "tokenizer"],
 )  # fmt: skip
 def test_rollouts_that_do_not_fit_are_refused_before_any_model_is_built(
     offline, sampled, tmp_path, monkeypatch, change, about, said

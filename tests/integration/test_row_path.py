@@ -61,4 +61,4 @@ def test_one_row_passes_at_most_25_files(grpo, trained):
     }
     engines = {f"plugins/{p}/src/engine_plugin_{p}/engine.py" for p in ("torch", "hf_rollout")}
     assert on_the_way | engines <= trace.files
-    assert len(trace.files) <= MOST_FILES, sorted(trace.files)
+    assert len(trace.files) <= MOST_FILES, "\n".join(sorted(trace.files))

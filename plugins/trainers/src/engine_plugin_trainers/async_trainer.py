@@ -35,7 +35,6 @@ from engine_core.tables import DISTRIBUTION
 from engine_core.train.capabilities import has_capability
 from engine_core.train.trainer import Trainer
 from engine_plugin_trainers.ahead_groups import AheadGroups
-from engine_plugin_trainers.cores import shared_cores
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,7 +87,7 @@ class AsyncTrainer(Trainer):
         return ("keep" if self._can("pause") else "drain") if wanted == "auto" else wanted
 
     def prepare(self) -> None:
-        """Refuse greedy baselines, and share the cores with a sampler process on CPU.
+        """Refuse greedy baselines.
 
         Raises:
             ConfigError: the advantage estimator needs greedy responses.
@@ -107,10 +106,6 @@ class AsyncTrainer(Trainer):
                 "algorithm.correction.level = 'off': rollouts that were sampled ahead are used as if the current policy "
                 "had sampled them."
             )
-        process = self.config.rollout.process
-        runtime = self.plugins.resolve("runtimes", self.config.runtime.backend)
-        if process and self.runs_ahead and self.training and runtime.in_process:
-            self._cleanup.enter_context(shared_cores(1 + process.engines))
 
     def start(self) -> None:
         """Start to sample ahead, if the run trains.

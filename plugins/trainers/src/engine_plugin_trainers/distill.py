@@ -23,20 +23,22 @@ import torch
 from engine_core.algorithms.objectives import resolve_loss, with_weights
 from engine_core.config.schedule import boundaries, config_at
 from engine_core.contracts.runtime import Role
+from engine_core.data.source import open_rows
 from engine_core.errors import ConfigError
 from engine_core.metrics import Sum, declared, merge
 from engine_core.train.models import check_teacher, common_vocabulary, table_length
+from engine_core.train.rollouts import sampling_seed
 from engine_core.train.sampled_run import SampledRun
-from engine_core.train.sampler import sampling_seed
 from engine_core.train.update import check_gap
 from engine_core.types import Batch, LossCall
-from engine_plugin_trainers.data.sources import SFTSource
 from engine_plugin_trainers.options import SFTOptions
-from engine_plugin_trainers.sft import example_batch
+from engine_plugin_trainers.sft import example_batch, example_source
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine_core.data import Example
+    from engine_core.data.source import Source
     from engine_core.types import Rollout
     from engine_plugin_trainers.options import DistillOptions
 
@@ -204,12 +206,12 @@ class DistillTrainer(SampledRun):
         steps = [config_at(self.config, step) for step in boundaries(self.config)]
         return any(config.options.data_share > 0 for config in steps)
 
-    def _examples(self) -> SFTSource:
+    def _examples(self) -> Source[Example]:
         """Open the data's examples."""
-        config = self.config
-        limits = SFTOptions(max_tokens=config.options.max_tokens)
-        rows, held = self.given.train(), table_length(self.text_config)
-        source = SFTSource(config.data, self.tokenizer, limits, config.run.seed, rows=rows, held=held)
+        data, seed = self.config.data, self.config.run.seed
+        limits = SFTOptions(max_tokens=self.config.options.max_tokens)
+        rows, held = open_rows(data, "train", self.given.train()), table_length(self.text_config)
+        source = example_source(rows, data, self.tokenizer, limits, seed, held=held)
         self._cleanup.callback(source.close)
         return source
 

@@ -76,7 +76,8 @@ class KTOTrainer(PreferenceRun):
         """Return z, from this batch's responses after other prompts."""
         most = self.options.max_tokens
         others = mismatched(batch, min(table_length(self.text_config) or most, most))
-        return mismatch_kl(self.log_probs(others), self.reference_log_probs(others), others)
+        made = self.groups[self.role].call("infer", others, outputs=("log_probs",)).result()
+        return mismatch_kl(made["log_probs"], self.reference_log_probs(others), others)
 
     def loss_call(self) -> LossCall:
         """Return the objective ``kto`` with the options that it reads."""

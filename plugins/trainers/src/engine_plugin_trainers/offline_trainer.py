@@ -18,7 +18,7 @@ from engine_core.config.evaluation import held_out_sets
 from engine_core.data import PromptSource, tokenizer_hash
 from engine_core.errors import ConfigError
 from engine_core.rewards.runner import reward_statistics
-from engine_core.train.stages import Rounds
+from engine_core.train.rollouts import Rounds
 from engine_core.train.trainer import Trainer
 from engine_plugin_trainers.data.stored import Fit, StoredGroups
 

@@ -252,27 +252,3 @@ class RewardModelOptions(Options):
     """Weight of the mean square of the sum of a pair's scores, which centers scores around 0 (https://arxiv.org/abs/2312.09244)."""
     max_tokens: int = Field(4096, gt=0)
     """Longest sequence; a pair with a longer one follows `data.over_long`."""
-
-
-class ClipCovOptions(Options):
-    """Options of the loss `clip_cov`, ``[algorithm.clip_cov]``."""
-
-    clip_ratio_low: float = Field(1.0, ge=0)
-    """Lower width of PPO's clip: the ratio is clipped below 1 - this."""
-    clip_ratio_high: float = Field(1.0, ge=0)
-    """Upper width of PPO's clip: the ratio is clipped above 1 + this."""
-    clip_cov_ratio: float = Field(2e-4, ge=0, le=1)
-    """Share of the mini-batch's loss tokens that lose their gradient, at least one of them."""
-    clip_cov_lb: float = 1.0
-    """Lower bound of the covariance of the chosen tokens."""
-    clip_cov_ub: float = 5.0
-    """Upper bound of the covariance of the chosen tokens."""
-
-
-class KLCovOptions(Options):
-    """Options of the loss `kl_cov`, ``[algorithm.kl_cov]``."""
-
-    ppo_kl_coef: float = Field(1.0, ge=0)
-    """Weight of |log ratio| on the chosen tokens."""
-    kl_cov_ratio: float = Field(2e-4, ge=0, le=1)
-    """Share of the mini-batch's loss tokens that are chosen, at least one: those with the largest covariance."""

@@ -15,13 +15,13 @@ import torch
 
 from engine_core.algorithms.objectives import resolve_loss
 from engine_core.contracts.runtime import Role
+from engine_core.data.source import Source, open_rows
 from engine_core.errors import ConfigError
 from engine_core.train.models import table_length
 from engine_core.train.run import TrainingRun
 from engine_core.types import Batch, LossCall
 from engine_plugin_trainers.algorithms import preference_columns as columns
 from engine_plugin_trainers.data.preferences import Pair, PairPreparer
-from engine_plugin_trainers.data.sources import PreferenceSource
 from engine_plugin_trainers.options import READABLE, check_offered
 
 if TYPE_CHECKING:
@@ -67,16 +67,12 @@ class PreferenceRun(TrainingRun):
         learns = {self.role: Role("train", trainable=training)}
         return learns | (ref if self.needs_reference else {})
 
-    def source_of(self, split: str, data: DataConfig, rows: Any) -> PreferenceSource:
+    def source_of(self, split: str, data: DataConfig, rows: Any) -> Source[Any]:
         """Open the rows of a split as pairs or judged responses."""
-        most, seed, held = (
-            self.config.options.max_tokens,
-            self.config.run.seed,
-            table_length(self.text_config),
-        )
-        return PreferenceSource(
-            self.preparer, data, self.tokenizer, most, self.table, seed, split, rows, held
-        )
+        most, held = self.config.options.max_tokens, table_length(self.text_config)
+        opened = open_rows(data, split, rows)
+        preparer = self.preparer(opened, self.tokenizer, data, split, most, self.table, held)
+        return Source(preparer, self.config.run.seed)
 
     def step(self, step: int) -> dict[str, float]:
         """Take a mini-batch, annotate it, and make one update."""
@@ -104,10 +100,6 @@ class PreferenceRun(TrainingRun):
     def reference_log_probs(self, batch: Batch) -> torch.Tensor:
         """Return log-probs [T] of the reference model."""
         return self.groups["ref"].call("infer", batch, outputs=("log_probs",)).result()["log_probs"]
-
-    def log_probs(self, batch: Batch) -> torch.Tensor:
-        """Return log-probs [T] of the current policy."""
-        return self.groups[self.role].call("infer", batch, outputs=("log_probs",)).result()["log_probs"]
 
 
 def pair_batch(pairs: Sequence[Pair]) -> Batch:

@@ -8,10 +8,10 @@ import torch
 
 from engine_core.algorithms.objectives import with_weights
 from engine_core.contracts.runtime import Role
+from engine_core.data.source import Preparer, Source, open_rows
 from engine_core.train.models import table_length
 from engine_core.train.run import TrainingRun
 from engine_core.types import Batch, LossCall
-from engine_plugin_trainers.data.sources import SFTSource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
     from engine_core.config.models import DataConfig
     from engine_core.data import Example
+    from engine_core.data.rows import Rows
+    from engine_plugin_trainers.options import SFTOptions
 
 
 class SFTTrainer(TrainingRun):
@@ -32,10 +34,11 @@ class SFTTrainer(TrainingRun):
         """Return the actor alone."""
         return {"actor": Role("train", trainable=training)}
 
-    def source_of(self, split: str, data: DataConfig, rows: Any) -> SFTSource:
+    def source_of(self, split: str, data: DataConfig, rows: Any) -> Source[Example]:
         """Open the rows of a split as examples."""
         held, options = table_length(self.text_config), self.config.options
-        return SFTSource(data, self.tokenizer, options, self.config.run.seed, split, rows, held)
+        opened = open_rows(data, split, rows)
+        return example_source(opened, data, self.tokenizer, options, self.config.run.seed, split, held)
 
     def step(self, step: int) -> dict[str, float]:
         """Make one update over the next examples."""
@@ -57,6 +60,30 @@ class SFTTrainer(TrainingRun):
             nll = -(made["log_probs"].double() * batch["token_share"]).sum()
             metrics[f"{held_out.prefix}nll"] = float(nll)
         return metrics
+
+
+def example_source(
+    rows: Rows,
+    data: DataConfig,
+    tokenizer: Any,
+    options: SFTOptions,
+    seed: int,
+    split: str = "train",
+    held: int | None = None,
+) -> Source[Example]:
+    """Return a source of sequences to learn.
+
+    Args:
+        rows: the opened rows.
+        data: ``[data]``.
+        tokenizer: the run's tokenizer.
+        options: ``[sft]``.
+        seed: seed of the order.
+        split: first part of every id.
+        held: length of the model's position table, in tokens; a longer sequence is over-long too.
+    """
+    limits = options.max_tokens, True, options.train_on_prompt, held
+    return Source(Preparer(rows, tokenizer, data, split, *limits), seed)
 
 
 def example_batch(examples: Sequence[Example]) -> Batch:

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from engine_core.errors import ConfigError
-from engine_core.train.sampler import sampling_seed
+from engine_core.train.rollouts import sampling_seed
 from engine_plugin_tools.bench.simulator.runs import MODES, Setting, simulate
 from engine_plugin_tools.bench.simulator.speeds import SPEEDS, Lengths, Speeds
 

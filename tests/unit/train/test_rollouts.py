@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 from engine_core.metrics import Sum
-from engine_core.train.stages import combined
+from engine_core.train.rollouts import combined
 
 
 def test_one_round_is_as_it_is():
