@@ -188,9 +188,6 @@ class Loss(Spec):
             ``sum_pi_squared``.
         needs: columns read from the batch. In addition to those of an advantage: ``current_log_probs`` and
             ``current_entropy``, of the policy just before the update of a mini-batch.
-        prepare: ``f(batch, seed, **options) -> {column: [T]}``, called with each whole mini-batch before
-            its update. It computes statistics over the mini-batch (a rank, a quantile) as columns that the
-            loss reads, so that the loss does not depend on how the mini-batch is split.
         aggregation: the value of `algorithm.loss_aggregation = "auto"` with this loss.
         ratio: the loss itself weighs each token by the ratio to ``old_log_probs``. If it does not,
             the correction does, also with `algorithm.correction.bypass`.
@@ -201,13 +198,8 @@ class Loss(Spec):
     given = ("outputs", "batch")
     outputs: tuple[str, ...] = ("log_probs",)
     needs: frozenset[str] = frozenset({"advantages"})
-    prepare: str | Callable[..., Any] | None = None
     aggregation: str = "token-mean"
     ratio: bool = True
-
-    def resolve_prepare(self) -> Callable[..., Any] | None:
-        """The function behind ``prepare``."""
-        return None if self.prepare is None else resolve(self.prepare)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,8 +217,6 @@ class PairLoss(Spec):
         sft_coef: the default of `dpo.sft_coef`.
         reads: other keys of ``[dpo]`` that the function receives: ``label_smoothing``, ``simpo_gamma``,
             ``discopop_tau``. A pair loss has no separate option table.
-        statistic: a column over the mini-batch that the loss needs, see ``preference_columns``: with ``order`` and
-            ``mean`` the function also receives ``shift`` [P]; with ``matching`` pairs are formed again by rank.
     """
 
     kind = "pair_losses"
@@ -238,13 +228,11 @@ class PairLoss(Spec):
     may_normalize: bool = True
     sft_coef: float = 0.0
     reads: frozenset[str] = frozenset()
-    statistic: Literal["", "order", "matching", "mean"] = ""
 
     @property
     def keywords(self) -> frozenset[str]:
         """The names of the function's keyword arguments."""
-        shift = {"shift"} if self.statistic in ("order", "mean") else set()
-        return frozenset({"beta", *self.reads, *shift})
+        return frozenset({"beta", *self.reads})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -222,7 +222,7 @@ def rollouts_of(dumped: dict[str, torch.Tensor], group_size: int) -> list[Rollou
 
 def answers(trainer: TimedTrainer, rollouts: list[Rollout], old_log_probs: torch.Tensor) -> dict[str, Any]:
     """Advantages and log-probs of a batch, and the loss and the norm of its gradient: on policy, and with old log-probs [B, tokens]."""
-    batch = trainer.with_advantages(trainer.sampling.batch(rollouts))
+    batch = trainer.with_advantages(trainer.batch(rollouts))
     engine: Any = trainer.groups["actor"].engine  # type: ignore[attr-defined]
     learned_tokens = batch["loss_mask"]
     shape = old_log_probs.shape

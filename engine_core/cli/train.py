@@ -101,8 +101,7 @@ def _to_the_end(config: EngineConfig, resume: Resume | None = None) -> Path:
                 if not left or trainer.folder is None:
                     raise
                 try:
-                    good = trainer.verified  # read after the attempt has failed
-                    resume = Resume.at(good) if good else Resume.find(trainer.folder.path)
+                    resume = Resume.find(trainer.folder.path)
                 except DataError:  # nothing was saved
                     raise lost from None
                 left -= 1

@@ -37,7 +37,7 @@ ROLLOUT_COLUMNS = frozenset(
         "reward_terms",
     }
 )
-"""In every batch (``RolloutSource.batch``), besides ``reward/NAME``. ``reward_terms`` stands for the
+"""In every batch (``SampledRun.batch``), besides ``reward/NAME``. ``reward_terms`` stands for the
 columns ``reward_term/NAME`` and ``reward_weight/NAME`` of each reward that has a weight."""
 
 GREEDY = "greedy_rewards"

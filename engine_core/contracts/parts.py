@@ -191,8 +191,13 @@ class EarlyStop(Protocol):
 
     off_policy: bool
 
-    def to_take(self, wanted: int) -> int:
-        """Return how many prompts to take from the data for a round of ``wanted`` groups."""
+    def to_take(self, wanted: int, version: int) -> int:
+        """Return how many prompts to take from the data for a round of ``wanted`` groups.
+
+        Args:
+            wanted: groups that the round needs.
+            version: policy version of the sampler.
+        """
 
     def sample(
         self,

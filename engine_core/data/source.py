@@ -428,7 +428,7 @@ class PromptSource(Source[Prompt]):
         tokenizer: the run's tokenizer.
         seed: seed of the order.
         split: ``train`` or ``validation``.
-        rows: rows as dicts in place of files (``train.source_rows.rows_of``); they are prepared without workers.
+        rows: rows as dicts in place of files (``train.given.GivenRows``); they are prepared without workers.
         held: maximum tokens of prompt and response together that model and sampler support; a prompt that leaves no
             room for a response is over-long, too.
         tools: tools for rows that have none.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from engine_core.config.schedule import boundaries, config_at
@@ -11,26 +12,38 @@ from engine_core.tables import CUTTING
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
-    from engine_core.train.sampled_run import SampledRun
+    from engine_core.plugins.plugin_set import PluginSet
 
 log = logging.getLogger("engine")
 
 
-def replays_support(run: SampledRun) -> bool:
+def replays_support(config: EngineConfig, plugins: PluginSet, trained: Iterable[str], samples: bool) -> bool:
     """Return whether the run replays the support of cut distributions (`algorithm.correction.support`).
 
     Logs a warning if ``auto`` comes to False although sampling options cut the distribution.
 
+    Args:
+        config: of the run.
+        plugins: of the run.
+        trained: roles whose engine computes log-probs.
+        samples: whether the run samples; stored rollouts have no sampler.
+
     Raises:
         ConfigError: ``replay`` is set, and an engine of the run lacks the capability.
     """
-    config, wanted = run.config, run.config.algorithm.correction.support
+    wanted = config.algorithm.correction.support
     if wanted == "off":
         return False
-    lacking = _lacking(run)
+    engines = [("rollout", "rollout_engines", config.rollout.backend)] if samples else []
+    engines += [(name, "train_engines", config.role(name).backend) for name in trained]
+    lacking = [
+        f"{role}.backend = '{backend}'"
+        for role, kind, backend in engines
+        if not has_capability(plugins, kind, backend, "support")
+    ]
     if not lacking:
         return True
-    why = f"{lacking} has no capability 'support'"
+    why = f"{lacking[0]} has no capability 'support'"
     if wanted == "replay":
         raise ConfigError(
             f"algorithm.correction.support: got 'replay', but {why}. Use another backend, or 'off': log-probs are then "
@@ -46,51 +59,41 @@ def replays_support(run: SampledRun) -> bool:
     return False
 
 
+def has_capability(plugins: PluginSet, kind: str, backend: str, capability: str) -> bool:
+    """Return whether an engine declares a capability; ``kind``: ``train_engines`` or ``rollout_engines``."""
+    spec: Any = plugins.spec(kind, backend)
+    return capability in spec.capabilities
+
+
 def cutting_keys(config: EngineConfig) -> str:
     """Return the keys that cut the distribution in some step, as text; "" if none does."""
     cutting = {name for step in boundaries(config) for name in config_at(config, step).rollout.cutting}
     return " and ".join(f"rollout.{name}" for name in CUTTING if name in cutting)
 
 
-def _lacking(run: SampledRun) -> str:
-    """Return the key of the first engine that lacks ``support``; "" if none does. Stored rollouts have no sampler."""
-    config, roles = run.config, run.roles(training=True)
-    engines = [("rollout", "rollout_engines", config.rollout.backend)] if run.samples else []
-    engines += [
-        (name, "train_engines", config.role(name).backend)
-        for name, role in roles.items()
-        if role.kind == "train" and name != "critic"
-    ]
-    for role, kind, backend in engines:
-        spec: Any = run.plugins.spec(kind, backend)
-        if "support" not in spec.capabilities:
-            return f"{role}.backend = '{backend}'"
-    return ""
-
-
-def check_other_policy(run: SampledRun) -> None:
+def check_other_policy(config: EngineConfig) -> None:
     """Refuse to learn without importance weights from a sampler whose options make it another policy.
 
     Raises:
         ConfigError: `algorithm.correction.level` is ``off`` and ``bypass`` is not set.
     """
-    config, correction = run.config, run.config.algorithm.correction
+    correction = config.algorithm.correction
     keys = getattr(config.rollout.options, "other_policy", "")
-    if run.samples and keys and correction.level == "off" and not correction.bypass:
+    if keys and correction.level == "off" and not correction.bypass:
         raise ConfigError(
             f"algorithm.correction.level: got 'off', but with {keys} the sampler is another policy than the one that learns: "
             "its tokens must be weighed. Leave the key out ('auto' is then 'token'), or remove the other."
         )
 
 
-def check_adapter(run: SampledRun) -> None:
+def check_adapter(config: EngineConfig) -> None:
     """Refuse to send the sampler only an adapter where the run has none, or the sampler's base does not fit it.
 
     Raises:
         ConfigError: no [actor.lora]; DoRA or `modules_to_save`; the actor's base is another model.
     """
-    config, lora = run.config, run.config.actor.lora
-    if not (run.samples and getattr(config.rollout.options, "adapter", False)):
+    lora = config.actor.lora
+    if not getattr(config.rollout.options, "adapter", False):
         return
     key = f"rollout.{config.rollout.backend}.adapter"
     if lora is None:
@@ -110,20 +113,17 @@ def check_adapter(run: SampledRun) -> None:
         )
 
 
-def check_partial(run: SampledRun) -> None:
+def check_partial(config: EngineConfig, plugins: PluginSet) -> None:
     """Refuse options that stop responses early if the sampler cannot stop them.
 
     Raises:
         ConfigError: the sampler's backend lacks the capability ``partial``.
     """
-    config = run.config.rollout
-    if not (run.samples and config.stops_responses):
-        return
-    spec: Any = run.plugins.spec("rollout_engines", config.backend)
-    if "partial" not in spec.capabilities:
-        key = "request_timeout_seconds" if config.request_timeout_seconds else "over_sampling"
-        value = config.request_timeout_seconds or config.over_sampling
+    rollout = config.rollout
+    if rollout.stops_responses and not has_capability(plugins, "rollout_engines", rollout.backend, "partial"):
+        key = "request_timeout_seconds" if rollout.request_timeout_seconds else "over_sampling"
+        value = rollout.request_timeout_seconds or rollout.over_sampling
         raise ConfigError(
-            f"rollout.{key}: got {value:g}, but rollout.backend = '{config.backend}' has no capability 'partial': it "
+            f"rollout.{key}: got {value:g}, but rollout.backend = '{rollout.backend}' has no capability 'partial': it "
             "cannot stop a response in its midst. Remove the key, or use another backend."
         )

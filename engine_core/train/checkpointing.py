@@ -15,28 +15,28 @@ import platform
 import random
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from engine_core import faults
-from engine_core.config.dump import ROLES, Difference, Verdict, as_data, check, differences
-from engine_core.config.schedule import config_at
+from engine_core.config.dump import ROLES, Difference, as_data, check, differences
 from engine_core.data import tokenizer_hash
 from engine_core.errors import ConfigError, DataError, EnvironmentProblem
 from engine_core.redaction import Redactor
 from engine_core.runs.checkpoint import Best, Checkpoints, read_state
-from engine_core.runs.state_files import FORMAT, STATE, load_json, reading
+from engine_core.runs.state_files import FORMAT, STATE, load_json
 from engine_core.runs.tracking import RunFolder
 from engine_core.specs import resolve
 
 if TYPE_CHECKING:
-    from engine_core.train.run import TrainingRun
+    from engine_core.config import EngineConfig
+    from engine_core.config.models import CheckpointConfig
+    from engine_core.contracts.runtime import Role
+    from engine_core.plugins.plugin_set import PluginSet
 
 log = logging.getLogger("engine")
 
@@ -56,24 +56,6 @@ class ResumePoint:
     unfinished: dict[str, float] | None = None
     files: Mapping[str, Callable[[Path], object]] = field(default_factory=dict)  # state that is not JSON
 
-    @classmethod
-    def take(
-        cls, run: TrainingRun, metrics: Mapping[str, float], unfinished: Mapping[str, float] | None = None
-    ) -> ResumePoint:
-        """Return the state of ``run`` now; its trained workers note their random states."""
-        for name, role in run.roles(training=True).items():
-            if role.kind == "train" and role.trainable and name in run.groups:  # not all outside of training
-                run.groups[name].call("mark").result()
-        return cls(
-            run.step_done,
-            run.source.state(),
-            {"skipped_in_a_row": dict(run.skipped_in_a_row), **run.state()},
-            (random.getstate(), numpy.random.get_state()),
-            _plain(metrics),
-            None if unfinished is None else _plain(unfinished),
-            run.files(),
-        )
-
     def as_json(self) -> dict[str, Any]:
         """Return the state as plain values, for ``state.json``."""
         python, (name, keys, *rest) = self.random
@@ -84,6 +66,13 @@ class ResumePoint:
             "metrics": self.metrics,
             "unfinished": self.unfinished,
         }
+
+
+def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as numbers that JSON can hold."""
+    return {
+        name: value if isinstance(value, int | float) else float(value) for name, value in metrics.items()
+    }
 
 
 def seed_random(seed: int) -> None:
@@ -100,10 +89,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
 
 
-def _plain(metrics: Mapping[str, Any]) -> dict[str, float]:
-    return {
-        name: value if isinstance(value, int | float) else float(value) for name, value in metrics.items()
-    }
+def random_state() -> tuple[Any, Any]:
+    """Return the states of Python's and numpy's global generators."""
+    return random.getstate(), numpy.random.get_state()
 
 
 PACKAGES = ("torch", "transformers", "numpy")  # a resume is bit for bit only with the same versions
@@ -113,14 +101,15 @@ class Saver:
     """A writer of the checkpoints of one run, as ``[checkpoint]`` says.
 
     Args:
-        run: set up for training, with its run folder.
+        folder: the run folder.
+        config: ``[checkpoint]``.
     """
 
-    def __init__(self, run: TrainingRun) -> None:
-        assert run.folder is not None
-        self.run, self.config = run, run.config.checkpoint
-        best, metrics_of = Best.of(self.config), run.folder.metrics_of
-        self.checkpoints = Checkpoints(run.folder.checkpoints, self.config.keep_last, best, metrics_of)
+    def __init__(self, folder: RunFolder, config: CheckpointConfig) -> None:
+        self.config = config
+        self.checkpoints = Checkpoints(
+            folder.checkpoints, config.keep_last, Best.of(config), folder.metrics_of
+        )
         self.failures = 0  # saves that failed in a row
         self._best = self.checkpoints.best_rank() if self.checkpoints.best else None
         self._saved_at = time.monotonic()
@@ -135,7 +124,13 @@ class Saver:
             or self._is_best(metrics)
         )
 
-    def save(self, point: ResumePoint, must: bool = False) -> Path | None:
+    def save(
+        self,
+        point: ResumePoint,
+        write: Callable[[Path], None],
+        about: Mapping[str, Any],
+        must: bool = False,
+    ) -> Path | None:
         """Write the checkpoint of ``point``; the workers' weights must be those of its step.
 
         A save that fails leaves the older checkpoints as they are and logs a warning; the next step that
@@ -143,6 +138,8 @@ class Saver:
 
         Args:
             point: the state to save.
+            write: writes the workers' state into a folder.
+            about: result of ``about``.
             must: whether a failure is an error, because no later save follows.
 
         Returns:
@@ -152,11 +149,16 @@ class Saver:
             EnvironmentProblem: the save failed, and ``must`` is set or `checkpoint.max_failures` saves failed in a row.
         """
         self._saved_at = time.monotonic()
+
+        def write_all(folder: Path) -> None:
+            """Write the workers' state and the files of the point."""
+            write(folder)
+            for name, write_file in point.files.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                write_file(folder / name)
+
         try:
-            self.run.hub.sync()
-            path = self.checkpoints.save(
-                point.step, partial(self._write, point), {**point.as_json(), **self._about()}
-            )
+            path = self.checkpoints.save(point.step, write_all, {**point.as_json(), **about})
         except OSError as error:
             self._failed(point.step, error, must)
             return None
@@ -165,28 +167,7 @@ class Saver:
             assert self.checkpoints.best is not None
             self._best = self.checkpoints.best.rank(point.metrics)
         log.info("Checkpoint: %s", path)
-        self.run.emit("checkpoint_saved", {"path": str(path)})
         return path
-
-    def _write(self, point: ResumePoint, folder: Path) -> None:
-        for name, role in self.run.roles(training=True).items():
-            if role.saved:
-                self.run.groups[name].call("save", folder=folder / name).result().result()
-                faults.point("checkpoint.after_role")
-        for name, write in point.files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            write(folder / name)
-
-    def _about(self) -> dict[str, Any]:
-        """Return the values that a resume compares: config, tokenizer, roles, plugins, versions."""
-        assert self.run.folder is not None
-        return {
-            "config": self.run.folder.redactor.tree(as_data(self.run.config)),
-            "tokenizer": tokenizer_hash(self.run.tokenizer),
-            "roles": list(self.run.roles(training=True)),
-            "plugins": dict(self.run.plugins.versions()),
-            "versions": versions(),
-        }
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
         rank = self.checkpoints.best.rank(metrics) if self.checkpoints.best else None
@@ -214,6 +195,18 @@ class Saver:
         files = self.checkpoints.path(older[-1]).rglob("*")
         need = sum(file.stat().st_size for file in files if file.is_file()) / 1e6
         return f" A checkpoint needs {need:,.1f} MB, {free:,.1f} MB are free."
+
+
+def about(config: EngineConfig, plugins: PluginSet, tokenizer: Any, roles: Iterable[str]) -> dict[str, Any]:
+    """Return the values of a run that a resume compares."""
+    data = as_data(config)
+    return {
+        "config": Redactor.of(data).tree(data),
+        "tokenizer": tokenizer_hash(tokenizer),
+        "roles": list(roles),
+        "plugins": dict(plugins.versions()),
+        "versions": versions(),
+    }
 
 
 def versions() -> dict[str, str]:
@@ -285,23 +278,22 @@ class Resume:
         folder.claim(self.state["step"])
         return folder
 
-    def compare(self, run: TrainingRun) -> None:
+    def compare(self, config: EngineConfig, plugins: PluginSet) -> None:
         """Log what changed since the checkpoint.
 
         Raises:
             ConfigError: a change does not fit the checkpoint and is not in ``force``.
         """
-        self._check_backends(run)
-        now_data = as_data(run.config)
-        now_config = Redactor.of(now_data).tree(now_data)
-        found = differences(self.state["config"], now_config, self.state["roles"], self._movable(run))
-        plugins = run.plugins.versions()
-        here = {"plugins": plugins, "versions": versions()}
-        for table, now in here.items():
+        self._check_backends(config, plugins)
+        data = as_data(config)
+        now_config = Redactor.of(data).tree(data)
+        found = differences(
+            self.state["config"], now_config, self.state["roles"], self._movable(config, plugins)
+        )
+        for table, now in {"plugins": plugins.versions(), "versions": versions()}.items():
             was = self.state[table]
-            verdict: Verdict = "warned"
             found += [
-                Difference(f"{table}.{name}", was.get(name, "absent"), now.get(name, "absent"), verdict)
+                Difference(f"{table}.{name}", was.get(name, "absent"), now.get(name, "absent"), "warned")
                 for name in dict.fromkeys([*was, *now])
                 if was.get(name) != now.get(name)
             ]
@@ -309,74 +301,52 @@ class Resume:
             level = logging.INFO if difference.verdict == "allowed" else logging.WARNING
             log.log(level, "Changed since %s: %s", self.path.name, difference)
 
-    def _movable(self, run: TrainingRun) -> list[str]:
+    def _movable(self, config: EngineConfig, plugins: PluginSet) -> list[str]:
         """Return the roles that another engine may take over: it reads the saved format, or nothing was saved."""
         found = []
         for role in set(ROLES) & set(self.state["roles"]):
-            spec: Any = run.plugins.find("train_engines", run.config.role(role).backend)
+            spec: Any = plugins.find("train_engines", config.role(role).backend)
             file = self.path / role / STATE
             common = file.is_file() and load_json(file).get("format") == FORMAT
             if not file.exists() or (common and spec and "common_checkpoints" in spec.capabilities):
                 found.append(role)
         return found
 
-    def _check_backends(self, run: TrainingRun) -> None:
+    def _check_backends(self, config: EngineConfig, plugins: PluginSet) -> None:
         """Refuse an engine that cannot read what another engine saved.
 
         Raises:
             ConfigError: the engine's ``check_checkpoint`` found a problem.
         """
         for role in sorted(set(ROLES) & set(self.state["roles"])):
-            table, now = self.state["config"].get(role), run.config.role(role).backend
+            table, now = self.state["config"].get(role), config.role(role).backend
             if not isinstance(table, dict) or not isinstance(was := table.get("backend"), str) or was == now:
                 continue
-            spec: Any = run.plugins.find("train_engines", now)
+            spec: Any = plugins.find("train_engines", now)
             if spec is None or spec.check_checkpoint is None:
                 continue
             if problem := resolve(spec.check_checkpoint)(self.path / role, was, now):
                 raise ConfigError(f"{role}.backend: {problem}")
 
-    def check_inputs(self, run: TrainingRun) -> None:
-        """Set the data to its position, before any model is built.
+    def check_inputs(self, tokenizer: Any, roles: Mapping[str, Role]) -> None:
+        """Refuse another tokenizer, and roles that the checkpoint lacks, before any model is built.
+
+        Args:
+            tokenizer: of the run.
+            roles: of the run.
 
         Raises:
             ConfigError: the tokenizer differs, and `model.tokenizer` is not forced; or the checkpoint lacks a role
                 of the run.
-            DataError: the data files have other numbers of rows.
         """
-        if self.state["tokenizer"] != tokenizer_hash(run.tokenizer) and TOKENIZER not in self.force:
+        if self.state["tokenizer"] != tokenizer_hash(tokenizer) and TOKENIZER not in self.force:
             raise ConfigError(
                 f"{TOKENIZER}: the tokenizer is not the one of {self.path.name}, so its tokens mean something else. "
                 f"Bring its files back, or say that you mean it: --force {TOKENIZER}"
             )
-        roles = run.roles(training=True)
         missing = [name for name, role in roles.items() if role.saved and not (self.path / name).is_dir()]
         if missing:
             raise ConfigError(
                 f"{self.path.name} holds no role '{missing[0]}': the run had no such role until now, so it cannot be "
                 "resumed. Start a new run: `engine export RUN OUT`, then train with model.path = 'OUT'."
             )
-        run.source.load_state(self.state["data"])
-
-    def go_on(self, run: TrainingRun) -> ResumePoint:
-        """Restore the trainer, then drop what was recorded after the checkpoint, since those steps are repeated."""
-        point = self.restore(run)
-        log.info("Resumed from %s.", self.path)
-        faults.point("resume.before_rewind")
-        assert run.folder is not None
-        run.folder.rewind(point.step, run.config, run.plugins, unfinished=point.unfinished is not None)
-        return point
-
-    def restore(self, run: TrainingRun) -> ResumePoint:
-        """Load weights, optimizers, random states and the trainer's own state into a trainer that is set up."""
-        for name, role in run.roles(training=True).items():
-            if role.saved and name in run.groups:
-                run.groups[name].call("load", folder=self.path / name).result()
-        state = self.state
-        with reading(self.path / STATE):
-            run.load_state(state["trainer"], self.path)
-            run.skipped_in_a_row = dict(state["trainer"]["skipped_in_a_row"])
-            set_random_state(state["random"])
-        run.step_done = run.step_now = state["step"]
-        run.config_now = config_at(run.config, state["step"]) if state["step"] else run.config
-        return ResumePoint.take(run, state["metrics"], state["unfinished"])

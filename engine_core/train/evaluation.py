@@ -1,4 +1,4 @@
-"""Evaluation of a policy: every held-out set is sampled as ``[eval]`` says, scored, and reported with its uncertainty."""
+"""Metrics of a held-out set that was sampled as ``[eval]`` says and scored, with their uncertainty."""
 
 from __future__ import annotations
 
@@ -13,97 +13,12 @@ from engine_core.algorithms.evaluation import (
     mean_interval,
     pass_at_k,
 )
-from engine_core.config.evaluation import UNNAMED, HeldOut
-from engine_core.data import PromptSource
-from engine_core.rewards.preflight import ROWS
-from engine_core.runs.folders import writing
-from engine_core.runs.rollout_files import write_rollouts
-from engine_core.train.models import held_tokens
-from engine_core.train.source_rows import environment_tools, evaluated, rows_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
-    from engine_core.train.rollouts import RolloutSource
-    from engine_core.train.sampled_run import SampledRun
-    from engine_core.types import Prompt, Rollout, Sampling
-
-
-class Evaluation:
-    """The held-out sets of a run.
-
-    Args:
-        run: the trainer to evaluate; its worker groups exist when ``measure`` is called.
-        sampling: samples and scores the prompts.
-
-    Raises:
-        DataError: a set lacks a column that a reward needs. Sets are read here if the run evaluates during training,
-            else in ``measure``.
-    """
-
-    def __init__(self, run: SampledRun, sampling: RolloutSource) -> None:
-        self.run, self.sampling = run, sampling
-        self._prompts: dict[str, list[Prompt]] = {}
-        for held_out in evaluated(run) if run.config.eval.during_training else ():
-            self.prompts(held_out)
-
-    def prompts(self, held_out: HeldOut) -> list[Prompt]:
-        """Return the prompts of a set, which are read once."""
-        if held_out.name not in self._prompts:
-            data = held_out.data(self.run.config)
-            split = f"validation/{held_out.name}".rstrip("/")
-            seed, held = self.run.config.run.seed, held_tokens(self.run)
-            rows, tools = rows_of(self.run, held_out), environment_tools(self.run)
-            source = PromptSource(data, self.run.tokenizer, seed, split, rows, held, tools)
-            try:
-                columns = source.columns()
-                if self.sampling.environment:
-                    self.sampling.environment.check_columns(columns)
-                self.sampling.rewards.check_columns(columns)
-                self.sampling.check_rows(source.spread(ROWS), data.max_bad_rows)
-                self._prompts[held_out.name] = source.all(held_out.max_prompts)
-            finally:
-                source.close()
-        return self._prompts[held_out.name]
-
-    def measure(self, out: Path | None = None) -> dict[str, float]:
-        """Sample and score every set.
-
-        Args:
-            out: folder for the rollouts, one file a set; default: the run folder, during training.
-
-        Returns:
-            ``eval/...`` of ``data.validation`` and ``eval/SET/...`` of each ``[[eval.set]]``; see
-            ``set_metrics``.
-        """
-        metrics: dict[str, float] = {}
-        for held_out in evaluated(self.run):
-            sampling = self.sampling.sampling_of(held_out)
-            rollouts, about = self._rollouts(held_out, sampling), self.sampling.about(sampling)
-            metrics |= {
-                held_out.prefix + name: value for name, value in set_metrics(rollouts, held_out).items()
-            }
-            measured = self.run.measured(rollouts)
-            metrics |= {held_out.prefix + name: value for name, value in measured.items()}
-            if environment := self.sampling.environment:
-                metrics |= {held_out.prefix + name: value for name, value in environment.metrics().items()}
-            if out is not None:
-                write_rollouts(
-                    out / f"{held_out.name or UNNAMED}.parquet", self.run.step_done, rollouts, about
-                )
-            elif self.run.folder and self.run.running:
-                folder = self.run.folder.rollouts_dir / "eval" / held_out.name
-                with writing(f"The evaluation of step {self.run.step_done}"):
-                    write_rollouts(folder, self.run.step_done, rollouts, about)
-        return metrics
-
-    def _rollouts(self, held_out: HeldOut, sampling: Sampling) -> list[Rollout]:
-        prompts = self.prompts(held_out)
-        with self.run.runtime.phase("generate"):
-            rollouts = self.sampling.sample_as(prompts, 0, held_out.samples_per_prompt, sampling)
-        self.sampling.score(rollouts, 0, training=False)
-        return rollouts
+    from engine_core.config.evaluation import HeldOut
+    from engine_core.types import Rollout
 
 
 def set_metrics(rollouts: Sequence[Rollout], held_out: HeldOut) -> dict[str, float]:

@@ -6,13 +6,16 @@ loop takes a ``ResumePoint``. A stop in the middle of the next step or of an eva
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from engine_core import faults
-from engine_core.config.schedule import changes, config_at
 from engine_core.errors import (
     ConfigError,
     EngineError,
@@ -22,12 +25,15 @@ from engine_core.errors import (
     did_you_mean,
 )
 from engine_core.runs import machine
-from engine_core.runs.logs import Progress
-from engine_core.train.checkpointing import Resume, ResumePoint, Saver
-from engine_core.train.memory import frozen_gc, keep_freed_memory, out_of_memory_explained
+from engine_core.runs.logs import FILE_ONLY, Progress, setup_logging
+from engine_core.runs.tracking import RunFolder, TrackerHub
+from engine_core.train.checkpointing import Resume, ResumePoint, Saver, about
 from engine_core.train.stopping import Stop, StopSignals, Terminated, resume_hint
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from engine_core.config import EngineConfig
     from engine_core.train.run import TrainingRun
 
 log = logging.getLogger("engine")
@@ -45,39 +51,121 @@ def train(run: TrainingRun, resume: Path | Resume | None) -> dict[str, float]:
     """
     faults.arm()
     loop: Loop | None = None
-    with StopSignals() as run.signals:
+    with StopSignals() as run.signals, ExitStack() as attempt:  # closed last: run folder, its log, trackers
         try:
             with run.signals.window():
                 found = Resume.find(resume) if isinstance(resume, str | Path) else resume
-                point = run.open(found)  # run folder, log, trackers, data, workers; the state of a checkpoint
-            loop = Loop(run, point)
+                loop = start(run, found, attempt)
             return loop.run_steps()
         except Stop as stop:
-            raise run.stopped(stop, loop) from None
+            try:
+                saved = loop is not None and loop.save_for(stop)
+                if not saved:
+                    hint = loop.hint if loop else ""
+                    log.warning("Stopped by %s; nothing new was saved.%s", stop.name, hint)
+            finally:
+                _close(run)
+            raise stop.ending(saved) from None
         except BaseException as error:
-            run.failed(error, began=loop is not None)
+            try:
+                run.emit("run_failed", {"error": f"{type(error).__name__}: {error}"})
+                if run.folder is not None:
+                    report_failure(error, run.step_now, loop.hint if loop else "")
+            finally:
+                _close(run)
             if isinstance(error, Terminated):
                 raise SystemExit(Terminated.code) from None
             raise
-        finally:
-            run.end_attempt()
+
+
+def start(run: TrainingRun, resume: Resume | None, attempt: ExitStack) -> Loop:
+    """Do everything before the first step: run folder, log, trackers, data, workers, the state of a checkpoint.
+
+    Args:
+        run: the trainer.
+        resume: the checkpoint to resume from; None: a new run.
+        attempt: receives what must be closed at the end of the attempt.
+    """
+    folder = run.folder = RunFolder.create(run.config, run.plugins) if resume is None else resume.claim()
+    attempt.callback(folder.close)
+    attempt.enter_context(setup_logging(folder))
+    if resume is not None:
+        resume.compare(run.config, run.plugins)
+    elif before := folder.attempt:
+        said = "The run's folder was left by a start in which nothing was trained; its log is in logs/attempt_%d."
+        log.info(said, before - 1)
+    for message in (*machine.check_start(folder.path), *run.config.warnings):
+        log.warning("%s", message)
+    for unread in run.config.unread:
+        log.info("Not read: %s", unread)
+    log.info("Plugins: %s", json.dumps(run.plugins.versions()))
+    hub = TrackerHub(folder, run.config, run.plugins)
+    attempt.callback(hub.close)
+    run.setup(training=True, resume=resume)
+    point = None
+    if resume is not None:
+        point = run.restore(resume)
+        log.info("Resumed from %s.", resume.path)
+        faults.point("resume.before_rewind")
+        # steps after the checkpoint are repeated, so what was recorded of them goes
+        folder.rewind(point.step, run.config, run.plugins, unfinished=point.unfinished is not None)
+    hub.start()
+    run.trained = True
+    return Loop(run, folder, hub, point)
+
+
+def report_failure(error: BaseException, step: int, hint: str) -> None:
+    """Log the step in which a run failed or was ended at once.
+
+    Args:
+        error: the exception that ended the run.
+        step: step number.
+        hint: how to resume; "" before the first step.
+    """
+    if not isinstance(error, Exception):
+        where = f"in step {step}.{hint}" if hint else "before its first step."
+        log.warning("The run was ended at once %s", where)
+        return
+    # the caller prints the error on the screen
+    log.error("%s", error, exc_info=error, extra=FILE_ONLY)
+    log.error("The run failed %s", f"in step {step}.{hint}" if hint else "before its first step.")
+    if hint and not isinstance(error, EngineError):  # it is printed with a traceback after this log line
+        error.add_note(hint.strip())
+
+
+def _close(run: TrainingRun) -> None:
+    """End the workers. Log an error of theirs, so that it does not replace the cause: lost workers may not close."""
+    try:
+        run.close()
+    except Exception as error:
+        log.error("The workers did not end cleanly: %s", error, exc_info=error)
 
 
 class Loop:
-    """The steps of one attempt.
+    """The steps of one attempt: it drives a trainer, which knows nothing of it.
 
     Args:
         run: a trainer that is set up for training.
+        folder: its run folder.
+        hub: writes metrics.
         point: the point to resume from; None in a new run.
     """
 
-    def __init__(self, run: TrainingRun, point: ResumePoint | None) -> None:
-        self.run, self.saver = run, Saver(run)
+    def __init__(
+        self, run: TrainingRun, folder: RunFolder, hub: TrackerHub, point: ResumePoint | None
+    ) -> None:
+        self.run, self.folder, self.hub = run, folder, hub
+        self.saver = Saver(folder, run.config.checkpoint)
         self.total = run.total_steps
-        self.point = point or ResumePoint.take(run, {}, unfinished={})
-        before = run.folder.read_metrics() if point and run.folder else []
+        self.point = point or run.resume_point({}, unfinished={})
+        before = folder.read_metrics() if point else []
         self._measured = set[str]().union(*before)  # names of all metrics so far
         self._first: list[dict[str, float]] = []  # metrics of the first steps of this attempt
+
+    @property
+    def hint(self) -> str:
+        """How the run continues after it has ended early, with a space before it."""
+        return f" {resume_hint(self.folder, self.run.config.checkpoint)}"
 
     def run_steps(self) -> dict[str, float]:
         """Do the remaining steps; return the metrics of the last step done here.
@@ -86,23 +174,18 @@ class Loop:
             SamplerLost: a sampler was lost; the last finished step is saved if that is possible.
         """
         run, metrics = self.run, dict[str, float]()
-        assert run.folder is not None
         log.info("%s", " ".join(run.derived()))
         run.emit("run_started", {"steps": self.total})
-        if not run.runtime.in_process:
-            keep_freed_memory()
-        progress = Progress(self.total, run.step_done, run.folder.path.name)
-        with progress as run.progress, frozen_gc(run.clock.now) as collect_garbage:
+        with Progress(self.total, run.step_done, self.folder.path.name) as run.progress:
             try:
                 if self.point.unfinished is not None:  # of a step that an earlier attempt did not finish
                     if run.step_done:  # the step is evaluated under its own settings
-                        apply_schedule(run, run.step_done)
+                        run.use_settings_of(run.step_done)
                     metrics = self.finish_step(dict(self.point.unfinished))
                 while run.step_done < self.total:
                     run.signals.check()
                     metrics = self.train_step(run.step_done + 1)
                     metrics = self.finish_step(metrics)
-                    collect_garbage()
             except SamplerLost:
                 self.save_finished_step()
                 raise
@@ -116,8 +199,7 @@ class Loop:
         run, start = self.run, self.run.clock.now()
         run.begin_step(step)
         faults.point("step.begin")
-        apply_schedule(run, step)
-        with out_of_memory_explained(run):
+        with self._memory_explained():
             metrics = run.step(step)
         run.step_done = step
         seconds = run.clock.now() - start
@@ -125,7 +207,7 @@ class Loop:
         metrics |= self._throughput(metrics) | run.source.counters
         metrics |= machine.memory_metrics() | run.runtime.memory_metrics()
         metrics["plugins/observer_failures"] = float(run.plugins.observer_failures)
-        self.point = ResumePoint.take(run, metrics, unfinished=metrics)
+        self.point = run.resume_point(metrics, unfinished=metrics)
         run.signals.check()
         return metrics
 
@@ -136,7 +218,7 @@ class Loop:
             metrics |= self.evaluate()
         faults.point("step.before_metrics")
         if step or metrics:
-            run.hub.log(step, metrics)
+            self.hub.log(step, metrics)
         faults.point("step.after_metrics")
         if step:
             self.log_advice(metrics)
@@ -144,7 +226,7 @@ class Loop:
                 run.progress.step(step, metrics)
             run.emit("step_finished", {"metrics": metrics})
             self.check_bounds(metrics)
-        self.point = ResumePoint.take(run, metrics)
+        self.point = run.resume_point(metrics)
         if step and self.saver.due(step, metrics, last=step == self.total):
             self.save(last=step == self.total)
         return metrics
@@ -163,7 +245,7 @@ class Loop:
         if run.progress:
             run.progress.phase("eval")
         start = run.clock.now()
-        with run.signals.window(), out_of_memory_explained(run):
+        with run.signals.window(), self._memory_explained():
             faults.point("step.eval")
             metrics = run.evaluate()
         metrics["time/eval"] = run.clock.now() - start
@@ -205,18 +287,30 @@ class Loop:
         """Write a checkpoint of the last finished step."""
         if self.run.progress:
             self.run.progress.phase("checkpoint")
-        self.saver.save(self.point, must=last)
+        self._save(must=last)
+
+    def _save(self, must: bool) -> None:
+        run = self.run
+        described = about(run.config, run.plugins, run.tokenizer, run.roles(training=True))
+        if path := self.saver.save(self.point, self._write, described, must):
+            run.emit("checkpoint_saved", {"path": str(path)})
+
+    def _write(self, folder: Path) -> None:
+        """Write the workers' state after the metrics have come to the disk."""
+        self.hub.sync()
+        self.run.save_roles(folder)
 
     def save_for(self, stop: Stop) -> bool:
         """Save the last finished step because of a stop; return False if that is switched off or fails."""
+        self.run.runtime.give_up()  # the stop may have come between a call and the wait for its result
         if not self.saver.config.at_stop:
             return False
         try:
-            self.saver.save(self.point, must=True)
+            self._save(must=True)
         except EnvironmentProblem as error:
             log.error("%s", error)
             return False
-        log.warning("Stopped by %s after step %d. %s", stop.name, self.point.step, resume_hint(self.run))
+        log.warning("Stopped by %s after step %d.%s", stop.name, self.point.step, self.hint)
         return True
 
     def save_finished_step(self) -> None:
@@ -224,9 +318,13 @@ class Loop:
         if self.run.weights_changed or not self.point.step or not self.saver.config.at_stop:
             return
         try:
-            self.saver.save(self.point, must=True)
+            self._save(must=True)
         except EngineError as error:  # the caller reports the loss itself
             log.error("%s", error)
+
+    def _memory_explained(self) -> AbstractContextManager[None]:
+        run = self.run
+        return out_of_memory_explained(run.step_now, run.config_now, run.trained_roles, run.samples)
 
     def _throughput(self, metrics: Mapping[str, float]) -> dict[str, float]:
         found, times = {}, self.run.times
@@ -237,17 +335,37 @@ class Loop:
         return found
 
 
-def apply_schedule(run: TrainingRun, step: int) -> None:
-    """Give a run the settings of ``step``, and send the workers their learning rates and token budgets."""
-    run.config_now = config_at(run.config, step)
-    changed = changes(run.config, step)
-    if changed:
-        log.info(
-            "Schedule, step %d: %s", step, ", ".join(f"{key} = {value}" for key, value in changed.items())
+@contextmanager
+def out_of_memory_explained(
+    step: int, config: EngineConfig, trained: Sequence[str], samples: bool
+) -> Iterator[None]:
+    """Turn an out-of-memory error of an accelerator or host into one that names the settings to lower.
+
+    Args:
+        step: step number, for the message.
+        config: settings of that step.
+        trained: roles that are trained.
+        samples: whether the step samples rollouts.
+
+    Raises:
+        EnvironmentProblem: raised in place of the out-of-memory error.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        rank = getattr(error.__cause__, "rank", None)
+        where = "" if rank is None else f" on rank {rank}"
+        now = {name: str(config.role(name).max_tokens_per_rank) for name in trained}
+        automatic = "auto; the log says what it came to"
+        budgets = " or ".join(
+            f"{name}.max_tokens_per_rank (now {automatic if budget == 'auto' else budget})"
+            for name, budget in now.items()
         )
-    for role in (name for name in ("actor", "critic") if name in run.groups):
-        table = run.config_now.role(role)
-        if f"{role}.optim.lr" in run.config.schedule:
-            run.groups[role].call("set_lr", lr=table.optim.lr).result()
-        if f"{role}.max_tokens_per_rank" in run.config.schedule:
-            run.groups[role].call("set_token_budget", tokens=table.max_tokens_per_rank).result()
+        longest = (
+            "rollout.max_response_tokens or data.max_prompt_tokens" if samples else "the limits of [data]"
+        )
+        raise EnvironmentProblem(
+            f"Out of memory{where} in step {step}: {str(error).partition(chr(10))[0][:200]} "
+            f"Lower {budgets}; if one sequence is too long for the device, lower {longest}; recompute activations or "
+            "offload, if the backend has the option; or use more processes. Then: `engine resume RUN --set KEY=VALUE`."
+        ) from error

@@ -18,7 +18,8 @@ from engine_core.model_config import load_hf_config
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig, ModelConfig
-    from engine_core.train.run import TrainingRun
+    from engine_core.contracts.parts import RewardModels
+    from engine_core.plugins.plugin_set import PluginSet
     from engine_core.types import Batch
 
 log = logging.getLogger("engine")
@@ -33,64 +34,77 @@ WITHOUT_WEIGHTS = frozenset(("", ".jinja", ".json", ".md", ".model", ".py", ".tx
 """Suffixes of the files of a model folder that hold no weights."""
 
 
-def held_tokens(run: TrainingRun) -> int:
-    """Return the maximum tokens of prompt plus response that the model and the sampler (`max_model_len`) support."""
-    limit = getattr(run.config.rollout.options, "max_model_len", None)
-    return min(model_length(run), limit or 1 << 30)
+def text_config(model: ModelConfig, plugins: PluginSet, live: Any = None) -> Any:
+    """Return the transformers config of the text model; None for a model that a plugin builds.
+
+    Args:
+        model: ``[model]``.
+        plugins: of the run.
+        live: a module given from Python, in place of the folder.
+    """
+    if live is not None:
+        hf_config = getattr(live, "config", None)
+    elif plugins.overrides("engine_build_model"):
+        return None
+    else:
+        hf_config = load_hf_config(model)
+    get = getattr(hf_config, "get_text_config", None)
+    return get() if get is not None else None
 
 
-def model_length(run: TrainingRun) -> int:
-    """Return the maximum sequence length of the model in tokens; 2**30 if its config does not have it."""
-    return getattr(_text_config(run), "max_position_embeddings", None) or 1 << 30
+def held_tokens(text: Any, sampler: Any) -> int:
+    """Return the maximum tokens of prompt plus response that the model and the sampler support.
+
+    Args:
+        text: result of ``text_config``.
+        sampler: options of the rollout engine, which may have `max_model_len`.
+    """
+    return min(model_length(text), getattr(sampler, "max_model_len", None) or 1 << 30)
 
 
-def table_length(run: TrainingRun) -> int | None:
-    """Return the number of rows of the model's position table, its longest sequence; None without such a table."""
-    text = _text_config(run)
+def model_length(text: Any) -> int:
+    """Return the maximum sequence length in tokens from the ``text_config``; 2**30 if it does not have it."""
+    return getattr(text, "max_position_embeddings", None) or 1 << 30
+
+
+def table_length(text: Any) -> int | None:
+    """Return the number of rows of the model's position table, its longest sequence; None without such a table.
+
+    Args:
+        text: result of ``text_config``.
+    """
     if getattr(text, "model_type", None) not in POSITION_TABLES:
         return None
     length: int | None = getattr(text, "max_position_embeddings", None)
     return length
 
 
-def _text_config(run: TrainingRun) -> Any:
-    """Return the transformers config of the text model; None for a model that a plugin builds."""
-    if "model" in run.live:
-        hf_config = getattr(run.live["model"], "config", None)
-    elif run.plugins.overrides("engine_build_model"):
-        return None
-    else:
-        hf_config = load_hf_config(run.config.model)
-    get = getattr(hf_config, "get_text_config", None)
-    return get() if get is not None else None
-
-
-def check_teacher(run: TrainingRun) -> None:
+def check_teacher(config: EngineConfig, plugins: PluginSet, tokenizer: Any) -> None:
     """Refuse a teacher that has another tokenizer than the student.
 
     Raises:
         ConfigError: the tokenizers differ, or the teacher's backend gives no log-probs at the run's temperature.
         DataError: no tokenizer loads from the teacher's folder.
     """
-    _check_temperature(run)
-    theirs = load_tokenizer(_teacher_model(run), table="teacher")
-    if why := tokens_differ(run.tokenizer, theirs):
+    _check_temperature(config, plugins)
+    model = _teacher_model(config)
+    theirs = load_tokenizer(model, table="teacher")
+    if why := tokens_differ(tokenizer, theirs):
         raise ConfigError(
-            f"teacher.path: '{_teacher_model(run).path}' has another tokenizer than the student: {why}. The teacher is "
+            f"teacher.path: '{model.path}' has another tokenizer than the student: {why}. The teacher is "
             "asked about the student's tokens: take one of the student's family."
         )
-    if theirs.chat_template != run.tokenizer.chat_template:
+    if theirs.chat_template != tokenizer.chat_template:
         log.info("The teacher has another chat template; it is shown the student's.")
 
 
-def _check_temperature(run: TrainingRun) -> None:
+def _check_temperature(config: EngineConfig, plugins: PluginSet) -> None:
     """Refuse a temperature other than 1 for a backend that only scores, since it gives log-probs at temperature 1."""
-    config = run.config
     backend = config.role("teacher").backend
     own: float | None = getattr(config.options, "temperature", None)
     key = "rollout.temperature" if own is None else f"{config.trainer}.temperature"
     temperature = config.rollout.temperature if own is None else own
-    spec: Any = run.plugins.spec("train_engines", backend)
+    spec: Any = plugins.spec("train_engines", backend)
     if spec.frozen_only and temperature != 1.0:
         raise ConfigError(
             f"{key}: teacher.backend = '{backend}' tells log-probs at temperature 1, and this is {temperature:g}. Set it to "
@@ -98,19 +112,21 @@ def _check_temperature(run: TrainingRun) -> None:
         )
 
 
-def common_vocabulary(run: TrainingRun) -> int:
+def common_vocabulary(config: EngineConfig, plugins: PluginSet, live: Any = None) -> int:
     """Return V, the vocabulary size that student and teacher share.
+
+    Args:
+        config: of the run.
+        plugins: of the run.
+        live: a student given from Python.
 
     Raises:
         ConfigError: the two models have different vocabulary sizes.
     """
-    teacher = _vocabulary(_teacher_model(run))
-    if run.plugins.overrides("engine_build_model"):
-        return teacher  # the student's size is known once its model is built
-    if live := run.live.get("model"):
-        student = int(live.config.get_text_config().vocab_size) if hasattr(live, "config") else teacher
-    else:
-        student = _vocabulary(run.config.model.model_copy(update={"path": _student_path(run)}))
+    teacher = int(load_hf_config(_teacher_model(config)).get_text_config().vocab_size)
+    path = config.actor.path or config.model.path
+    text = text_config(config.model.model_copy(update={"path": path}), plugins, live)
+    student = teacher if text is None else int(text.vocab_size)  # else known once the student is built
     if student != teacher:
         raise ConfigError(
             f"teacher.path: its model gives {teacher} tokens (vocab_size), the student's {student}, so their "
@@ -120,19 +136,11 @@ def common_vocabulary(run: TrainingRun) -> int:
     return teacher
 
 
-def _teacher_model(run: TrainingRun) -> ModelConfig:
-    teacher = run.config.teacher
+def _teacher_model(config: EngineConfig) -> ModelConfig:
+    teacher = config.teacher
     assert teacher is not None  # see completeness.check_complete
     assert teacher.path
-    return run.config.model_of("teacher").model_copy(update={"path": teacher.path, "tokenizer": None})
-
-
-def _student_path(run: TrainingRun) -> str:
-    return run.config.actor.path or run.config.model.path
-
-
-def _vocabulary(model: ModelConfig) -> int:
-    return int(load_hf_config(model).get_text_config().vocab_size)
+    return config.model_of("teacher").model_copy(update={"path": teacher.path, "tokenizer": None})
 
 
 class WithoutAdapter(WorkerGroup):
@@ -156,6 +164,14 @@ class WithoutAdapter(WorkerGroup):
         return self.group.call(method, batch, split, adapter=False, **plain)
 
 
+def reward_roles(config: EngineConfig, plugins: PluginSet) -> dict[str, Role]:
+    """Return the models of the rewards as roles of the run."""
+    if not any(reward.has_model for reward in config.reward):
+        return {}
+    part: RewardModels = plugins.require("parts", "reward_models")
+    return part.roles(config)
+
+
 def start_groups(
     runtime: Runtime, config: EngineConfig, roles: Mapping[str, Role], total_steps: int
 ) -> dict[str, WorkerGroup]:
@@ -176,14 +192,12 @@ def start_groups(
     return {**groups, "ref": WithoutAdapter(groups["actor"])}
 
 
-def warn_of_random_weights(run: TrainingRun, roles: Mapping[str, Role]) -> None:
+def warn_of_random_weights(config: EngineConfig, plugins: PluginSet, roles: Mapping[str, Role]) -> None:
     """Log a warning for each role whose model folder holds a config and no weights."""
-    if "model" in run.live or run.plugins.overrides("engine_build_model"):
-        return
     for name in (name for name, role in roles.items() if role.kind == "train"):
-        table = run.config.role(name)
-        path = table.path or run.config.model_of(name).path
-        elsewhere = getattr(run.plugins.spec("train_engines", table.backend), "elsewhere", False)
+        table = config.role(name)
+        path = table.path or config.model_of(name).path
+        elsewhere = getattr(plugins.spec("train_engines", table.backend), "elsewhere", False)
         kinds = {file.suffix for file in Path(path).glob("*") if file.is_file()}
         if not elsewhere and kinds and kinds <= WITHOUT_WEIGHTS:
             log.warning("%s holds a config and no weights: random weights from model.seed.", path)

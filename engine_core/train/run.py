@@ -8,10 +8,10 @@ steps, ``train.checkpointing`` writes checkpoints.
 from __future__ import annotations
 
 import abc
-import json
+import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,28 +19,28 @@ from engine_core import faults
 from engine_core.config.assemble import plugins_for
 from engine_core.config.completeness import check_complete
 from engine_core.config.evaluation import HeldOut, held_out_sets
+from engine_core.config.schedule import changes
 from engine_core.data import check_tokenizer, load_tokenizer, tokenizer_hash
-from engine_core.errors import ConfigError, TrainingFailed
+from engine_core.errors import ConfigError, DataError, TrainingFailed
 from engine_core.metrics import Max, Sum, declared, merge
 from engine_core.model_config import load_hf_config
-from engine_core.runs import machine
-from engine_core.runs.logs import setup_logging
-from engine_core.runs.tracking import RunFolder, TrackerHub
-from engine_core.train.checkpointing import Resume, seed_random
+from engine_core.runs.state_files import STATE, reading
+from engine_core.train import checkpointing
+from engine_core.train.checkpointing import Resume, ResumePoint
 from engine_core.train.clock import Clock
+from engine_core.train.given import GivenRows, check_live
 from engine_core.train.loop import train
-from engine_core.train.models import start_groups, warn_of_random_weights
-from engine_core.train.source_rows import place_of_rows
-from engine_core.train.stopping import Stop, StopSignals, report_failure, report_stop
+from engine_core.train.models import reward_roles, start_groups, text_config, warn_of_random_weights
+from engine_core.train.settings import Settings
+from engine_core.train.stopping import StopSignals
 from engine_core.types import Batch, TrainOutput
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
-    from engine_core.contracts.parts import RewardModels
+    from engine_core.config.models import DataConfig
     from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
     from engine_core.runs.logs import Progress
-    from engine_core.train.checkpointing import ResumePoint
-    from engine_core.train.loop import Loop
+    from engine_core.runs.tracking import RunFolder
     from engine_core.types import LossCall, StepOutput
 
 log = logging.getLogger("engine")
@@ -72,22 +72,29 @@ class TrainingRun(abc.ABC):
         check_live(live)
         self.live = {name: value for name, value in live.items() if value is not None}
         check_complete(config, self.live)
-        self.config = self.config_now = config
+        self.config, self.settings = config, Settings(config)
         self.plugins = plugins_for(config)
+        self.given = GivenRows(config.data, self.plugins, self.live.get("data"))
         self.clock = Clock()
         self.folder: RunFolder | None = None
-        self.verified: Path | None = None  # the newest good checkpoint, after a run that ended early
         self.groups: dict[str, WorkerGroup] = {}
         self.runtime: Runtime
         self.step_done = self.step_now = 0
         self.skipped_in_a_row: dict[str, int] = {}  # optimizer steps, by role
         self.signals = StopSignals()  # takes signals only within ``train``
         self.times: dict[str, float] = {}  # seconds in each phase of this step
-        self.progress: Progress | None = None
-        self._trains = self._trained = self._restores = False
-        self._updated = False  # an optimizer step was done in this step, so the step must finish
+        self.progress: Progress | None = None  # while ``train`` does steps
+        self._held_items: dict[str, list[Any]] = {}  # by held-out set
+        self.trained = False  # whether ``train`` has begun
+        self.training = False  # set up with optimizers, or about to be
+        self._restores = False
+        self.weights_changed = False  # an optimizer step was done in this step, so the step must finish
         self._cleanup = ExitStack()  # workers and data
-        self._attempt = ExitStack()  # run folder, logs, trackers
+
+    @property
+    def config_now(self) -> EngineConfig:
+        """The config at this step."""
+        return self.settings.now
 
     # what a subclass overrides
 
@@ -110,9 +117,19 @@ class TrainingRun(abc.ABC):
         """Optimizer steps in one step."""
         return 1
 
-    @abc.abstractmethod
     def make_source(self) -> Any:
-        """Build the source of training rows, which may come from ``live``."""
+        """Build the source of training rows."""
+        return self.source_of("train", self.config.data, self.given.train())
+
+    def source_of(self, split: str, data: DataConfig, rows: Any) -> Any:
+        """Open a split as items to learn from or to evaluate.
+
+        Args:
+            split: ``train``, ``validation`` or ``validation/SET``; the first part of every id.
+            data: ``[data]`` for that split.
+            rows: rows of a program or of a data source; None: read the files of ``data``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines neither source_of nor make_source.")
 
     def evaluate(self, out: Path | None = None) -> dict[str, float]:
         """Score the held-out files; return ``eval/...`` metrics.
@@ -145,47 +162,53 @@ class TrainingRun(abc.ABC):
         Raises:
             ConfigError: this trainer was closed after training, and its weights with it.
         """
-        if self._trained and not self.groups:
+        if self.trained and not self.groups:
             raise ConfigError(
                 "This trainer was closed after training, and its weights with it. Make a new one: "
                 "load_checkpoint(FOLDER) loads the weights of a run, train(resume=RUN) resumes a run."
             )
-        if self.groups and (self._trains or not training):
+        if self.groups and (self.training or not training):
             return
         self._cleanup.close()
-        self._trains = training
+        self.training = training
         faults.point("run.setup")
-        seed_random(self.config.run.seed)
+        checkpointing.seed_random(self.config.run.seed)
         self.load_inputs()
         if resume is not None:
-            resume.check_inputs(self)
+            resume.check_inputs(self.tokenizer, self.roles(training=True))
+            self.source.load_state(resume.state["data"])
         runtime = self.plugins.resolve("runtimes", self.config.runtime.backend)
         self.runtime = runtime(self.config, self.plugins, {**self.live, "tokenizer": self.tokenizer})
         self._cleanup.callback(self.runtime.close)
         steps = self.total_steps * self.optimizer_steps_per_step if training else 0
         roles = self.roles(training)
         if "rollout" in roles:
-            roles |= self._reward_roles()
-        self.groups = start_groups(self.runtime, self.config, roles, steps)
-        if resume is None and not self._restores:
-            warn_of_random_weights(self, roles)
+            roles |= reward_roles(self.config, self.plugins)
+        self.groups |= start_groups(self.runtime, self.config, roles, steps)
+        if resume is None and not self._restores and not self._builds_model:
+            warn_of_random_weights(self.config, self.plugins, roles)
         self.start()
 
-    def _reward_roles(self) -> dict[str, Role]:
-        """Return the models of the rewards as roles of the run."""
-        if not any(reward.has_model for reward in self.config.reward):
-            return {}
-        part: RewardModels = self.plugins.require("parts", "reward_models")
-        return part.roles(self.config)
+    @property
+    def _builds_model(self) -> bool:
+        """Whether the model comes from Python or from a plugin, not from its folder alone."""
+        return "model" in self.live or self.plugins.overrides("engine_build_model")
+
+    @functools.cached_property
+    def text_config(self) -> Any:
+        """The transformers config of the text model; None for a model that a plugin builds."""
+        return text_config(self.config.model, self.plugins, self.live.get("model"))
 
     def load_inputs(self) -> None:
         """Do the part of ``setup`` before any model is built: tokenizer, data, ``prepare``."""
         self.tokenizer = self.live.get("tokenizer") or load_tokenizer(self.config.model)
-        if "model" not in self.live and not self.plugins.overrides("engine_build_model"):
+        if not self._builds_model:
             for remark in check_tokenizer(self.tokenizer, load_hf_config(self.config.model)):
                 log.info("%s", remark)
         self.source = self.make_source()
         self._cleanup.callback(self.source.close)
+        if self.config.data.source and self.config.eval.during_training:
+            self.held_out()  # rows that cannot be used are refused now, not at the first evaluation
         self.prepare()
 
     @property
@@ -201,7 +224,7 @@ class TrainingRun(abc.ABC):
         steps = run.epochs * len(self.source) // self.config.data.prompts_per_step
         if steps == 0:
             raise ConfigError(
-                f"{place_of_rows(self)} has {len(self.source)} usable rows and data.prompts_per_step = "
+                f"{self.given.place} has {len(self.source)} usable rows and data.prompts_per_step = "
                 f"{self.config.data.prompts_per_step}: not one step. Lower it, or set run.steps."
             )
         return steps
@@ -222,7 +245,7 @@ class TrainingRun(abc.ABC):
             TrainingFailed: training cannot continue. Checkpoints and logs are kept; the trainer is closed.
             ConfigError: this trainer has trained already, or the checkpoint does not fit the config.
         """
-        if self._trained:
+        if self.trained:
             raise ConfigError(
                 "This trainer has trained already. Make a new one; train(resume=RUN) resumes a run."
             )
@@ -255,19 +278,70 @@ class TrainingRun(abc.ABC):
             log.warning(
                 "The tokenizer is not the one of checkpoint %s: its tokens mean something else.", path.name
             )
-        if self._trains:  # else no row is read, and the data files may differ
+        if self.training:  # else no row is read, and the data files may differ
             self.source.load_state(found.state["data"])
-        found.restore(self)
+        self.restore(found)
+
+    def restore(self, resume: Resume) -> ResumePoint:
+        """Load weights, optimizers, random states and the trainer's own state; the trainer must be set up."""
+        for name in self._saved_roles:
+            if name in self.groups:
+                self.groups[name].call("load", folder=resume.path / name).result()
+        state = resume.state
+        self.step_done = self.step_now = state["step"]
+        with reading(resume.path / STATE):
+            self.load_state(state["trainer"], resume.path)
+            self.skipped_in_a_row = dict(state["trainer"]["skipped_in_a_row"])
+            checkpointing.set_random_state(state["random"])
+        self.settings.begin(self.step_done)
+        return self.resume_point(state["metrics"], state["unfinished"])
+
+    def resume_point(
+        self, metrics: Mapping[str, float], unfinished: Mapping[str, float] | None = None
+    ) -> ResumePoint:
+        """Return the controller's state now; trained workers note their random states.
+
+        Args:
+            metrics: of the step that was done last.
+            unfinished: the same, if the step is not evaluated and recorded yet.
+        """
+        for name in self.trained_roles:
+            if name in self.groups:  # not all outside of training
+                self.groups[name].call("mark").result()
+        return ResumePoint(
+            self.step_done,
+            self.source.state(),
+            {"skipped_in_a_row": dict(self.skipped_in_a_row), **self.state()},
+            checkpointing.random_state(),
+            checkpointing.plain_metrics(metrics),
+            None if unfinished is None else checkpointing.plain_metrics(unfinished),
+            self.files(),
+        )
+
+    def save_roles(self, folder: Path) -> None:
+        """Write the roles that a checkpoint holds, each into a folder of its name."""
+        for name in self._saved_roles:
+            self.groups[name].call("save", folder=folder / name).result().result()
+            faults.point("checkpoint.after_role")
+
+    @property
+    def trained_roles(self) -> list[str]:
+        """Names of the roles that have an optimizer in training."""
+        roles = self.roles(training=True).items()
+        return [name for name, role in roles if role.kind == "train" and role.trainable]
+
+    @property
+    def _saved_roles(self) -> list[str]:
+        return [name for name, role in self.roles(training=True).items() if role.saved]
 
     def close(self) -> None:
-        """Stop workers and trackers; safe to call twice."""
-        self._attempt.close()
+        """Stop workers and close the data; safe to call twice."""
         self.end_workers()
 
     def end_workers(self) -> None:
-        """Close workers and data; the run folder, its log and the trackers stay open."""
+        """Close workers and data; in training the run folder, its log and the trackers stay open."""
         self._cleanup.close()
-        self.groups = {}
+        self.groups.clear()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -285,20 +359,25 @@ class TrainingRun(abc.ABC):
         self.times[name] = self.times.get(name, 0.0) + self.clock.now() - start
 
     def _window(self, wanted: bool = True) -> AbstractContextManager[None]:
-        return self.signals.window() if wanted and not self._updated else nullcontext()
-
-    @property
-    def weights_changed(self) -> bool:
-        """Whether an optimizer step was done in the current step."""
-        return self._updated
-
-    def end_attempt(self) -> None:
-        """Close the run folder, its log and the trackers; workers and data stay for ``evaluate`` and ``export``."""
-        self._attempt.close()
+        return self.signals.window() if wanted and not self.weights_changed else nullcontext()
 
     def begin_step(self, step: int) -> None:
-        """Begin step number ``step``: reset its phase times and its record of weight changes."""
-        self.step_now, self._updated, self.times = step, False, {}
+        """Begin step number ``step``: reset its phase times and its record of weight changes; use its settings."""
+        self.step_now, self.weights_changed, self.times = step, False, {}
+        self.use_settings_of(step)
+
+    def use_settings_of(self, step: int) -> None:
+        """Use the settings of a step, and send the workers their learning rates and token budgets."""
+        self.settings.begin(step)
+        if changed := changes(self.config, step):
+            said = ", ".join(f"{key} = {value}" for key, value in changed.items())
+            log.info("Schedule, step %d: %s", step, said)
+        for role in (name for name in ("actor", "critic") if name in self.groups):
+            table = self.config_now.role(role)
+            if f"{role}.optim.lr" in self.config.schedule:
+                self.groups[role].call("set_lr", lr=table.optim.lr).result()
+            if f"{role}.max_tokens_per_rank" in self.config.schedule:
+                self.groups[role].call("set_token_budget", tokens=table.max_tokens_per_rank).result()
 
     def forward_backward(self, batch: Batch, loss: LossCall, role: str = "actor") -> TrainOutput:
         """Add the gradient of a mini-batch; a stop may interrupt this while no weight has changed in this step."""
@@ -314,10 +393,20 @@ class TrainingRun(abc.ABC):
             TrainingFailed: too many optimizer steps in a row had gradients that are not finite; the weights are
                 those before the first of them.
         """
-        self._updated = True
+        self.weights_changed = True
         done = self.groups[role].call("optimizer_step").result()
         faults.point("step.after_update")
-        self.count_skipped(done, role)
+        in_a_row = self.skipped_in_a_row[role] = self.skipped_in_a_row.get(role, 0) + 1 if done.skipped else 0
+        if done.skipped:
+            log.warning(
+                "Optimizer step skipped: the gradient norm of '%s' is %s (%d in a row).",
+                role, done.grad_norm, in_a_row,
+            )  # fmt: skip
+        if in_a_row >= (limit := self.config.role(role).optim.max_skipped_steps):
+            raise TrainingFailed(
+                f"{limit} optimizer steps in a row had gradients that are not finite ({role}.optim.max_skipped_steps). "
+                f"The weights are those before the first of them. Lower {role}.optim.lr, or look at the rollouts of this step."
+            )
         return done
 
     def learn(
@@ -361,99 +450,36 @@ class TrainingRun(abc.ABC):
         """Whether each step samples the rollouts that it learns from, and records them."""
         return False
 
-    @property
-    def training(self) -> bool:
-        """Whether the trainer is set up with optimizers, or about to be."""
-        return self._trains
-
-    @property
-    def running(self) -> bool:
-        """Whether ``train`` is running, so that results belong in the run folder."""
-        return self.progress is not None
-
     def emit(self, event: str, data: Mapping[str, Any]) -> None:
         """Send an event to the observers."""
         self.plugins.emit(event, self.step_now, data)
 
     def held_out(self) -> list[HeldOut]:
-        """Return the sets to evaluate under the settings of this step.
+        """Return the sets to evaluate under the settings of this step, without an empty one of a data source.
 
         Raises:
             ConfigError: no held-out files are configured.
+            DataError: no set is left.
         """
-        if sets := held_out_sets(self.config_now):
-            return sets
-        raise ConfigError("[eval] needs data.validation or [[eval.set]]: name the held-out files.")
+        if not (sets := held_out_sets(self.config_now)):
+            raise ConfigError("[eval] needs data.validation or [[eval.set]]: name the held-out files.")
+        rows = [self.given.held_out(each) for each in sets]
+        if kept := [each for each, given in zip(sets, rows, strict=True) if given is None or len(given)]:
+            return kept
+        at = f"data.source = '{self.config.data.source}' has no rows for the split 'validation'"
+        raise DataError(f"{at}: name files in data.validation, or evaluate nothing (eval.every_steps = 0).")
 
-    def count_skipped(self, done: StepOutput, role: str = "actor") -> None:
-        """Count optimizer steps of a role that are skipped in a row.
+    def held_items(self, held_out: HeldOut) -> list[Any]:
+        """Return the items of a held-out set, which are read once."""
+        if held_out.name not in self._held_items:
+            data, split = held_out.data(self.config), f"validation/{held_out.name}".rstrip("/")
+            with closing(self.source_of(split, data, self.given.held_out(held_out))) as source:
+                self.check_held_out(source, data)
+                self._held_items[held_out.name] = source.all(held_out.max_prompts)
+        return self._held_items[held_out.name]
 
-        Raises:
-            TrainingFailed: the count reached `max_skipped_steps`; the weights are those before the first of them.
-        """
-        in_a_row = self.skipped_in_a_row[role] = self.skipped_in_a_row.get(role, 0) + 1 if done.skipped else 0
-        limit = self.config.role(role).optim.max_skipped_steps
-        if done.skipped:
-            log.warning(
-                "Optimizer step skipped: the gradient norm of '%s' is %s (%d in a row).",
-                role, done.grad_norm, in_a_row,
-            )  # fmt: skip
-        if in_a_row >= limit:
-            raise TrainingFailed(
-                f"{limit} optimizer steps in a row had gradients that are not finite ({role}.optim.max_skipped_steps). "
-                f"The weights are those before the first of them. Lower {role}.optim.lr, or look at the rollouts of this step."
-            )
-
-    # parts of train
-
-    def open(self, resume: Resume | None) -> ResumePoint | None:
-        """Do everything before the first step; return the point to resume from, None in a new run."""
-        if resume is None:
-            self.folder = RunFolder.create(self.config, self.plugins)
-        else:
-            self.folder = resume.claim()
-        self._attempt.callback(self.folder.close)
-        self._attempt.enter_context(setup_logging(self.folder))
-        if resume is not None:
-            resume.compare(self)
-        elif before := self.folder.attempt:
-            said = "The run's folder was left by a start in which nothing was trained; its log is in logs/attempt_%d."
-            log.info(said, before - 1)
-        for message in machine.check_start(self.folder.path):
-            log.warning("%s", message)
-        for unread in self.config.unread:
-            log.info("Not read: %s", unread)
-        log.info("Plugins: %s", json.dumps(self.plugins.versions()))
-        self.hub = TrackerHub(self.folder, self.config, self.plugins)
-        self._attempt.callback(self.hub.close)
-        self.setup(training=True, resume=resume)
-        point = resume.go_on(self) if resume is not None else None
-        self.hub.start()
-        self._trained = True
-        return point
-
-    def stopped(self, stop: Stop, loop: Loop | None) -> BaseException:
-        """Save the last finished step after a stop; return the exception that ``train`` raises."""
-        try:
-            if loop is not None:
-                self.runtime.give_up()  # the stop may have come between a call and the wait for its result
-            saved = loop is not None and loop.save_for(stop)
-            if not saved:
-                log.warning("Stopped by %s; nothing new was saved.", stop.name)
-            if loop is not None:
-                report_stop(self, saved)
-            return stop.ending(saved)
-        finally:
-            self.close()
-
-    def failed(self, error: BaseException, began: bool) -> None:
-        """Report the step in which the run failed or was ended at once, and the state of its checkpoints."""
-        try:
-            self.emit("run_failed", {"error": f"{type(error).__name__}: {error}"})
-            if self.folder is not None:
-                report_failure(self, error, began=began)
-        finally:
-            self.close()
+    def check_held_out(self, source: Any, data: DataConfig) -> None:
+        """Refuse the opened source of a held-out set that cannot be evaluated."""
 
     def derived(self) -> list[str]:
         """Return the numbers derived from the run file, as parts of a line that is logged at the start."""
@@ -464,33 +490,9 @@ class TrainingRun(abc.ABC):
             else ""
         )
         # counting usable rows reads them all, so it is done only where the number of steps depends on it
-        rows = "" if self.config.run.steps else f" ({len(self.source)} rows in {place_of_rows(self)})"
+        rows = "" if self.config.run.steps else f" ({len(self.source)} rows in {self.given.place})"
         return [
             f"{self.total_steps} steps of {data.prompts_per_step} rows{each}{rows},",
             f"{self.optimizer_steps_per_step} optimizer step(s) each,",
             self.config.actor.micro_batch,
         ]
-
-
-def check_live(live: Mapping[str, Any]) -> None:
-    """Refuse names and paths given in place of Python objects; name the key where each belongs.
-
-    Raises:
-        ConfigError: a value is a text or a path, or ``rewards`` is not a list of functions.
-    """
-    keys = {
-        "model": "model.path",
-        "tokenizer": "model.tokenizer",
-        "rewards": "[[reward]]",
-        "data": "data.train",
-    }
-    problems = [
-        f"{name}: got the text {value!r}; expected the object itself. A name or path belongs in {keys[name]}."
-        for name, value in live.items()
-        if isinstance(value, (str, Path))
-    ]
-    rewards = live.get("rewards")
-    if rewards is not None and not problems and (callable(rewards) or not all(callable(r) for r in rewards)):
-        problems.append("rewards: expected a list of functions. A reward by name belongs in [[reward]].")
-    if problems:
-        raise ConfigError(problems)

@@ -4,52 +4,107 @@ A custom data flow is a subclass with a ``step`` like this one::
 
     def step(self, step):
         rollouts, metrics = self.rollouts(step)  # sampled, scored, after the stages
-        ...  # build the batch to learn from
+        batch = self.batch(rollouts)
+        ...  # weights of the tokens to learn
         return metrics | self.learn(batch, LossCall("nll")) | self.sync()
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from engine_core.config.evaluation import UNNAMED
+from engine_core.config.requirements import GREEDY
 from engine_core.contracts.parts import CARRIED
-from engine_core.contracts.runtime import Role
-from engine_core.data import PromptSource
-from engine_core.rewards.preflight import ROWS
+from engine_core.contracts.runtime import REWARD_PHASE, Role
+from engine_core.data import PromptSource, tokenizer_hash
+from engine_core.rewards import RewardRunner
+from engine_core.rewards.preflight import ROWS, check_rewards, check_rows
+from engine_core.runs.folders import writing
+from engine_core.runs.rollout_files import read_rollouts, rollout_path, write_rollouts
+from engine_core.tables import DISTRIBUTION
 from engine_core.train.capabilities import check_adapter, check_partial
-from engine_core.train.evaluation import Evaluation
-from engine_core.train.models import held_tokens
-from engine_core.train.rollouts import RolloutSource
+from engine_core.train.evaluation import set_metrics
+from engine_core.train.models import held_tokens, model_length
+from engine_core.train.rollouts import Rounds, Sampler, Stages
 from engine_core.train.run import TrainingRun
-from engine_core.train.source_rows import environment_tools, rows_of
+from engine_core.types import CUT, Batch, sampled_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from engine_core.types import Prompt, Rollout
+    from engine_core.config.models import DataConfig
+    from engine_core.contracts.parts import EarlyScores, EarlyStop, Episodes, RewardModels
+    from engine_core.rewards.models import Known, ModelReward
+    from engine_core.types import Prompt, Rollout, Sampling
+
+log = logging.getLogger("engine")
 
 
 class SampledRun(TrainingRun):
     """A run that samples the rollouts it learns from; a subclass defines in ``step`` how it learns."""
 
+    samples = True  # each step samples its rollouts
+    samples_greedy = False  # each prompt gets an additional greedy response, for ``Rollout.greedy_reward``
+    scores = True  # rewards are computed here
+    replays_support = False
+    """Whether rollouts record the support that top-p and top-k left, and log-probs are computed over it."""
+
+    # set-up
+
     def prepare(self) -> None:
-        """Check the sampler's options, build the rollout source, and read the held-out sets."""
-        check_adapter(self)
-        check_partial(self)
-        self.sampling = self.make_sampling()
-        self._cleanup.callback(self.sampling.close)
-        self.evaluation = Evaluation(self, self.sampling)
+        """Build stages, environment, rewards and sampler; refuse what cannot work; read the held-out sets.
 
-    def make_source(self) -> Any:
-        """Build the source of prompts; ``[data] over_long`` applies to prompts that are too long to continue."""
-        data, rows, held = self.config.data, rows_of(self), held_tokens(self)
-        seed, tools = self.config.run.seed, environment_tools(self)
-        return PromptSource(data, self.tokenizer, seed, rows=rows, held=held, tools=tools)
+        Raises:
+            PluginError: a stage cannot be called.
+            ConfigError: the sampler, the environment or a reward cannot be used.
+            DataError: the data or a held-out set lacks a column that a reward needs.
+        """
+        config = self.config
+        if self.samples:
+            check_adapter(config)
+            check_partial(config, self.plugins)
+        self.stages = Stages(config.stage, self.plugins)
+        columns = self.reward_columns() if self.scores else set()
+        self.environment = self._make_environment(columns) if self.scores else None
+        if self.environment:
+            self._cleanup.callback(self.environment.close)
+        self.rewards = self.make_rewards(columns) if self.scores else RewardRunner([], self.plugins)
+        self._cleanup.callback(self.rewards.close)
+        self.rewards.check_columns(columns)
+        self.sampler = Sampler(self.settings, self.groups, self.environment, self.replays_support)
+        self.early_stop: EarlyStop | None = None
+        if config.rollout.over_sampling > 1:
+            part = self.plugins.require("parts", "early_stop")
+            self.early_stop = part(self.settings, self.groups, self.clock)
+        self.version = 0  # number of weight updates sent to the sampler
+        self.recorded: Path | None = None  # a folder of stored rollouts, which steps read instead of sampling
+        self._traded = 0.0  # the runtime's `traded_seconds` at the last update of the sampler
+        for held_out in self.held_out() if config.eval.during_training else ():
+            self.held_items(held_out)
 
-    def make_sampling(self) -> RolloutSource:
-        """Build the source of rollouts."""
-        return RolloutSource(self)
+    def roles(self, training: bool) -> dict[str, Role]:
+        """Return the roles ``actor`` and ``rollout``."""
+        return {"actor": Role("train", trainable=training), "rollout": Role("rollout")}
+
+    def start(self) -> None:
+        """Send the actor's weights to the sampler."""
+        self.push_weights(updated=False)  # a broken transport ends the run here, not after an hour
+
+    def source_of(self, split: str, data: DataConfig, rows: Any) -> Any:
+        """Open a split as prompts; ``[data] over_long`` applies to prompts that are too long to continue."""
+        held = held_tokens(self.text_config, self.config.rollout.options)
+        environment = self.config.environment
+        spec: Any = environment and self.plugins.spec("environments", environment.name)
+        tools = spec.tools if spec else ()
+        return PromptSource(data, self.tokenizer, self.config.run.seed, split, rows, held, tools)
 
     def reward_columns(self) -> set[str]:
         """Return the columns of the rows that are scored."""
@@ -61,34 +116,54 @@ class SampledRun(TrainingRun):
         rows: Iterable[tuple[str, Mapping[str, Any]]] = self.source.spread(ROWS)
         return rows
 
-    def roles(self, training: bool) -> dict[str, Role]:
-        """Return the roles ``actor`` and ``rollout``."""
-        return {"actor": Role("train", trainable=training), "rollout": Role("rollout")}
+    def make_rewards(self, columns: Collection[str]) -> RewardRunner:
+        """Build the rewards of the run and check some rows.
 
-    def start(self) -> None:
-        """Send the actor's weights to the sampler."""
-        self.sampling.sync(updated=False)  # a broken transport ends the run here, not after an hour
+        Args:
+            columns: names of the data's columns.
+        """
+        config, plugins = self.config, self.plugins
+        self._row_checks = check_rewards(config.reward, plugins)
+        self._check_rows(self.reward_rows(), config.data.max_bad_rows)
+        models: Mapping[str, ModelReward] = {}
+        if any(reward.has_model for reward in config.reward):
+            part: RewardModels = plugins.require("parts", "reward_models")
+            models = part.rewards(config, plugins, self.groups.__getitem__, self.tokenizer, columns)
+        given = self.environment.reward_weights if self.environment else {}
+        live = self.live.get("rewards") or ()
+        return RewardRunner(config.reward, plugins, self.tokenizer, live, models, given)
 
-    @property
-    def samples(self) -> bool:
-        """True: each step samples its rollouts."""
-        return True
+    def _make_environment(self, columns: Collection[str]) -> Episodes | None:
+        """Build the environment that ``[environment]`` names, or refuse it; None without that table."""
+        config = self.config.environment
+        if config is None:
+            return None
+        length, known = model_length(self.text_config), {reward.name for reward in self.config.reward}
+        make, control = self.plugins.require("parts", "episodes"), self.config.data.control_tokens
+        episodes: Episodes = make(config, self.plugins, self.tokenizer, length, columns, known, control)
+        return episodes
+
+    def _check_rows(self, rows: Iterable[tuple[str, Mapping[str, Any]]], most_bad: int) -> None:
+        """Refuse rows that a reward cannot use; see ``preflight.check_rows``."""
+        checks = self._row_checks
+        others = any(reward.weight for reward in self.config.reward if reward.name not in checks)
+        others = others or bool(self.live.get("rewards")) or self.environment is not None
+        check_rows(checks, rows, most_bad, alone=not others and len(checks) == 1)
+
+    def check_held_out(self, source: Any, data: DataConfig) -> None:
+        """Refuse a held-out set that lacks a column, or whose rows a reward cannot use."""
+        columns = source.columns()
+        if self.environment:
+            self.environment.check_columns(columns)
+        self.rewards.check_columns(columns)
+        self._check_rows(source.spread(ROWS), data.max_bad_rows)
+
+    # a step
 
     @property
     def off_policy(self) -> bool:
         """Whether the run learns from tokens that older policies sampled."""
-        early_stop = self.sampling.early_stop
-        return self.sampling.stages.off_policy or (early_stop is not None and early_stop.off_policy)
-
-    @property
-    def samples_greedy(self) -> bool:
-        """Whether each prompt gets an additional greedy response, for ``Rollout.greedy_reward``."""
-        return False
-
-    @property
-    def replays_support(self) -> bool:
-        """Whether rollouts record the support that top-p and top-k left, and log-probs are computed over it."""
-        return False
+        return self.stages.off_policy or (self.early_stop is not None and self.early_stop.off_policy)
 
     def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
         """Sample and score the rollouts of a step, apply the stages of the run file, and record the rollouts.
@@ -96,7 +171,137 @@ class SampledRun(TrainingRun):
         Returns:
             B rollouts, groups together; the metrics of sampling, rewards and stages.
         """
-        return self.sampling.rollouts(step)
+        if self.recorded is not None:
+            return read_rollouts(rollout_path(self.recorded, step)), {}
+        rounds = Rounds(self.config_now, self.stages, step)
+        while wanted := rounds.missing:  # more than one round where a stage refills
+            greedy = None
+            with self.phase("generate"):
+                sampled, early = self.draw(wanted, step, rounds.groups)
+                if self.samples_greedy:
+                    prompts = {rollout.group_id: rollout.prompt for rollout in sampled}
+                    greedy = self.sampler.sample_greedy(list(prompts.values()), step, rounds.groups)
+            with self.phase("reward"):
+                overlapped = early.busy_seconds if early else 0.0
+                scored = self.score(sampled, step, early=early)  # handles failures by `on_error`
+                if greedy is not None:
+                    self.score(greedy, step, training=False)
+                rounds.add(sampled, scored, overlapped, greedy)
+        rollouts, metrics = rounds.finish(self.describe(rounds.sampled))
+        every = self.config.tracking.rollouts_every_steps
+        if self.folder and every and step % every == 0:
+            self._record(
+                self.folder.rollouts_dir, step, rollouts, self.about(), f"The rollouts of step {step}"
+            )
+        self.emit("rollouts_finished", {"rollouts": rollouts})
+        return rollouts, metrics
+
+    def draw(
+        self, wanted: int, step: int, first_group: int
+    ) -> tuple[list[Rollout], EarlyScores | Known | None]:
+        """Sample the groups of a round, and score complete ones meanwhile if `rollout.overlap_rewards` is set.
+
+        Args:
+            wanted: number of groups.
+            step: step number.
+            first_group: number of the first group.
+
+        Returns:
+            The rollouts, group by group; the rewards in progress, which ``score`` finishes, None where none were
+            started. If the sampling raises, the rewards in progress are canceled.
+        """
+        if self.early_stop is not None:
+            prompts = self.take_prompts(self.early_stop.to_take(wanted, self.version))
+            request_of = partial(self.sampler.request, sampling=self.sampler.sampling_at(step))
+            rollouts = self.early_stop.sample(prompts, step, first_group, request_of)
+            self.sampler.settle_timeouts(rollouts)
+            return rollouts, None
+        requests = self.sampler.requests(self.take_prompts(wanted), step, first_group)
+        config, early = self.config_now.rollout, None
+        # groups of one would hide a reward that returns a wrong number of values
+        if config.overlap_rewards and config.group_size > 1:
+            early = self.rewards.early(requests, step)
+        if early is None:
+            return self.sampler.sample(requests), None
+        try:
+            rollouts = self.sampler.sample(requests, early.take)
+        except BaseException:
+            early.cancel()
+            raise
+        early.seal()
+        return rollouts, early
+
+    def take_prompts(self, count: int) -> list[Prompt]:
+        """Return the next ``count`` prompts of the data."""
+        prompts: list[Prompt] = self.source.take(count)
+        return prompts
+
+    def score(
+        self,
+        rollouts: list[Rollout],
+        step: int,
+        training: bool = True,
+        early: EarlyScores | Known | None = None,
+    ) -> dict[str, float]:
+        """Fill in the rewards of the rollouts; return the metrics of the rewards and of their failures."""
+        with self.runtime.phase(REWARD_PHASE):  # also in an evaluation, which is outside the step
+            return self.rewards.score(rollouts, step, early=early)
+
+    def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Return metrics of a step's rollouts: counts, lengths, timeouts, turns."""
+        lengths = [r.response_length for r in rollouts] or [0]
+        timeouts, self.sampler.timeouts = self.sampler.timeouts, 0
+        limited = self.config.rollout.request_timeout_seconds
+        return {
+            "rollouts": float(len(rollouts)),
+            "tokens/total": float(sum(r.token_ids.numel() for r in rollouts)),
+            "tokens/generated": float(sampled_tokens(rollouts)),
+            "response_length/mean": sum(lengths) / len(lengths),
+            "response_length/max": float(max(lengths)),
+            "response_length/truncated_share": sum(r.finish_reason in CUT for r in rollouts) / len(lengths),
+            **(self.environment.metrics() if self.environment else {}),
+            **({"sampling/timeouts": float(timeouts)} if limited else {}),
+            **(self.early_stop.metrics() if self.early_stop else {}),
+        }
+
+    def batch(self, rollouts: Sequence[Rollout]) -> Batch:
+        """Pack rollouts into a batch and add the columns that only the run knows.
+
+        The added columns are float32: ``reward_term/NAME`` [B], the clipped value of each reward with a weight
+        (NaN where the reward does not apply), ``reward_weight/NAME`` [B], and ``greedy_rewards`` [B] if greedy
+        responses are sampled (NaN where one has no reward). With `algorithm.mask_truncated` the ``loss_mask`` of
+        truncated rollouts is False; their rewards still count in their group. ``rollout_log_probs`` is left out
+        if the step did not ask for it (`rollout.log_probs_every_steps`).
+        """
+        config = self.config_now
+        batch = Batch.from_rollouts(rollouts, config.rollout.temperature, self.replays_support)
+        columns: dict[str, torch.Tensor] = {}
+        for name, weight, clipped in (term for term in self.reward_terms() if term[1]):
+            values = [r.rewards.get(name) for r in rollouts]
+            terms = [math.nan if value is None else clipped(value) for value in values]
+            columns[f"reward_term/{name}"] = torch.tensor(terms, dtype=torch.float32)
+            columns[f"reward_weight/{name}"] = torch.full((len(rollouts),), weight)
+        if self.samples_greedy:
+            baselines = [math.nan if r.greedy_reward is None else r.greedy_reward for r in rollouts]
+            columns[GREEDY] = torch.tensor(baselines, dtype=torch.float32)
+        batch = batch.with_columns(tokens=self.fresh(batch), sequences=columns)
+        if config.algorithm.mask_truncated:
+            mask = batch["loss_mask"] & ~batch.to_tokens(batch["truncated"])
+            batch = batch.with_columns(tokens={"loss_mask": mask})
+        if self.samples and not self.sampler.asks_log_probs(self.step_now):
+            del batch.tokens["rollout_log_probs"]  # zeros, not log-probs
+        return batch
+
+    def reward_terms(self) -> Iterable[tuple[str, float, Callable[[float], float]]]:
+        """Return name, weight and clipping function of each reward."""
+        return self.rewards.terms()
+
+    def fresh(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return ``fresh`` [T] bool, True on tokens of the newest policy of the batch; {} if all tokens are."""
+        sampled = batch["policy_versions"][batch["loss_mask"]]
+        if not len(sampled) or bool((sampled == sampled.max()).all()):
+            return {}
+        return {"fresh": batch["policy_versions"] == sampled.max()}
 
     def sync(self, updated: bool = True) -> dict[str, float]:
         """Send the actor's weights to the sampler; return metrics of it.
@@ -105,48 +310,110 @@ class SampledRun(TrainingRun):
             updated: whether the weights have changed since the last call.
         """
         with self.phase("sync"):
-            return self.sampling.sync(updated)
+            return self.push_weights(updated)
+
+    def push_weights(self, updated: bool) -> dict[str, float]:
+        """Do ``sync`` within a phase; updated weights get the next version number."""
+        runtime = self.runtime
+        result = runtime.push_weights("actor", "rollout", self.version + updated)
+        traded, self._traded = runtime.traded_seconds - self._traded, runtime.traded_seconds
+        self.version = result.version
+        self.emit("weights_synced", {"version": result.version, "bytes": result.bytes})
+        return {
+            "sync/bytes": float(result.bytes),
+            "sync/seconds": result.seconds,
+            "policy_version": float(result.version),
+            "time/offload_and_sync": traded + result.seconds,
+            **runtime.loss_metrics(),
+        }
+
+    # outside of a step
 
     def generate(self, prompts: list[Prompt]) -> list[Rollout]:
         """Sample and score `group_size` responses a prompt with the current weights, outside of training."""
         self.setup()
         with self.runtime.phase("generate"):
-            rollouts = self.sampling.sample(prompts, step=0)
-        self.sampling.score(rollouts, step=0, training=False)
+            rollouts = self.sampler.sample(self.sampler.requests(prompts, step=0))
+        self.score(rollouts, step=0, training=False)
         return rollouts
 
     def evaluate(self, out: Path | None = None) -> dict[str, float]:
-        """Sample the held-out prompts as ``[eval]`` says and score them; return ``eval/...`` metrics.
+        """Sample the held-out prompts as ``[eval]`` says and score them.
 
         Args:
-            out: folder for the rollouts, one file a set.
+            out: folder for the rollouts, one file a set; default: the run folder, during training.
+
+        Returns:
+            ``eval/...`` of ``data.validation`` and ``eval/SET/...`` of each ``[[eval.set]]``; see ``set_metrics``.
         """
         self.setup()
-        return self.evaluation.measure(out)
+        metrics: dict[str, float] = {}
+        for held_out in self.held_out():
+            prompts, sampling = self.held_items(held_out), self.sampler.sampling_of(held_out)
+            size, step = held_out.samples_per_prompt, self.step_done
+            with self.runtime.phase("generate"):
+                rollouts = self.sampler.respond(
+                    self.sampler.requests(prompts, 0, size=size, sampling=sampling)
+                )
+            self.score(rollouts, 0, training=False)
+            found = set_metrics(rollouts, held_out) | self.measured(rollouts)
+            found |= self.environment.metrics() if self.environment else {}
+            metrics |= {held_out.prefix + name: value for name, value in found.items()}
+            if out is not None:
+                file = out / f"{held_out.name or UNNAMED}.parquet"
+                write_rollouts(file, step, rollouts, self.about(sampling))
+            elif self.folder and self.progress:
+                folder = self.folder.rollouts_dir / "eval" / held_out.name
+                self._record(folder, step, rollouts, self.about(sampling), f"The evaluation of step {step}")
+        return metrics
 
     def measured(self, rollouts: list[Rollout]) -> dict[str, float]:
         """Return a trainer's own metrics of the rollouts of a held-out set, in addition to their rewards."""
         return {}
 
+    def about(self, sampling: Sampling | None = None) -> dict[str, Any]:
+        """Return the tokenizer hash and the distribution parameters, for the metadata of a rollout file.
+
+        Args:
+            sampling: the parameters that the rollouts were sampled with; default: those of the step.
+        """
+        config = sampling or self.config_now.rollout
+        return {"tokenizer": self._tokenizer_hash, **{name: getattr(config, name) for name in DISTRIBUTION}}
+
+    @functools.cached_property
+    def _tokenizer_hash(self) -> str:
+        return tokenizer_hash(self.tokenizer)
+
+    def _record(
+        self, folder: Path, step: int, rollouts: list[Rollout], about: Mapping[str, Any], what: str
+    ) -> None:
+        """Write rollouts into the run folder.
+
+        Raises:
+            EnvironmentProblem: they cannot be written; the disk may be full.
+        """
+        with writing(what):
+            write_rollouts(folder, step, rollouts, about)
+
+    # checkpoints
+
     def state(self) -> dict[str, Any]:
         """Return the state of stages, and the version of the weights."""
-        return {
-            "stages": self.sampling.stages.state(),
-            "version": self.sampling.version,
-        }
+        return {"stages": self.stages.state(), "version": self.version}
 
     def files(self) -> Mapping[str, Callable[[Path], object]]:
         """Return the writers of rollouts that stages and early stopping keep, by file."""
-        early_stop = self.sampling.early_stop
-        return {**self.sampling.stages.files(), **(early_stop.files() if early_stop else {})}
+        return {**self.stages.files(), **(self.early_stop.files() if self.early_stop else {})}
 
     def load_state(self, state: dict[str, Any], folder: Path) -> None:
         """Restore the version, in training also kept rollouts; then send the weights to the sampler."""
-        self.sampling.version = state["version"]
+        self.version = state["version"]
         if self.training:
-            self.sampling.stages.load(state.get("stages", {}), folder)
-            if self.sampling.early_stop is None and (folder / CARRIED).is_file():  # the run used it until now
-                self.sampling.early_stop = self.sampling.make_early_stop()
-            if self.sampling.early_stop:
-                self.sampling.early_stop.load(folder)
-        self.sampling.sync(updated=False)  # for a sampler with its own copy of the weights
+            self.stages.load(state.get("stages", {}), folder)
+            if self.early_stop is not None:
+                self.early_stop.load(folder)
+            elif (folder / CARRIED).is_file():
+                log.warning(
+                    "Groups that an earlier attempt had carried over are dropped: nothing is stopped now."
+                )
+        self.push_weights(updated=False)  # for a sampler with its own copy of the weights

@@ -44,14 +44,20 @@ class Trainer(SampledRun):
 
     def prepare(self) -> None:
         """Resolve the algorithm and what it needs; refuse what cannot work."""
-        self.policy = PolicyUpdate(self)
-        if self.policy.plan.needs_teacher:
-            check_teacher(self)
-        self.critic = CriticUpdate(self)  # does nothing where the algorithm needs no values
-        self.advantage = self.plugins.function("advantages", self.config.algorithm.advantage)
-        check_other_policy(self)
+        config, plugins = self.config, self.plugins
+        self.policy = PolicyUpdate(self.settings, plugins, self.groups, self._is_one_policy)
+        plan = self.policy.plan
+        if plan.needs_teacher:
+            check_teacher(config, plugins, self.tokenizer)
+        self.critic = CriticUpdate(plan.needs_critic, config.critic, self.learn)
+        self.advantage = plugins.function("advantages", config.algorithm.advantage)
+        self.samples_greedy = plan.greedy
+        if self.samples:
+            check_other_policy(config)
+        roles = self.roles(training=True).items()
+        inferring = [name for name, role in roles if role.kind == "train" and name != "critic"]
+        self.replays_support = replays_support(config, plugins, inferring, self.samples)
         super().prepare()
-        self._replays_support = replays_support(self)
 
     def roles(self, training: bool) -> dict[str, Role]:
         """Return the roles that the algorithm needs: actor and rollout, perhaps ref, teacher and critic."""
@@ -59,7 +65,8 @@ class Trainer(SampledRun):
             return {"actor": Role("train", trainable=False), "rollout": Role("rollout")}
         ref = {"ref": Role("train", trainable=False, refreshed=self.policy.refreshes_ref)}
         ref = ref if self.policy.plan.needs_ref else {}
-        actor = Role("train", idle_steps=self.critic.idle_steps)
+        idle = self.critic.warmup_steps * self.policy.plan.updates_per_step
+        actor = Role("train", idle_steps=idle)
         teacher = {"teacher": Role("train", trainable=False)} if self.policy.plan.needs_teacher else {}
         return {"actor": actor, **ref, **teacher, **self.critic.roles(), "rollout": Role("rollout")}
 
@@ -68,27 +75,21 @@ class Trainer(SampledRun):
         """Policy updates in one step: one per mini-batch and epoch."""
         return self.policy.plan.updates_per_step
 
-    @property
-    def samples_greedy(self) -> bool:
-        """Whether the algorithm needs a greedy response for each prompt."""
-        return self.policy.plan.greedy
-
-    @property
-    def replays_support(self) -> bool:
-        """Whether `algorithm.correction.support` is on and the engines of the run can replay it."""
-        return self._replays_support
+    def _is_one_policy(self) -> bool:
+        """Return whether the sampler reads the actor's module and samples all rollouts of a step with it."""
+        return self.runtime.shared and not self.off_policy
 
     def step(self, step: int) -> dict[str, float]:
         """Do one step: take P prompts, update the policy, send the new weights to the samplers."""
         rollouts, metrics = self.rollouts(step)  # B, scored, after the stages of the TOML: filters, caches
-        batch = self.sampling.batch(rollouts)  # rewards [B]
+        batch = self.batch(rollouts)  # rewards [B]
         with self.phase("log_probs"):
             batch, noted = self.annotate(batch)  # log-probs, values: only what the algorithm needs
             batch = self.with_advantages(batch)  # [T]
         with self.phase("train"):
             metrics |= noted | self.update(batch, step)
         with self.phase("sync"):
-            metrics |= self.sampling.sync(updated=not self.critic.alone(step))  # worker to worker
+            metrics |= self.push_weights(updated=not self.critic.alone(step))  # worker to worker
             self.refresh_reference(step)
         return metrics
 
@@ -148,14 +149,14 @@ class Trainer(SampledRun):
         learned = self.critic.update(batch, minis)
         if self.critic.alone(step):
             return learned
-        metrics = over_updates(self.update_on(mini, step, number) for number, mini in enumerate(minis))
+        metrics = over_updates(map(self.update_on, minis))
         return learned | metrics | self.policy.settle(metrics, len(batch))
 
-    def update_on(self, mini: Batch, step: int, number: int) -> dict[str, float]:
+    def update_on(self, mini: Batch) -> dict[str, float]:
         """Update the policy on a mini-batch: forward, backward, check, optimizer step."""
         if not bool(mini["loss_mask"].any()):
             return {"actor/empty_updates": Sum(1.0)}
-        mini = self.policy.with_statistics(mini, step, number)
+        mini = self.policy.with_statistics(mini)
         return self.learn(mini, self.policy.loss_call(), check=self.policy.check)
 
     def refresh_reference(self, step: int) -> None:

@@ -12,7 +12,7 @@ Left out: the use of the values. The advantage estimator (``gae``) reads them an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -29,8 +29,11 @@ from engine_core.types import LossCall
 
 if TYPE_CHECKING:
     from engine_core.config import AlgorithmConfig
+    from engine_core.config.roles import CriticConfig
+    from engine_core.contracts.runtime import WorkerGroup
+    from engine_core.plugins.plugin_set import PluginSet
     from engine_core.specs import Advantage, Loss
-    from engine_core.train.trainer import Trainer
+    from engine_core.train.settings import Settings
     from engine_core.types import Batch
 
 OWN_KEYS = {"bypass", "normalize", "max_masked_share", "min_effective_sample_share", "support"}
@@ -41,21 +44,30 @@ class PolicyUpdate:
     """The update of the policy from one batch of rollouts.
 
     Args:
-        run: the trainer that uses it.
+        settings: of the run.
+        plugins: offer loss and advantage estimator.
+        groups: worker groups by role; ``actor`` is in it when a mini-batch is updated.
+        one_policy: returns whether the policy that is updated has sampled all rollouts of a step.
 
     Raises:
         PluginError: the loss cannot be called.
     """
 
-    def __init__(self, run: Trainer) -> None:
-        self.run = run
-        algorithm = run.config.algorithm
-        advantage = cast("Advantage", run.plugins.spec("advantages", algorithm.advantage))
-        self.loss = cast("Loss", run.plugins.spec("losses", algorithm.loss))
-        run.plugins.function("losses", algorithm.loss)  # refuses a bad loss here, before a worker resolves it
-        producers = requirements.producers_of(run.plugins, advantage, self.loss)
-        self.plan = requirements.plan_run(run.config, advantage, self.loss, producers)
-        steps = [config_at(run.config, step).algorithm for step in boundaries(run.config)]
+    def __init__(
+        self,
+        settings: Settings,
+        plugins: PluginSet,
+        groups: Mapping[str, WorkerGroup],
+        one_policy: Callable[[], bool],
+    ) -> None:
+        self.settings, self.groups, self.one_policy = settings, groups, one_policy
+        config, algorithm = settings.config, settings.config.algorithm
+        advantage = cast("Advantage", plugins.spec("advantages", algorithm.advantage))
+        self.loss = cast("Loss", plugins.spec("losses", algorithm.loss))
+        plugins.function("losses", algorithm.loss)  # refuses a bad loss here, before a worker resolves it
+        producers = requirements.producers_of(plugins, advantage, self.loss)
+        self.plan = requirements.plan_run(config, advantage, self.loss, producers)
+        steps = [config_at(config, step).algorithm for step in boundaries(config)]
         self.refreshes_ref = any(each.ref_refresh_steps > 0 for each in steps)
         adapts_kl = any(each.kl_target is not None for each in steps)
         adapts_entropy = any(each.entropy_target is not None for each in steps)
@@ -64,7 +76,7 @@ class PolicyUpdate:
 
     @property
     def _now(self) -> AlgorithmConfig:
-        return self.run.config_now.algorithm
+        return self.settings.now.algorithm
 
     @property
     def kl_coef(self) -> float:
@@ -87,8 +99,7 @@ class PolicyUpdate:
         config = self._now.correction
         level = config.level
         if level == "auto":
-            one_policy = self.run.runtime.shared and not self.run.off_policy
-            level = "off" if one_policy and not config.bypass else "token"
+            level = "off" if self.one_policy() and not config.bypass else "token"
         if config.bypass and self.loss.ratio:
             level = "off"
         return Correction(**{**config.model_dump(exclude=OWN_KEYS), "level": level})
@@ -103,13 +114,13 @@ class PolicyUpdate:
             step: step number, which gives the order its seed.
         """
         algorithm = self._now
-        norm = algorithm.loss_length_norm or self.run.config.rollout.max_response_tokens
+        norm = algorithm.loss_length_norm or self.settings.config.rollout.max_response_tokens
         own = algorithm.loss_aggregation == "auto"
         mode = self.loss.aggregation if own else algorithm.loss_aggregation
         groups = batch["group_ids"]
         order = torch.unique(groups)
         size = algorithm.mini_batch_prompts or max(len(order), 1)
-        generator = torch.Generator().manual_seed(self.run.config.run.seed * 1_000_003 + step)
+        generator = torch.Generator().manual_seed(self.settings.config.run.seed * 1_000_003 + step)
         minis = []
         for epoch in range(algorithm.epochs):
             if epoch:
@@ -120,18 +131,16 @@ class PolicyUpdate:
                 minis.append(with_weights(chosen_rows, mode, norm))
         return minis
 
-    def with_statistics(self, mini: Batch, step: int, number: int) -> Batch:
+    def with_statistics(self, mini: Batch) -> Batch:
         """Add the [T] columns that are statistics over a mini-batch, computed with the policy before its update.
 
         Args:
             mini: the whole mini-batch, with at least one loss token.
-            step: step number.
-            number: number of the mini-batch within the step; random choices are seeded by step and number.
         """
         algorithm = self._now
         if self.plan.measured:
             outputs = tuple(requirements.MEASURED[column] for column in self.plan.measured)
-            made = self.run.groups["actor"].call("infer", mini, outputs=outputs).result()
+            made = self.groups["actor"].call("infer", mini, outputs=outputs).result()
             mini = mini.with_columns(
                 tokens={c: made[o] for c, o in zip(self.plan.measured, outputs, strict=True)}
             )
@@ -142,9 +151,6 @@ class PolicyUpdate:
         if algorithm.correction.normalize:
             before = mini["current_log_probs" if algorithm.correction.bypass else "old_log_probs"]
             columns["correction_scale"] = normalizing_scale(mini, before, self.correction)
-        if prepare := self.loss.resolve_prepare():
-            seed = (self.run.config.run.seed * 1_000_003 + step) * 1_009 + number
-            columns |= prepare(mini, seed, **self._loss_options())
         return mini.with_columns(tokens=columns)
 
     def loss_call(self) -> LossCall:
@@ -152,7 +158,7 @@ class PolicyUpdate:
         algorithm = self._now
         parameters: dict[str, Any] = {
             "loss": algorithm.loss,
-            "loss_options": self._loss_options(),
+            "loss_options": algorithm.loss_options.model_dump() if algorithm.loss_options else {},
             "kl_coef": self.kl_coef if algorithm.kl_in == "loss" else 0.0,
             "kl_estimator": algorithm.kl_estimator,
             "entropy_coef": self.entropy_coef,
@@ -175,7 +181,7 @@ class PolicyUpdate:
         if "mismatch/mean_abs" not in metrics:
             return  # a step without the sampler's log-probs, so nothing is weighed or masked
         gap = fresh_gap(metrics)
-        check_gap(gap, self.run.config.rollout.max_log_prob_gap)
+        check_gap(gap, self.settings.config.rollout.max_log_prob_gap)
         masked, most = metrics.get("correction/masked_share", 0.0), self._now.correction.max_masked_share
         if masked > most:
             raise TrainingFailed(
@@ -230,10 +236,6 @@ class PolicyUpdate:
             self.adaptive_kl = AdaptiveKL(**state["kl"])
         if self.adaptive_entropy is not None and "entropy" in state:
             self.adaptive_entropy = AdaptiveEntropy(**state["entropy"])
-
-    def _loss_options(self) -> dict[str, Any]:
-        options = self._now.loss_options
-        return options.model_dump() if options else {}
 
 
 def fresh_gap(metrics: Mapping[str, float]) -> float:
@@ -308,24 +310,22 @@ class CriticUpdate:
     """The update of the critic from one batch of rollouts; it does nothing if the algorithm needs no critic.
 
     Args:
-        run: the trainer that uses it; its ``policy`` is already set.
+        needed: whether the algorithm needs a critic.
+        table: ``[critic]``, if the run file has it.
+        learn: does one optimizer step, as ``TrainingRun.learn``.
     """
 
-    def __init__(self, run: Trainer) -> None:
-        self.run = run
-        self.needed = run.policy.plan.needs_critic
-        table = run.config.critic if self.needed else None
+    def __init__(
+        self, needed: bool, table: CriticConfig | None, learn: Callable[..., dict[str, float]]
+    ) -> None:
+        self.needed, self.learn = needed, learn
+        table = table if needed else None
         self.warmup_steps = table.warmup_steps if table else 0
         self.clip_ratio = table.clip_ratio if table else 0.0
 
     def roles(self) -> dict[str, Role]:
         """Return the role ``critic`` if the algorithm needs it, else {}."""
         return {"critic": Role("train")} if self.needed else {}
-
-    @property
-    def idle_steps(self) -> int:
-        """Number of optimizer steps that the policy skips while only the critic learns."""
-        return self.warmup_steps * self.run.policy.plan.updates_per_step
 
     def alone(self, step: int) -> bool:
         """Return whether only the critic learns in this step."""
@@ -352,7 +352,7 @@ class CriticUpdate:
             return {"critic/empty_updates": Sum(1.0)}
         mini = mini.with_columns(tokens={"weights": mini["token_share"]})
         call = LossCall("value", {"value_clip": self.clip_ratio or None}, outputs=("values",))
-        return self.run.learn(mini, call, role="critic")
+        return self.learn(mini, call, role="critic")
 
 
 def explained_variance(batch: Batch) -> float:

@@ -15,7 +15,7 @@ class ExpertIteration(SampledRun):
             if rollout.reward > best.setdefault(rollout.group_id, rollout).reward:
                 best[rollout.group_id] = rollout
         metrics["expert/reward"] = sum(r.reward for r in best.values()) / max(len(best), 1)
-        batch = with_weights(self.sampling.batch(list(best.values())), "token-mean")
+        batch = with_weights(self.batch(list(best.values())), "token-mean")
         with self.phase("train"):
             metrics |= self.learn(batch, LossCall("nll"))
         return metrics | self.sync()  # the sampler has the new weights

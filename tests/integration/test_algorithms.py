@@ -5,6 +5,7 @@ import math
 import shutil
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from engine_core import Trainer, builtin, load_config
 from engine_core.errors import ConfigError, PluginError
 from engine_core.plugins.plugin_set import known_names
 from engine_core.runs.rollout_files import read_rollouts
-from engine_core.train.stages import Rounds
 from engine_plugin_trainers import plugin as trainers
 
 
@@ -95,13 +95,12 @@ def test_a_greedy_baseline_is_the_reward_of_the_most_likely_response(grpo):
     run = trainer(grpo, {"algorithm.advantage": "remax"})
     run.setup()
     prompts = run.source.take(2)
-    rounds = Rounds(run.sampling, 1, greedy=True)
-    rounds.sample(prompts)
-    rounds.score()
-    rollouts, _ = rounds.finish()
-    batch = run.sampling.batch(rollouts)
-    again = run.sampling.sample_greedy(prompts, 7)
-    run.sampling.score(again, 7, training=False)
+    run.source = SimpleNamespace(take=lambda count: prompts, close=run.source.close)
+    run.config_now.data.prompts_per_step = 2
+    rollouts, _ = run.rollouts(1)
+    batch = run.batch(rollouts)
+    again = run.sampler.sample_greedy(prompts, 7)
+    run.score(again, 7, training=False)
     expected = [reward for greedy in again for reward in [greedy.reward] * 4]
     assert batch["greedy_rewards"].tolist() == pytest.approx(expected)
     run.close()
@@ -132,13 +131,10 @@ def test_a_kl_in_the_reward_stands_at_its_token(grpo):
 def test_truncated_responses_teach_nothing_but_count_in_their_group(grpo):
     run = trainer(grpo, {"algorithm.mask_truncated": True, "rollout.max_response_tokens": 3})
     run.setup()
-    rounds = Rounds(run.sampling, 1, greedy=False)
-    rounds.sample(run.source.take(4))
-    rounds.score()
-    rollouts, _ = rounds.finish()
+    rollouts, _ = run.rollouts(1)
     for rollout in rollouts[::3]:  # a random model seldom stops by itself
         rollout.finish_reason = "stop"
-    batch = run.with_advantages(run.sampling.batch(rollouts))
+    batch = run.with_advantages(run.batch(rollouts))
     learned = batch.sum_by_sequence(batch["loss_mask"].long()) > 0
     assert learned.tolist() == [rollout.finish_reason == "stop" for rollout in rollouts]
     rewards = [rollout.reward for rollout in rollouts[:4]]

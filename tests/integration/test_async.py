@@ -69,7 +69,7 @@ def threads():
 def test_with_staleness_0_the_run_is_the_synchronous_one_bit_for_bit(train, monkeypatch, always):
     _, expected, sync = train("sync", {"rollout.weights": "own"}, Trainer)
     if always:  # through the threads and the queue, although nothing runs ahead
-        monkeypatch.setattr(AsyncTrainer, "ahead", True)
+        monkeypatch.setattr(AsyncTrainer, "runs_ahead", True)
         monkeypatch.setattr(AsyncTrainer, "off_policy", False)
     _, weights, found = train("zero", AHEAD | {"async.max_staleness": 0})
     own = {name for line in found["metrics"] for name in line if name.startswith("async/")}
@@ -251,11 +251,11 @@ class Slow:
 
     def __init__(self, monkeypatch):
         from engine_plugin_hf_rollout.engine import HFRolloutEngine
-        from engine_plugin_trainers.ahead_source import AheadSource
+        from engine_plugin_trainers.ahead_groups import AheadGroups
 
         self.goes_on, self.between = threading.Event(), []
         self.goes_on.set()
-        step, wait, sync = HFRolloutEngine.step, AheadSource._await, AheadSource.sync
+        step, wait, sync = HFRolloutEngine.step, AheadGroups.take, AsyncTrainer.push_weights
 
         def stepping(engine):
             found = step(engine)
@@ -275,8 +275,8 @@ class Slow:
             return sync(source, updated)
 
         monkeypatch.setattr(HFRolloutEngine, "step", stepping)
-        monkeypatch.setattr(AheadSource, "_await", waiting)
-        monkeypatch.setattr(AheadSource, "sync", syncing)
+        monkeypatch.setattr(AheadGroups, "take", waiting)
+        monkeypatch.setattr(AsyncTrainer, "push_weights", syncing)
 
 
 @pytest.mark.parametrize("how", ["keep", "abort", "drain"])

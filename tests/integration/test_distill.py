@@ -142,7 +142,7 @@ def gradient(trainer, most, budget):
     trainer.setup(training=True)
     engine = trainer.runtime.engines["actor"]
     engine.set_token_budget(budget)
-    trainer.config_now = trainer.config_now.model_copy(
+    trainer.settings.now = trainer.config_now.model_copy(
         update={"options": trainer.options.model_copy(update={"max_values": most})}
     )
     batch, _ = trainer.sampled(1)

@@ -11,7 +11,6 @@ from engine_core import Trainer, load_config
 from engine_core.cli.main import main
 from engine_core.errors import ConfigError, EngineError
 from engine_core.runs.rollout_files import read_rollouts
-from engine_core.train.rollouts import RolloutSource
 
 DATA_PARALLEL = Path(__file__).parents[1] / "conformance" / "data_parallel_plugin.py"
 
@@ -165,12 +164,11 @@ def test_algorithms_run_on_episodes(multi, algorithm):
 def test_a_batch_has_the_turn_of_each_token(multi):
     trainer = Trainer(load_config(multi, allow_code=True))
     prompts = trainer_prompts(trainer, 2)
-    rollouts = trainer.sampling.sample(prompts, 1)
-    trainer.sampling.score(rollouts, 1)
-    batch = trainer.sampling.batch(rollouts)
+    rollouts = trainer.sampler.sample(trainer.sampler.requests(prompts, 1))
+    trainer.score(rollouts, 1)
+    batch = trainer.batch(rollouts)
     assert batch["turns"].tolist() == torch.cat([r.extras["turns"] for r in rollouts]).tolist()
     assert set(batch["turns"].tolist()) == {0, 1, 2, 3}
-    assert isinstance(trainer.sampling, RolloutSource)
     trainer.close()
 
 

@@ -280,7 +280,6 @@ def put(tensor, at, value):
 @pytest.mark.parametrize(
     ("change", "about", "said"),
     [
-        (lambda r: r[:-1], {}, r"row 12: its group has 3 rollouts, most have 4.*unequal_groups = true"),
         (edit(token_ids=lambda r: put(r.token_ids, -1, 10**6)), {}, r"row 5: token id 1000000 is outside"),
         (edit(token_ids=lambda r: put(r.token_ids, 0, -1)), {}, r"row 5: token id -1 is outside"),
         (edit(loss_mask=lambda r: r.loss_mask[1:]), {}, r"row 5: loss_mask has \d+ values, token_ids \d+"),
@@ -291,7 +290,7 @@ def put(tensor, at, value):
         (edit(prompt=lambda r: dataclasses.replace(r.prompt, token_ids=[1] * 99)), {}, "row 5: its prompt has 99"),
         (lambda r: None, {"tokenizer": "another"}, "sampled with another tokenizer"),
     ],
-    ids=["unequal", "beyond", "negative", "lengths", "nan", "positive", "reward", "no_reward", "prompt", "tokenizer"],
+    ids=["beyond", "negative", "lengths", "nan", "positive", "reward", "no_reward", "prompt", "tokenizer"],
 )  # fmt: skip
 def test_rollouts_that_do_not_fit_are_refused_before_any_model_is_built(
     offline, sampled, tmp_path, monkeypatch, change, about, said
@@ -342,10 +341,9 @@ def test_greedy_rewards_of_the_files_are_the_baselines_of_remax(offline, sampled
     assert set(seen[0]["greedy_rewards"][:12].tolist()) == {0.25}
 
 
-def test_unequal_groups_are_learned_from_where_that_is_said(offline, sampled, tmp_path):
+def test_unequal_groups_are_learned_from(offline, sampled, tmp_path):
     file = changed(sampled, tmp_path, lambda r: r[:-1])
-    changes = {"data.train": str(file), "offline": {"unequal_groups": True}}
-    assert trained(made(offline, changes))[0]["rollouts"] == 15
+    assert trained(made(offline, {"data.train": str(file)}))[0]["rollouts"] == 15
 
 
 def test_a_step_that_lost_all_its_groups_is_left_out_of_a_folder(offline, sampled, tmp_path, caplog):
@@ -394,14 +392,9 @@ def test_generated_rollouts_are_data_too(offline, world, sampled, tmp_path):
     sampler = Trainer(load_config(overrides=settings), rewards=[early])
     sampler.setup()
     rollouts = sampler.generate(sampler.source.all())
-    file = write_rollouts(tmp_path / "mine.parquet", 0, rollouts, sampler.sampling.about())
+    file = write_rollouts(tmp_path / "mine.parquet", 0, rollouts, sampler.about())
     sampler.close()
     assert RolloutFile(file).about["temperature"] == 1.0
-    lines = trained(
-        made(
-            offline,
-            {"data.train": [str(file), str(rollout_file(sampled))], "offline": {"unequal_groups": True}},
-        )
-    )
+    lines = trained(made(offline, {"data.train": [str(file), str(rollout_file(sampled))]}))
     assert len(lines) == 3  # 8 + 4 groups
     assert torch.isfinite(torch.tensor([line["actor/loss"] for line in lines])).all()

@@ -84,9 +84,9 @@ def test_every_step_gives_its_recorded_numbers_exactly(small):
         ({"algorithm.advantage": "gae", "algorithm.epochs": 2}, "critic/loss"),
         ({"algorithm.advantage": "remax"}, "actor/loss"),
         ({"stage": [{"name": "replay_cache"}]}, "mismatch/fresh_mean_abs"),
-        ({"stage": [{"name": "pf_ppo_resample"}], "algorithm.loss": "clip_cov"}, "actor/covariance_share"),
+        ({"stage": [{"name": "pf_ppo_resample"}]}, "actor/clip_fraction"),
     ],
-    ids=["gae", "remax", "replay_cache", "clip_cov"],
+    ids=["gae", "remax", "replay_cache", "pf_ppo_resample"],
 )
 def test_what_a_step_needs_besides_tokens_is_stored_too(small, changes, metric):
     folder = trained(small | changes | {"run.steps": 3})

@@ -88,7 +88,7 @@ def test_a_step_has_whole_groups_and_every_prompt_is_used_or_counted(early):
     used = {taken(r) for batch in batches for r in batch}
     assert len(used) == STEPS * PROMPTS  # no group twice
     assert new == len(used) + carried
-    assert len({taken(r) for r in run.sampling.early_stop.carried} - used) == carried
+    assert len({taken(r) for r in run.early_stop.carried} - used) == carried
     assert max(line["sampling/stopped"] for line in lines) > 0
 
 
@@ -205,7 +205,7 @@ def test_with_weights_that_stay_a_carried_response_is_the_one_that_was_never_sto
     other = Trainer(load_config(overrides=early | {"rollout.over_sampling": 1.0}), rewards=[digits])
     other.setup()
     for rollout in carried:
-        asked = other.sampling._request(rollout.prompt, rollout.request_id, other.sampling._as_told(step=3))
+        asked = other.sampler.request(rollout.prompt, rollout.request_id, other.sampler.sampling_at(3))
         (whole,) = other.groups["rollout"].call("generate", requests=[asked]).result()
         assert whole.token_ids.tolist() == rollout.token_ids.tolist()
         assert whole.finish_reason == rollout.finish_reason
@@ -242,7 +242,7 @@ def test_carried_tokens_are_weighed_and_only_fresh_ones_measure_the_gap(early):
 def test_without_carrying_what_was_stopped_is_dropped_and_counted(early):
     run = trained(early | {"rollout.partial_rollouts": False})
     lines, batches = lines_of(run.folder.path), batches_of(run.folder.path)
-    assert run.sampling.early_stop.carried == []
+    assert run.early_stop.carried == []
     for step, (line, batch) in enumerate(zip(lines, batches, strict=True), 1):
         assert {taken(r)[0] for r in batch} == {step}
         assert len(batch) == PROMPTS * GROUP
@@ -287,7 +287,7 @@ def test_a_stop_and_a_resume_are_the_uninterrupted_run_bit_for_bit(early, monkey
     last = [Checkpoints(each / "checkpoints").latest() for each in (folder, straight)]
     assert read_state(last[0])["trainer"] == read_state(last[1])["trainer"]
     assert (last[0] / "carried.parquet").read_bytes() == (last[1] / "carried.parquet").read_bytes()
-    assert len(run.sampling.early_stop.carried) == 3 * GROUP
+    assert len(run.early_stop.carried) == 3 * GROUP
 
 
 @pytest.mark.slow

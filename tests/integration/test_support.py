@@ -45,9 +45,9 @@ def test_an_unchanged_policy_has_the_weight_one_over_what_was_left(grpo):
         assert bool((ids[sampled] == rollout.token_ids[sampled][:, None]).any(-1).all())
         assert bool((ids[~sampled] == -1).all())
     # sampled again by the policy as it is now: the same log-probs from both, over the cut distribution
-    rollouts = run.sampling.sample(run.source.take(4), step=9)
-    run.sampling.score(rollouts, 9, training=False)
-    batch = run.sampling.batch(rollouts)
+    rollouts = run.sampler.sample(run.sampler.requests(run.source.take(4), step=9))
+    run.score(rollouts, 9, training=False)
+    batch = run.batch(rollouts)
     mask = batch["loss_mask"]
     over_support = run.groups["actor"].call("infer", batch, outputs=("log_probs",)).result()["log_probs"]
     torch.testing.assert_close(over_support[mask], batch["rollout_log_probs"][mask], atol=1e-4, rtol=0)

@@ -4,7 +4,6 @@ import dataclasses
 from concurrent.futures import Future
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from engine_core.contracts.parts import CARRIED
@@ -32,9 +31,14 @@ def finished(number):
     return dataclasses.replace(request(number).unsampled(), finish_reason="stop")
 
 
+def settings_of(**options):
+    config = SimpleNamespace(rollout=SimpleNamespace(**options))
+    return SimpleNamespace(config=config, now=config)
+
+
 def stragglers_of(group):
     """For one group of responses."""
-    found = Stragglers(SimpleNamespace(run=SimpleNamespace(groups={"rollout": group}, clock=Clock())))
+    found = Stragglers(settings_of(), {"rollout": group}, Clock())
     found._wanted = 1
     return found
 
@@ -98,8 +102,7 @@ def test_where_responses_are_long_a_call_is_of_several_rounds():
     assert group.asked == [1] * 8 + [2] * 4 + [3] * 3 + [4]  # 8, 16, 25, 29 rounds
 
 
-@pytest.mark.parametrize(("over_sampling", "carry"), [(1.5, False), (1.0, True)])
-def test_groups_that_a_run_under_other_settings_drops_are_counted(tmp_path, caplog, over_sampling, carry):
+def test_groups_that_a_run_under_other_settings_drops_are_counted(tmp_path, caplog):
     prompt, held = Prompt("p", [1, 2], "a"), []
     for number, reasons in enumerate((("stop", "abort"), ("abort", "abort"))):
         for index, reason in enumerate(reasons):
@@ -108,9 +111,8 @@ def test_groups_that_a_run_under_other_settings_drops_are_counted(tmp_path, capl
             rollout = Rollout(f"1:{number}:{index}", prompt, tokens, mask, torch.zeros(5), mask.int(), reason)
             held.append(dataclasses.replace(rollout, group_id=number))
     write_rollouts(tmp_path / CARRIED, step=0, rollouts=held)
-    options = SimpleNamespace(over_sampling=over_sampling, partial_rollouts=carry)
-    run = SimpleNamespace(config=SimpleNamespace(rollout=options))
-    stragglers = Stragglers(SimpleNamespace(run=run))
+    settings = settings_of(over_sampling=1.5, partial_rollouts=False)
+    stragglers = Stragglers(settings, {}, Clock())
     stragglers.load(tmp_path)
     assert stragglers.carried == []
     assert "2 groups that an earlier attempt had carried over are dropped" in caplog.text

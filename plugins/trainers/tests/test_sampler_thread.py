@@ -12,7 +12,7 @@ from engine_core.contracts.engines import RolloutEngine
 from engine_core.contracts.runtime import WorkerGroup
 from engine_core.types import Prompt, Request, Rollout, Sampling
 from engine_plugin_processes.worker_pool import Reply
-from engine_plugin_trainers.sampler_thread import SamplerThread, ThreadedSampler
+from engine_plugin_trainers.sampler_thread import SamplerThread
 
 
 class Slow(RolloutEngine):
@@ -99,15 +99,16 @@ def requests(*lengths, first=0):
 
 
 def test_each_rollout_is_given_once_to_whoever_asked(thread):
-    mine, sampler = [], ThreadedSampler(thread)
-    thread.ask(requests(30, 20), mine.extend)
-    others = sampler.call("generate", requests=requests(3, 5, 4, first=7)).result()
-    assert [r.request_id for r in others] == ["1:7:0", "1:8:0", "1:9:0"]  # in order, while the others go on
+    mine = []
+    thread.ask((requests(30, 20), mine.append))
+    others = [r for part in thread.stream(requests(3, 5, 4, first=7)) for r in part]
+    others.sort(key=lambda rollout: rollout.request_id)
+    assert [r.request_id for r in others] == ["1:7:0", "1:8:0", "1:9:0"]  # while the others go on
     assert mine == []
     thread.drained()
     assert sorted(r.request_id for r in mine) == ["1:0:0", "1:1:0"]
     assert [r.response_length for r in others] == [3, 5, 4]
-    assert thread.unfinished == 0
+    assert not thread._asked
 
 
 def test_what_is_asked_at_once_goes_to_the_sampler_in_one_call(thread, monkeypatch):
@@ -118,23 +119,23 @@ def test_what_is_asked_at_once_goes_to_the_sampler_in_one_call(thread, monkeypat
         return call(method, **plain)
 
     monkeypatch.setattr(thread.group, "call", noted)
-    thread.ask_all([(requests(3, first=number), found.extend) for number in range(200)])
+    thread.ask(*((requests(3, first=number), found.append) for number in range(200)))
     thread.drained()
     assert asked[0] == [f"1:{number}:0" for number in range(200)]
     assert len(found) == 200
 
 
 def test_whoever_leaves_a_stream_has_the_rest_dropped(thread):
-    parts = ThreadedSampler(thread).stream(requests(2, 400))
+    parts = thread.stream(requests(2, 400))
     assert [r.request_id for r in next(parts)] == ["1:0:0"]
     parts.close()
     thread.drained()
-    assert thread.unfinished == 0
+    assert not thread._asked
 
 
 def test_within_a_hold_the_group_is_the_holders_alone(thread):
     found = []
-    thread.ask(requests(60, 60), found.extend)
+    thread.ask((requests(60, 60), found.append))
     for version in range(1, 6):
         with thread.held():
             before = [len(tokens) for _, tokens, _ in thread.group.engine.queue.values()]
@@ -152,7 +153,7 @@ def test_within_a_hold_the_group_is_the_holders_alone(thread):
 def test_what_is_cut_off_goes_on_where_it_was(thread):
     found = []
     engine = thread.group.engine
-    thread.ask(requests(400, 400), found.extend)  # of which each turn below takes a few
+    thread.ask((requests(400, 400), found.append))  # of which each turn below takes a few
     for version in (1, 2, 3):
         before = engine.steps
         while engine.steps < before + 3:
@@ -174,7 +175,7 @@ def test_what_is_cut_off_goes_on_where_it_was(thread):
 def test_a_failure_of_the_sampler_reaches_whoever_waits(thread):
     thread.group.engine.fail = RuntimeError("the sampler broke")
     with pytest.raises(RuntimeError, match="the sampler broke"):
-        ThreadedSampler(thread).call("generate", requests=requests(3))
+        next(thread.stream(requests(3)))
     with pytest.raises(RuntimeError, match="the sampler broke"), thread.held():
         pass
     with pytest.raises(RuntimeError, match="the sampler broke"):
@@ -182,7 +183,7 @@ def test_a_failure_of_the_sampler_reaches_whoever_waits(thread):
 
 
 def test_a_thread_with_nothing_to_do_asks_nobody(thread):
-    ThreadedSampler(thread).call("generate", requests=requests(3)).result()
+    list(thread.stream(requests(3)))
     calls, busy = thread.group.calls, thread.busy_seconds
     time.sleep(0.05)
     assert thread.group.calls == calls
@@ -191,7 +192,7 @@ def test_a_thread_with_nothing_to_do_asks_nobody(thread):
 
 def test_it_ends_with_requests_left():
     made = SamplerThread(Group(Slow()))
-    made.ask(requests(10**6), lambda found: None)
+    made.ask((requests(10**6), lambda found: None))
     time.sleep(0.01)
     made.close()
     assert "sampling" not in {thread.name for thread in threading.enumerate()}
@@ -201,7 +202,7 @@ def test_a_response_that_ran_out_of_time_is_not_asked_for_again(thread):
     engine, found = thread.group.engine, []
     stop = engine.abort
     engine.abort = lambda ids: [dataclasses.replace(part, failure="timeout") for part in stop(ids)]
-    thread.ask(requests(400), found.extend)
+    thread.ask((requests(400), found.append))
     time.sleep(0.02)
     with thread.held():
         thread.cut_off()
@@ -223,7 +224,7 @@ def test_a_call_that_is_made_while_the_thread_is_closed_is_given_up():
             return reply
 
     thread = SamplerThread(Late())
-    thread.ask(requests(1), lambda rollouts: None)
+    thread.ask((requests(1), lambda rollout: None))
     assert begun.wait(60)
     closing = threading.Thread(target=thread.close, daemon=True)
     closing.start()

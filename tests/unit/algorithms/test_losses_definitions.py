@@ -14,9 +14,8 @@ import torch
 
 from engine_core import builtin
 from engine_core.types import Batch
-from engine_plugin_trainers import plugin as trainers
 
-LOSSES = {**builtin.engine_losses(), **trainers.engine_losses()}
+LOSSES = builtin.engine_losses()
 LENGTHS = [6, 3, 8, 4, 5, 9]
 MASKS = [
     [0, 0, 1, 1, 1, 1],
@@ -54,10 +53,10 @@ def made(huge=False, per_token=False):
             place = mask.nonzero().flatten()[sum(map(sum, MASKS[:row])) + 1]
             (old if value > 0 else new)[place] -= abs(value)
     weights = torch.rand(total, generator=generator, dtype=torch.float64) * mask
-    return new, batch.with_columns(tokens={"weights": weights, "current_log_probs": new})
+    return new, batch.with_columns(tokens={"weights": weights})
 
 
-# the definitions: f(log-probs of a sequence's loss tokens, old ones, advantages, chosen) -> losses
+# the definitions: f(log-probs of a sequence's loss tokens, old ones, advantages) -> losses
 
 
 def number(value):
@@ -70,9 +69,7 @@ def ratio(new, old):
 
 def each(function):
     """A loss of one token at a time."""
-    return lambda new, old, adv, chosen: [
-        function(n, o, a, c) for n, o, a, c in zip(new, old, adv, chosen, strict=True)
-    ]
+    return lambda new, old, adv: [function(n, o, a) for n, o, a in zip(new, old, adv, strict=True)]
 
 
 def clipped(r, a, low, high):
@@ -83,7 +80,7 @@ def bounds(x, low, high):
     return min(max(x, low), high)
 
 
-def ppo(n, o, a, _, low=0.2, high=0.2, c=None, delta=None):
+def ppo(n, o, a, low=0.2, high=0.2, c=None, delta=None):
     r = ratio(n, o)
     first = -(r if delta is None or r <= delta else number(delta)) * a
     second = -(r if 1 - low <= r <= 1 + high else number(bounds(r.item(), 1 - low, 1 + high))) * a
@@ -93,23 +90,23 @@ def ppo(n, o, a, _, low=0.2, high=0.2, c=None, delta=None):
     return loss
 
 
-def cispo(n, o, a, _, low=1.0, high=4.0):
+def cispo(n, o, a, low=1.0, high=4.0):
     return -bounds(ratio(n, o).item(), 1 - low, 1 + high) * a * n
 
 
-def sapo(n, o, a, _):
+def sapo(n, o, a):
     tau = 1.0 if a > 0 else 1.05
     return -4 / tau / (1 + torch.exp(-tau * (ratio(n, o) - 1))) * a
 
 
-def dppo_tv(n, o, a, _):
+def dppo_tv(n, o, a):
     moved = math.exp(n.item()) - math.exp(o)
     if (a > 0 and moved > 0.2) or (a <= 0 and -moved > 0.2):
         return 0 * n
     return -a * min(ratio(n, o).item(), 20.0) * n
 
 
-def dppo_kl(n, o, a, _):
+def dppo_kl(n, o, a):
     p, q = math.exp(o), math.exp(n.item())
     kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
     if kl > 0.05 and ((a > 0 and q > p) or (a <= 0 and q < p)):
@@ -117,7 +114,7 @@ def dppo_kl(n, o, a, _):
     return -a * min(ratio(n, o).item(), 20.0) * n
 
 
-def gspo(new, old, adv, _):
+def gspo(new, old, adv):
     if not len(new):
         return []
     s = math.exp(bounds(sum((new - old).tolist()) / len(new), -20, 20))
@@ -129,7 +126,7 @@ def gspo(new, old, adv, _):
     return losses
 
 
-def gmpo(new, old, adv, _):
+def gmpo(new, old, adv):
     if not len(new):
         return []
     xs = []
@@ -144,7 +141,7 @@ def gmpo(new, old, adv, _):
     return [-a * mean for a in adv]
 
 
-def vespo(new, old, adv, _):
+def vespo(new, old, adv):
     w = math.exp(bounds(sum((new - old).tolist()), -20, 20))
     losses = []
     for n, a in zip(new, adv, strict=True):
@@ -155,24 +152,17 @@ def vespo(new, old, adv, _):
 
 DEFINITIONS = {
     "ppo_clip": each(ppo),
-    "reinforce": each(lambda n, o, a, _: -a * n),
+    "reinforce": each(lambda n, o, a: -a * n),
     "cispo": each(cispo),
     "sapo": each(sapo),
     "dppo_tv": each(dppo_tv),
     "dppo_kl": each(dppo_kl),
-    "dro": each(lambda n, o, a, _: -(a * n - 0.1 / 2 * (n - o) ** 2)),
+    "dro": each(lambda n, o, a: -(a * n - 0.1 / 2 * (n - o) ** 2)),
     "gspo": gspo,
     "luspo": gspo,
     "gmpo": gmpo,
     "vespo": vespo,
-    "clip_cov": each(lambda n, o, a, c: 0 * n if c else ppo(n, o, a, c, 1.0, 1.0)),
-    "kl_cov": each(lambda n, o, a, c: -ratio(n, o) * a + (abs(n - o) if c else 0)),
 }
-
-
-def prepared(name, batch, **options):
-    prepare = LOSSES[name].resolve_prepare()
-    return batch if prepare is None else batch.with_columns(tokens=prepare(batch, 7, **options))
 
 
 def ours(name, new, batch, **options):
@@ -190,10 +180,9 @@ def defined(definition, new, batch):
     leaf = new.clone().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     offsets = batch.offsets.tolist()
-    chosen = batch["covariance_chosen"] if "covariance_chosen" in batch else batch["loss_mask"] & False
     for start, end in itertools.pairwise(offsets):
         keep = [t for t in range(start, end) if batch["loss_mask"][t]]
-        losses = definition(leaf[keep], batch["old_log_probs"][keep], batch["advantages"][keep], chosen[keep])
+        losses = definition(leaf[keep], batch["old_log_probs"][keep], batch["advantages"][keep])
         for t, loss in zip(keep, losses, strict=True):
             total = total + batch["weights"][t] * loss
     total.backward()
@@ -208,9 +197,7 @@ def test_every_loss_of_the_table_is_defined_here():
 @pytest.mark.parametrize("name", LOSSES)
 def test_value_and_gradient_are_those_of_the_definition(name, huge):
     new, batch = made(huge)
-    options = {"clip_cov_ratio": 0.3, "clip_cov_lb": 0.0} if name == "clip_cov" else {}
-    batch = prepared(name, batch, **options)
-    value, gradient = ours(name, new, batch, **options)
+    value, gradient = ours(name, new, batch)
     expected, slope = defined(DEFINITIONS[name], new, batch)
     assert value == pytest.approx(expected, rel=1e-10)
     torch.testing.assert_close(gradient, slope, rtol=1e-10, atol=1e-12)
@@ -232,7 +219,7 @@ def test_every_bound_of_ppo_clip_is_its_definition(options, per_token):
     both = options.get("clip_ratio", 0.2)
     low, high = options.get("clip_ratio_low", both), options.get("clip_ratio_high", both)
     definition = each(
-        lambda n, o, a, _: ppo(n, o, a, _, low, high, options.get("clip_ratio_c"), options.get("delta"))
+        lambda n, o, a: ppo(n, o, a, low, high, options.get("clip_ratio_c"), options.get("delta"))
     )
     new, batch = made(huge=True, per_token=per_token)
     value, gradient = ours("ppo_clip", new, batch, **options)
@@ -247,7 +234,6 @@ def test_every_bound_of_ppo_clip_is_its_definition(options, per_token):
 )
 def test_the_sum_does_not_depend_on_the_split_into_sequences_or_their_order(name, parts):
     new, batch = made(per_token=True)
-    batch = prepared(name, batch)
     value, gradient = ours(name, new, batch)
     total = 0.0
     for rows in parts:
@@ -261,9 +247,6 @@ def test_the_sum_does_not_depend_on_the_split_into_sequences_or_their_order(name
 @pytest.mark.parametrize("name", sorted(set(LOSSES) - {"vespo"}))
 def test_a_policy_that_has_not_moved_gives_the_gradient_of_reinforce(name):
     new, batch = made()
-    batch = prepared(
-        name, batch, **({"clip_cov_lb": 99.0, "clip_cov_ub": 100.0} if name == "clip_cov" else {})
-    )
     del batch.tokens["old_log_probs"]
     _, gradient = ours(name, new, batch)
     weights = batch["weights"]

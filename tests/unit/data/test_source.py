@@ -12,9 +12,10 @@ from transformers import AutoTokenizer
 
 from engine_core.config.models import ColumnsConfig, DataConfig
 from engine_core.data import PromptSource
+from engine_core.data.source import open_rows
 from engine_core.errors import DataError
-from engine_plugin_trainers.data.sources import SFTSource
 from engine_plugin_trainers.options import SFTOptions
+from engine_plugin_trainers.sft import example_source
 
 ROWS = [{"prompt": f"What is {i} plus 7?", "answer": str(i + 7)} for i in range(10)]
 
@@ -126,7 +127,9 @@ def test_workers_know_tools_and_the_ends_of_the_model(config_of, tmp_path, worke
     tokenizer = AutoTokenizer.from_pretrained(save("glm4", tmp_path / "glm4"))
     turns = [{"role": role, "content": role} for role in ("user", "assistant") * 2]
     config = config_of([{"messages": turns}], num_workers=workers)
-    with closing(SFTSource(config, tokenizer, SFTOptions(), seed=0)) as source:
+    with closing(
+        example_source(open_rows(config, "train", None), config, tokenizer, SFTOptions(), seed=0)
+    ) as source:
         (example,) = source.take(1)
     learned = [i for i, mask in zip(example.token_ids, example.loss_mask, strict=True) if mask]
     assert tokenizer.decode(learned) == "assistant<|user|>assistant"
@@ -294,7 +297,9 @@ def test_rows_of_a_program_need_no_file(tokenizer):
 
 def test_sft_examples_learn_the_mapped_response(config_of, tokenizer):
     config = config_of(ROWS, columns=ColumnsConfig(response="answer"), shuffle=False)
-    (example,) = SFTSource(config, tokenizer, SFTOptions(), seed=0).take(1)
+    (example,) = example_source(
+        open_rows(config, "train", None), config, tokenizer, SFTOptions(), seed=0
+    ).take(1)
     prompt = tokenizer.encode("What is 0 plus 7?")
     assert example.id == "train:0"
     assert example.token_ids == [*prompt, *tokenizer.encode("7"), tokenizer.eos_token_id]
@@ -306,7 +311,13 @@ def test_sft_follows_its_own_limit_in_workers_too(config_of, tokenizer):
     long = [{**turns[0], "content": "three " * 40}, turns[1]]
     rows = [{"messages": turns}, {"messages": long}]
     config = config_of(rows, max_prompt_tokens=1, num_workers=1, shuffle=False)
-    source = SFTSource(config, tokenizer, SFTOptions(max_tokens=40, train_on_prompt=True), seed=0)
+    source = example_source(
+        open_rows(config, "train", None),
+        config,
+        tokenizer,
+        SFTOptions(max_tokens=40, train_on_prompt=True),
+        seed=0,
+    )
     try:
         examples = source.take(2)
     finally:

@@ -10,13 +10,12 @@ from engine_core.errors import ConfigError
 from engine_core.train.capabilities import check_adapter, check_other_policy
 
 
-def run(level="auto", bypass=False, keys="rollout.x.bits = 8", samples=True):
+def run(level="auto", bypass=False, keys="rollout.x.bits = 8"):
     correction = SimpleNamespace(level=level, bypass=bypass)
     options = SimpleNamespace(other_policy=keys) if keys is not None else None
-    config = SimpleNamespace(
+    return SimpleNamespace(
         rollout=SimpleNamespace(options=options), algorithm=SimpleNamespace(correction=correction)
     )
-    return SimpleNamespace(config=config, samples=samples)
 
 
 def test_a_sampler_that_is_another_policy_by_its_options_is_never_learned_from_unweighed():
@@ -26,7 +25,6 @@ def test_a_sampler_that_is_another_policy_by_its_options_is_never_learned_from_u
         check_other_policy(run("off"))
     for fine in (run(), run("token"), run("off", bypass=True), run("off", keys=""), run("off", keys=None)):
         check_other_policy(fine)
-    check_other_policy(run("off", samples=False))
 
 
 @pytest.mark.parametrize(
@@ -47,5 +45,4 @@ def test_an_adapter_alone_needs_one_that_the_samplers_base_can_carry(lora, path,
         rollout=SimpleNamespace(backend="x", options=SimpleNamespace(adapter=True)),
     )
     with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        check_adapter(SimpleNamespace(config=config, samples=True))
-    check_adapter(SimpleNamespace(config=config, samples=False))
+        check_adapter(config)

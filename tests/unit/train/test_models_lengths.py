@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from engine_core.train.models import POSITION_TABLES, model_length, table_length
+from engine_core.train.models import POSITION_TABLES, model_length, table_length, text_config
 
 POSITIONS = 16
 SMALL = {
@@ -19,8 +19,8 @@ SMALL = {
 }
 
 
-def run_of(model, overrides=False):
-    return SimpleNamespace(live={"model": model}, plugins=SimpleNamespace(overrides=lambda hook: overrides))
+def text_of(model, overrides=False):
+    return text_config(None, SimpleNamespace(overrides=lambda hook: overrides), model)
 
 
 def tiny(kind):
@@ -31,7 +31,7 @@ def tiny(kind):
 def test_a_model_with_a_table_of_positions_computes_as_many_and_not_one_more(kind):
     model = tiny(kind)
     assert model.config.model_type == kind
-    most = table_length(run_of(model))
+    most = table_length(text_of(model))
     assert most == POSITIONS
     with torch.no_grad():
         model(input_ids=torch.full((1, most), 5))
@@ -42,16 +42,16 @@ def test_a_model_with_a_table_of_positions_computes_as_many_and_not_one_more(kin
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_neox", "bloom"])
 def test_a_model_that_computes_positions_has_no_table_that_ends(kind):
     model = tiny(kind)
-    assert table_length(run_of(model)) is None
+    assert table_length(text_of(model)) is None
     with torch.no_grad():
         model(input_ids=torch.full((1, POSITIONS + 1), 5))
 
 
 def test_a_sampler_is_held_to_what_a_model_was_trained_for():
-    assert model_length(run_of(tiny("llama"))) == POSITIONS
+    assert model_length(text_of(tiny("llama"))) == POSITIONS
 
 
 def test_of_a_module_without_a_config_nothing_is_known():
-    run = run_of(torch.nn.Linear(2, 2))
-    assert table_length(run) is None
-    assert model_length(run) > 1 << 20
+    text = text_of(torch.nn.Linear(2, 2))
+    assert table_length(text) is None
+    assert model_length(text) > 1 << 20

@@ -15,14 +15,14 @@ def run_of(rollout, own="absent", frozen_only=True):
     )
     config.options = None if own == "absent" else SimpleNamespace(temperature=own)
     plugins = SimpleNamespace(spec=lambda kind, name: SimpleNamespace(frozen_only=frozen_only))
-    return SimpleNamespace(config=config, plugins=plugins)
+    return config, plugins
 
 
 @pytest.mark.parametrize(
     "asked", [run_of(1.0), run_of(1.0, None), run_of(0.5, 1.0), run_of(0.5, frozen_only=False)]
 )
 def test_a_teacher_that_only_scores_is_asked_at_temperature_1(asked):
-    _check_temperature(asked)
+    _check_temperature(*asked)
 
 
 @pytest.mark.parametrize(
@@ -35,4 +35,4 @@ def test_a_teacher_that_only_scores_is_asked_at_temperature_1(asked):
 )
 def test_at_another_temperature_it_is_refused_by_key(asked, key):
     with pytest.raises(ConfigError, match=rf"{key}: teacher\.backend = 'b' tells log-probs at temperature 1"):
-        _check_temperature(asked)
+        _check_temperature(*asked)

@@ -1,31 +1,39 @@
-"""What an update of the sampler reports; sampling itself is in tests/integration."""
+"""Metrics of several rounds; the rounds themselves are in tests/integration/test_algorithms.py."""
 
-from types import SimpleNamespace
+import statistics
 
-from engine_core.contracts.weight_sync import SyncResult
-from engine_core.specs import Environment
-from engine_core.train.rollouts import RolloutSource
-from engine_core.train.source_rows import environment_tools
+import pytest
 
-
-def test_the_switch_is_the_update_and_all_memory_handed_over_since_the_last_one():
-    pushed = iter([SyncResult(1, 8, 0.25, ""), SyncResult(2, 8, 0.5, "")])
-    runtime = SimpleNamespace(
-        traded_seconds=3.0, push_weights=lambda *_: next(pushed), loss_metrics=lambda: {"sampling/lost": 0.0}
-    )
-    source = RolloutSource.__new__(RolloutSource)
-    source.run = SimpleNamespace(runtime=runtime, emit=lambda *_: None, folder=None)
-    source.version, source._traded = 0, 1.0
-    assert source.sync()["time/offload_and_sync"] == 2.0 + 0.25
-    runtime.traded_seconds = 7.0
-    assert source.sync()["time/offload_and_sync"] == 4.0 + 0.5
+from engine_core.metrics import Sum
+from engine_core.train.rollouts import combined
 
 
-def test_the_tools_of_the_environment_are_those_that_it_declares():
-    tool = {"type": "function", "function": {"name": "add"}}
-    spec = Environment(load=print, tools=(tool,))
-    plugins = SimpleNamespace(spec=lambda kind, name: {("environments", "maths"): spec}[kind, name])
-    config = SimpleNamespace(environment=SimpleNamespace(name="maths"))
-    assert environment_tools(SimpleNamespace(config=config, plugins=plugins)) == (tool,)
-    config.environment = None
-    assert environment_tools(SimpleNamespace(config=config, plugins=plugins)) == ()
+def test_one_round_is_as_it_is():
+    noted = {"reward/mean": 0.1, "reward/failures": 3.0}
+    assert combined([(7, noted)]) == noted
+
+
+def test_rounds_together_are_as_if_scored_at_once():
+    rounds = [[1.0, 0.0, 0.5], [2.0], [0.0, 0.0, 1.0, 1.0]]
+    scored = [
+        (len(values), {"reward/mean": statistics.fmean(values), "reward/std": statistics.pstdev(values)})
+        for values in rounds
+    ]
+    everything = [value for values in rounds for value in values]
+    found = combined(scored)
+    assert found["reward/mean"] == pytest.approx(statistics.fmean(everything))
+    assert found["reward/std"] == pytest.approx(statistics.pstdev(everything))
+
+
+def test_counts_are_summed():
+    found = combined([(4, {"some/count": Sum(1.0)}), (8, {"some/count": Sum(2.0)})])
+    assert found == {"some/count": 3.0}
+
+
+def test_a_reward_named_like_a_count_is_a_mean():
+    assert combined([(1, {"reward/errors": 1.0}), (3, {"reward/errors": 0.0})]) == {"reward/errors": 0.25}
+
+
+def test_a_reward_that_applied_in_one_round_has_the_mean_of_that_round():
+    found = combined([(4, {"reward/mean": 1.0, "reward/style": 0.5}), (4, {"reward/mean": 0.0})])
+    assert found == {"reward/mean": 0.5, "reward/style": 0.5}

@@ -12,6 +12,7 @@ import json
 import re
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,21 +61,20 @@ def error_text(error: BaseException) -> str:
     return f"error: {type(error).__name__}: {error}"[:MESSAGE_CHARACTERS]
 
 
-async def limited(call: Callable[[], Any], seconds: float, threads: set[threading.Thread]) -> Any:
+async def limited(call: Callable[[], Any], seconds: float) -> Any:
     """Run a coroutine function, or a blocking function in a dedicated thread, with a time limit; return its result.
 
     Args:
         call: the function, without arguments.
         seconds: the time limit. After it a coroutine is cancelled and a thread is abandoned, without waiting for
             either.
-        threads: a set that contains the thread while it runs.
 
     Raises:
         TimeoutError: no result in time.
         Exception: the error that the call raised.
     """
     future: asyncio.Future[Any]
-    future = asyncio.ensure_future(contained(call)) if _is_async(call) else _in_thread(call, threads)
+    future = asyncio.ensure_future(contained(call)) if _is_async(call) else _in_thread(call)
     try:
         done, _ = await asyncio.wait({future}, timeout=seconds)
         if not done:
@@ -104,40 +104,23 @@ def _is_async(call: Any) -> bool:
     )
 
 
-def _in_thread(call: Callable[[], Any], threads: set[threading.Thread]) -> asyncio.Future[Any]:
+def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
     """Run a call in a new daemon thread. The loop's executor has few threads and would wait for all at its end.
 
     consumes: one call; waits for: the tool; unblocked by: its result, or never; produces: the result, in the loop.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: Exception | None) -> None:
-        """Set the future's result or error, in the loop."""
-        threads.discard(thread)
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(error)
+    done: Future[Any] = Future()
 
     def work() -> None:
-        """Run the call in the thread, and post its result or error to the loop."""
-        result: Any = None
-        error: Exception | None = None
+        """Run the call in the thread and set its result or error."""
+        if not done.set_running_or_notify_cancel():
+            return
         try:
-            result = call()
-        except StopIteration as stop:  # a future does not accept StopIteration
-            error = RuntimeError(f"StopIteration: {stop.value}")
-        except Exception as raised:
-            error = raised
-        except BaseException as raised:  # a tool's SystemExit must not end the run
-            error = RuntimeError(f"{type(raised).__name__}: {raised}")
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
+            done.set_result(call())
+        except (StopIteration, SystemExit, KeyboardInterrupt) as exit:  # these must not reach the loop
+            done.set_exception(RuntimeError(f"{type(exit).__name__}: {getattr(exit, 'value', exit)}"))
+        except BaseException as error:
+            done.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True, name="engine-tool")
-    threads.add(thread)
-    thread.start()
-    return future
+    threading.Thread(target=work, daemon=True, name="engine-tool").start()
+    return asyncio.wrap_future(done)

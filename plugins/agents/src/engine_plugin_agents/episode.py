@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -49,7 +48,6 @@ class Episode:
         self.token_ids: list[int] = list(self.prompt.token_ids)  # the sequence so far
         self.messages: list[dict[str, str]] = []  # the same after the prompt, as text
         self.counts: Counter[str] = Counter()  # tool_calls, tool_errors, tool_timeouts
-        self.threads: set[threading.Thread] = set()  # threads of tools that still run
         self._names = names
         self._turns: list[tuple[int, Turn]] = []  # position of its first token, and the turn
 
@@ -153,7 +151,7 @@ class Episode:
         self.counts["tool_calls"] += 1
         limit = self.policy.limits.tool_seconds if seconds is None else seconds
         try:
-            return str(await limited(partial(tool, *arguments, **named), limit, self.threads))
+            return str(await limited(partial(tool, *arguments, **named), limit))
         except TimeoutError as error:
             self.counts["tool_timeouts"] += 1
             return f"error: {error}"

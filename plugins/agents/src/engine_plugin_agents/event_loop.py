@@ -203,7 +203,6 @@ class Session:
                 self._news.put(lambda news: news.broken.append(broken))
                 return
             self.counts.update(episode.counts)
-            self.counts["abandoned_threads"] += len(episode.threads)
             self._news.put(lambda news: news.finished.append(finished))
 
     def _ending(self, number: int, episode: Episode, task: asyncio.Task[Any], in_time: bool) -> Finished:

@@ -36,7 +36,6 @@ COUNTS = (
     "environment/tool_calls",
     "environment/tool_errors",
     "environment/tool_timeouts",
-    "environment/abandoned_threads",
 )
 
 log = logging.getLogger("engine")

@@ -18,7 +18,6 @@ from engine_core.errors import ConfigError, DataError
 from engine_core.runs.checkpoint import Checkpoints, problems
 from engine_core.runs.rollout_files import RolloutFile
 from engine_core.train.checkpointing import Resume
-from engine_core.train.loop import apply_schedule
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -123,18 +122,17 @@ def replay(run: TrainingRun, folder: RunFolder, step: int, start: Start) -> Repl
     """
     found = Resume.at(start.checkpoint) if start.checkpoint else None
     if found:
-        found.compare(run)
+        found.compare(run.config, run.plugins)
     run.setup(training=True, resume=found)
     if found:
-        found.restore(run)
+        run.restore(found)
     if run.samples:
-        run.sampling.recorded = folder.rollouts_dir  # type: ignore[attr-defined]
+        run.recorded = folder.rollouts_dir  # type: ignore[attr-defined]
     metrics: dict[str, float] = {}
     for number in (*start.again, step):
         if number != step:
             log.info("Step %d again.", number)
         run.begin_step(number)
-        apply_schedule(run, number)
         metrics = run.step(number)
         run.step_done = number
     return Replayed(start=start, metrics=metrics, recorded=folder.metrics_of(step))

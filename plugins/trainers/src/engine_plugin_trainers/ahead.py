@@ -50,6 +50,7 @@ class Group:
     requests: Sequence[Request] = ()
     rollouts: dict[str, Rollout] = field(default_factory=dict)  # finished responses, by request id
     outcomes: dict[str, list[Outcome]] | None = None  # of the rewards that are already computed, by reward
+    scoring_seconds: float = 0.0  # time that these took
     ready: bool = False
     as_json: dict[str, Any] | None = None  # number and prompt, for checkpoints; built once
 

@@ -12,7 +12,7 @@ the workers' results, the error of either thread, a signal; produces: requests f
 checkpoints. ``engine_plugin_trainers.sampler_thread`` and ``engine_plugin_trainers.scoring_thread`` describe the other
 threads.
 
-A step is the step of ``trainer`` except for the source of its rollouts (``engine_plugin_trainers.ahead_source``) and
+A step is the step of ``trainer`` except for the source of its rollouts (``engine_plugin_trainers.ahead_groups``) and
 the treatment of responses in flight when the weights change. ``engine_plugin_trainers.ahead`` bounds how far the
 sampler runs ahead and proves that no token is older than `max_staleness` versions. ``[algorithm.correction]`` corrects
 for staleness. By default the policy ratio is to the weights before the step (``old_log_probs``), and each token is
@@ -25,18 +25,21 @@ Left out on purpose: episodes (``[environment]``) and greedy baselines, which ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine_core.errors import ConfigError
+import torch
+
+from engine_core.errors import ConfigError, TrainingFailed
 from engine_core.tables import DISTRIBUTION
+from engine_core.train.capabilities import has_capability
 from engine_core.train.trainer import Trainer
-from engine_plugin_trainers.ahead_source import AheadSource
-from engine_plugin_trainers.cores import shared_cores
+from engine_plugin_trainers.ahead_groups import AheadGroups
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine_core.types import Batch, Prompt, Rollout
     from engine_plugin_trainers.options import AsyncOptions
 
 log = logging.getLogger("engine")
@@ -56,11 +59,9 @@ class AsyncTrainer(Trainer):
         ConfigError: the run file has settings that do not allow sampling ahead.
     """
 
-    sampling: AheadSource
-
     def __init__(self, *args: Any, **live: Any) -> None:
         super().__init__(*args, **live)
-        if self.ahead and (found := list(self._problems())):
+        if self.runs_ahead and (found := list(self._problems())):
             raise ConfigError(found)
 
     @property
@@ -70,14 +71,14 @@ class AsyncTrainer(Trainer):
         return options
 
     @property
-    def ahead(self) -> bool:
+    def runs_ahead(self) -> bool:
         """Whether rollouts are sampled ahead; otherwise the run is that of ``rl``."""
         return self.options.max_staleness > 0
 
     @property
     def off_policy(self) -> bool:
         """Whether tokens of older policies come into the update: always when sampling ahead."""
-        return self.ahead or super().off_policy
+        return self.runs_ahead or super().off_policy
 
     @property
     def weight_updates(self) -> str:
@@ -86,32 +87,25 @@ class AsyncTrainer(Trainer):
         return ("keep" if self._can("pause") else "drain") if wanted == "auto" else wanted
 
     def prepare(self) -> None:
-        """Refuse greedy baselines, and share the cores with a sampler process on CPU.
+        """Refuse greedy baselines.
 
         Raises:
             ConfigError: the advantage estimator needs greedy responses.
         """
         super().prepare()
-        if self.ahead and self.samples_greedy:
+        self.ahead = AheadGroups(self.settings, self.sampler, self.options, self.clock)
+        if self.runs_ahead and self.samples_greedy:
             raise ConfigError(
                 f"algorithm.advantage = '{self.config.algorithm.advantage}' compares with a greedy response of the same "
                 "policy, which a sampler that runs ahead no longer has. Set async.max_staleness = 0, or use another "
                 "estimator."
             )
         correction = self.config.algorithm.correction
-        if self.ahead and correction.level == "off" and not correction.bypass:
+        if self.runs_ahead and correction.level == "off" and not correction.bypass:
             log.warning(
                 "algorithm.correction.level = 'off': rollouts that were sampled ahead are used as if the current policy "
                 "had sampled them."
             )
-        process = self.config.rollout.process
-        runtime = self.plugins.resolve("runtimes", self.config.runtime.backend)
-        if process and self.ahead and self.training and runtime.in_process:
-            self._cleanup.enter_context(shared_cores(1 + process.engines))
-
-    def make_sampling(self) -> AheadSource:
-        """Build the source of rollouts that are sampled ahead."""
-        return AheadSource(self)
 
     def start(self) -> None:
         """Start to sample ahead, if the run trains.
@@ -120,26 +114,108 @@ class AsyncTrainer(Trainer):
             ConfigError: the sampler shares its module with the actor.
         """
         super().start()
-        if self.ahead and self.training:
-            if self.runtime.shared:
-                raise ConfigError(self._shared())
-            self._cleanup.callback(self.sampling.end)  # before the workers are closed
-            self.sampling.begin()
+        if not (self.runs_ahead and self.training):
+            return
+        if self.runtime.shared:
+            raise ConfigError(self._shared())
+        config, rewards = self.config.rollout, self.rewards
+        early = config.overlap_rewards and config.group_size > 1 and rewards.in_parts()
+        self._cleanup.callback(self.ahead.end)  # before the workers are closed
+        self.ahead.begin(self.groups["rollout"], rewards if early else None)
+        assert self.ahead.thread is not None
+        self.sampler.stream = self.ahead.thread.stream  # an evaluation samples next to the groups ahead
+
+    def draw(self, wanted: int, step: int, first_group: int) -> tuple[list[Rollout], Any]:
+        """Take the groups of a round, which were sampled and perhaps scored ahead; admit others."""
+        if self.ahead.thread is None:
+            return super().draw(wanted, step, first_group)
+        left = (self.total_steps - step) * self.ahead.per_step
+        groups = self.ahead.take(step, wanted, left, self.source.take)
+        found: list[Rollout] = []
+        for number, group in enumerate(groups, first_group):
+            for rollout in group.in_order():
+                found.append(taken := rollout.copy())  # the group may still be written to a checkpoint
+                taken.group_id, taken.rewards, taken.answers = number, {}, {}
+        self._check_staleness(found)
+        self.sampler.settle_timeouts(found)
+        return found, self.ahead.known(groups)
+
+    def take_prompts(self, count: int) -> list[Prompt]:
+        """Return prompts; those that an earlier attempt had already taken from the data come first."""
+        again = [group.prompt for group in self.ahead.again(count)]
+        return [*again, *super().take_prompts(count - len(again))]
+
+    def score(
+        self, rollouts: list[Rollout], step: int, training: bool = True, early: Any = None
+    ) -> dict[str, float]:
+        """Fill in the rewards while the scoring thread is not using the reward workers."""
+        with self.ahead.turn():
+            return super().score(rollouts, step, training, early)
+
+    def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
+        """Take and score the groups of a step, and measure how old they are."""
+        rollouts, metrics = super().rollouts(step)
+        if self.ahead.thread is not None and self.recorded is None:
+            metrics |= self.ahead.metrics() | self._staleness(rollouts)
+        return rollouts, metrics
+
+    def fresh(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return ``fresh`` [T] bool, True on tokens of the policy that is trained now; {} if all tokens are."""
+        if self.ahead.thread is None:
+            return super().fresh(batch)
+        fresh = batch["policy_versions"] == self.version
+        return {} if bool((fresh | ~batch["loss_mask"]).all()) else {"fresh": fresh}
+
+    def push_weights(self, updated: bool) -> dict[str, float]:
+        """Send the actor's weights to the sampler; responses in flight are treated as `async.weight_updates` says."""
+        if self.ahead.thread is None:
+            return super().push_weights(updated)
+        start = self.clock.now()
+        with self.ahead.thread.updating(self.weight_updates):
+            waited = self.clock.now() - start
+            return super().push_weights(updated) | {"time/sync_wait": waited}
+
+    def _check_staleness(self, rollouts: Sequence[Rollout]) -> None:
+        """Check that no token is older than the rule of ``ahead`` allows.
+
+        Raises:
+            TrainingFailed: a token is too old.
+        """
+        most = self.options.max_staleness
+        for rollout in rollouts:
+            versions = rollout.policy_versions[rollout.loss_mask]
+            if len(versions) and (age := self.version - int(versions.min())) > most:
+                raise TrainingFailed(
+                    f"Rollout '{rollout.request_id}' has a token that is {age} policy versions old "
+                    f"(async.max_staleness = {most}). The weights were left alone. This is a bug of the sampler or of the engine."
+                )
+
+    def _staleness(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Return metrics of the age in versions of a step's tokens."""
+        sampled = [rollout.policy_versions[rollout.loss_mask] for rollout in rollouts]
+        sampled = [versions for versions in sampled if len(versions)]
+        ages = self.version - torch.cat(sampled).long() if sampled else torch.zeros(1, dtype=torch.int64)
+        mixed = sum(int(versions.min()) != int(versions.max()) for versions in sampled)
+        return {
+            "async/staleness_mean": int(ages.sum()) / len(ages),
+            "async/staleness_max": float(max(int(ages.max()), 0)),
+            "async/mixed_version_share": mixed / max(len(rollouts), 1),
+        }
 
     def state(self) -> dict[str, Any]:
         """Return the state of ``rl`` and the queue."""
-        holds = self.ahead or bool(self.sampling.returned)
-        return super().state() | ({"ahead": self.sampling.ahead_state()} if holds else {})
+        holds = self.runs_ahead or bool(self.ahead.returned)
+        return super().state() | ({"ahead": self.ahead.state()} if holds else {})
 
     def files(self) -> Mapping[str, Callable[[Path], object]]:
         """Return the writers of ``rl`` and that of the queued responses."""
-        return {**super().files(), **(self.sampling.ahead_files() if self.ahead else {})}
+        return {**super().files(), **(self.ahead.files(self.about()) if self.runs_ahead else {})}
 
     def load_state(self, state: dict[str, Any], folder: Path) -> None:
         """Restore the state of ``rl`` and the queue."""
         super().load_state(state, folder)
-        if self.training and (self.ahead or "ahead" in state):
-            self.sampling.load_ahead(state.get("ahead"), folder)
+        if self.training and (self.runs_ahead or "ahead" in state):
+            self.ahead.load(state.get("ahead"), folder, self.step_done)
 
     # -- what cannot run ahead ----------------------------------------------
 
@@ -180,15 +256,13 @@ class AsyncTrainer(Trainer):
 
     def _can(self, capability: str) -> bool:
         """Return whether the sampler declares the capability."""
-        spec: Any = self.plugins.spec("rollout_engines", self.config.rollout.backend)
-        return capability in spec.capabilities
+        return has_capability(self.plugins, "rollout_engines", self.config.rollout.backend, capability)
 
     def _would_share(self) -> bool:
         """Return whether a sampler in the actor's process may use the actor's module, given `rollout.weights`."""
-        trainer: Any = self.plugins.spec("train_engines", self.config.actor.backend)
-        sampler: Any = self.plugins.spec("rollout_engines", self.config.rollout.backend)
-        both = "generation_module" in trainer.capabilities and "share_module" in sampler.capabilities
-        return both and self.config.rollout.weights != "own"
+        backend = self.config.actor.backend
+        lends = has_capability(self.plugins, "train_engines", backend, "generation_module")
+        return lends and self._can("share_module") and self.config.rollout.weights != "own"
 
     def _shared(self) -> str:
         """Return the message for a sampler that shares its module with the actor."""

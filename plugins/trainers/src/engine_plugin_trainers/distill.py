@@ -23,21 +23,22 @@ import torch
 from engine_core.algorithms.objectives import resolve_loss, with_weights
 from engine_core.config.schedule import boundaries, config_at
 from engine_core.contracts.runtime import Role
+from engine_core.data.source import open_rows
 from engine_core.errors import ConfigError
 from engine_core.metrics import Sum, declared, merge
 from engine_core.train.models import check_teacher, common_vocabulary, table_length
 from engine_core.train.rollouts import sampling_seed
 from engine_core.train.sampled_run import SampledRun
-from engine_core.train.source_rows import rows_of
 from engine_core.train.update import check_gap
 from engine_core.types import Batch, LossCall
-from engine_plugin_trainers.data.sources import SFTSource
 from engine_plugin_trainers.options import SFTOptions
-from engine_plugin_trainers.sft import example_batch
+from engine_plugin_trainers.sft import example_batch, example_source
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from engine_core.data import Example
+    from engine_core.data.source import Source
     from engine_core.types import Rollout
     from engine_plugin_trainers.options import DistillOptions
 
@@ -60,8 +61,9 @@ class DistillTrainer(SampledRun):
 
     def prepare(self) -> None:
         """Check that teacher and student fit, choose K, and open the data if steps use it."""
-        check_teacher(self)
-        self.top_k = self._candidates(common_vocabulary(self))
+        config, plugins = self.config, self.plugins
+        check_teacher(config, plugins, self.tokenizer)
+        self.top_k = self._candidates(common_vocabulary(config, plugins, self.live.get("model")))
         self.examples = self._examples() if self._uses_data() else None
         super().prepare()
 
@@ -116,7 +118,7 @@ class DistillTrainer(SampledRun):
     def sampled(self, step: int) -> tuple[Batch, dict[str, float]]:
         """Return the batch of a step's rollouts after rewards and stages, with token weights, and metrics."""
         rollouts, metrics = self.rollouts(step)
-        return with_weights(self.sampling.batch(rollouts), "token-mean"), self._without_rewards(metrics)
+        return with_weights(self.batch(rollouts), "token-mean"), self._without_rewards(metrics)
 
     def compared(self, batch: Batch) -> Batch:
         """Return the batch at the divergence's temperature; without ``rollout_log_probs`` if the sampler's differs."""
@@ -204,18 +206,18 @@ class DistillTrainer(SampledRun):
         steps = [config_at(self.config, step) for step in boundaries(self.config)]
         return any(config.options.data_share > 0 for config in steps)
 
-    def _examples(self) -> SFTSource:
+    def _examples(self) -> Source[Example]:
         """Open the data's examples."""
-        config = self.config
-        limits = SFTOptions(max_tokens=config.options.max_tokens)
-        rows, held = rows_of(self), table_length(self)
-        source = SFTSource(config.data, self.tokenizer, limits, config.run.seed, rows=rows, held=held)
+        data, seed = self.config.data, self.config.run.seed
+        limits = SFTOptions(max_tokens=self.config.options.max_tokens)
+        rows, held = open_rows(data, "train", self.given.train()), table_length(self.text_config)
+        source = example_source(rows, data, self.tokenizer, limits, seed, held=held)
         self._cleanup.callback(source.close)
         return source
 
     def _without_rewards(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics; without those of rewards if no reward is configured."""
-        if self.sampling.rewards.scorers:
+        if self.rewards.scorers:
             return dict(metrics)
         empty = ("mean", "std", "unrewarded", "failures", "timeouts", "zero_variance_groups")
         unused = {f"reward/{name}" for name in empty}

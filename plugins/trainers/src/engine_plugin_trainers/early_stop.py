@@ -23,10 +23,13 @@ from engine_core.contracts.parts import CARRIED
 from engine_core.runs.rollout_files import read_rollouts, write_rollouts
 from engine_core.sampler_session import SamplerSession
 from engine_core.types import Prompt, Request, Rollout
-from engine_plugin_trainers.policy_versions import version_runs
 
 if TYPE_CHECKING:
-    from engine_core.train.rollouts import RolloutSource
+    from collections.abc import Mapping
+
+    from engine_core.contracts.runtime import WorkerGroup
+    from engine_core.train.clock import Clock
+    from engine_core.train.settings import Settings
 
 COUNTS = (
     *("sampling/stopped", "sampling/stopped_tokens", "sampling/dropped_groups", "sampling/stale_groups"),
@@ -78,33 +81,34 @@ class Stragglers:
     """An ``EarlyStop`` that over-samples, stops stragglers, and carries them over or drops them.
 
     Args:
-        source: the source of the run's rollouts.
+        settings: of the run.
+        groups: worker groups by role; ``rollout`` is in it when a step samples.
+        clock: time and threads.
     """
 
-    def __init__(self, source: RolloutSource) -> None:
-        self.source = source
+    def __init__(self, settings: Settings, groups: Mapping[str, WorkerGroup], clock: Clock) -> None:
+        self.settings, self.config = settings, settings.config.rollout
+        self.groups, self.clock = groups, clock
         self.carried: list[Rollout] = []  # sorted by group, the oldest first; never changed in place
         self._counts: Counter[str] = Counter()
         self._wanted = 0  # groups that this round needs
         self._step = self._drawn = 0  # the step, and the prompts that it has taken so far
 
     @property
-    def used(self) -> bool:
-        """Whether steps end early."""
-        return self.source.run.config.rollout.over_sampling > 1
-
-    @property
     def off_policy(self) -> bool:
         """Whether the update may see tokens of older policies."""
-        return self.used and self.source.run.config.rollout.partial_rollouts
+        return self.config.partial_rollouts
 
-    def to_take(self, wanted: int) -> int:
-        """Return how many prompts to take from the data for a round of ``wanted`` groups."""
+    def to_take(self, wanted: int, version: int) -> int:
+        """Return how many prompts to take from the data for a round of ``wanted`` groups.
+
+        Args:
+            wanted: groups that the round needs.
+            version: policy version of the sampler.
+        """
         self._wanted = wanted
-        if not self.used or not wanted:
-            return wanted
-        self._forget_old()
-        under_way = math.ceil(wanted * self.source.run.config.rollout.over_sampling)
+        self._forget_old(version)
+        under_way = math.ceil(wanted * self.config.over_sampling)
         return max(under_way - len(_groups(self.carried)), 0)
 
     def sample(
@@ -133,9 +137,9 @@ class Stragglers:
         ]
 
     def metrics(self) -> dict[str, float]:
-        """Return ``sampling/...`` counts since the last call; {} without early stopping if nothing was dropped."""
+        """Return ``sampling/...`` counts since the last call."""
         counts, self._counts = self._counts, Counter()
-        return {name: float(counts[name]) for name in COUNTS} if self.used or counts else {}
+        return {name: float(counts[name]) for name in COUNTS}
 
     def files(self) -> dict[str, Callable[[Path], object]]:
         """Return the writer of the groups that are carried now, by file name."""
@@ -151,18 +155,21 @@ class Stragglers:
         """
         self.carried = read_rollouts(folder / CARRIED) if (folder / CARRIED).is_file() else []
         if self.carried and not self.off_policy:
+            groups = len(_groups(self.carried))
             log.warning(
                 "%d groups that an earlier attempt had carried over are dropped: rollout.partial_rollouts is off now.",
-                len(_groups(self.carried)),
+                groups,
             )
-            self._drop(self.carried)
+            unfinished = [rollout for rollout in self.carried if rollout.finish_reason == "abort"]
+            self._counts["sampling/dropped_groups"] += groups
+            self._counts["sampling/stopped_tokens"] += sum(r.response_length for r in unfinished)
             self.carried = []
 
     def _new(self, prompts: Sequence[Prompt], step: int, request_of: RequestOf) -> Iterator[Group]:
         """Yield a group for each new prompt."""
         if step != self._step:
             self._step, self._drawn = step, 0
-        size = self.source.run.config_now.rollout.group_size
+        size = self.settings.now.rollout.group_size
         for number, prompt in enumerate(prompts, self._drawn):
             made = [request_of(prompt, f"{step}:{number}:{index}") for index in range(size)]
             yield Group(prompt, {request.id: request for request in made})
@@ -189,13 +196,13 @@ class Stragglers:
 
     def _run(self, groups: Sequence[Group]) -> dict[str, Rollout]:
         """Sample until enough groups are complete; return the stopped rollouts by request id."""
-        sampler = self.source.run.groups["rollout"]
+        sampler = self.groups["rollout"]
         running = {request.id: group for group in groups for request in group.left}
         complete = sum(group.complete for group in groups)
         if not running or complete >= self._wanted:  # nothing was submitted, so nothing needs to be stopped
             return {}
         # rounds make the run repeatable
-        session = SamplerSession(sampler, self.source.run.clock, rounds=sampler.repeatable)
+        session = SamplerSession(sampler, self.clock, rounds=sampler.repeatable)
         session.submit([request for group in groups for request in group.left])
         rounds = 0  # so far
         try:
@@ -218,7 +225,7 @@ class Stragglers:
         """Carry over the groups that this step does not use, or drop them."""
         unfinished = [request.id for group in groups for request in group.left]
         self._counts["sampling/stopped"] += len(unfinished)
-        if self.source.run.config.rollout.partial_rollouts:
+        if self.config.partial_rollouts:
             self.carried = [r for i, group in enumerate(groups) for r in group.rollouts(i, stopped)]
             self._counts["sampling/carried_groups"] = len(groups)
             return
@@ -227,18 +234,14 @@ class Stragglers:
             stopped[id].response_length for id in unfinished if id in stopped
         )
 
-    def _drop(self, rollouts: Sequence[Rollout]) -> None:
-        """Count the dropped groups and the tokens of their unfinished responses."""
-        self._counts["sampling/dropped_groups"] += len(_groups(rollouts))
-        self._counts["sampling/stopped_tokens"] += sum(
-            rollout.response_length for rollout in rollouts if rollout.finish_reason == "abort"
-        )
-
-    def _forget_old(self) -> None:
+    def _forget_old(self, version: int) -> None:
         """Drop the carried groups whose oldest token exceeds `rollout.partial_max_staleness`."""
-        oldest = self.source.version - self.source.run.config.rollout.partial_max_staleness
-        versions = version_runs(self.carried).oldest()
-        old = {self.carried[place].group_id for place, version in versions.items() if version < oldest}
+        oldest = version - self.config.partial_max_staleness
+        old = {
+            rollout.group_id
+            for rollout in self.carried
+            if bool((rollout.policy_versions[rollout.loss_mask] < oldest).any())
+        }
         self._counts["sampling/stale_groups"] += len(old)
         self.carried = [
             rollout for group in _groups(self.carried) for rollout in group if rollout.group_id not in old

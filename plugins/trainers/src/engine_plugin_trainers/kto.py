@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,16 +12,14 @@ from engine_core.train.models import table_length
 from engine_core.types import Batch, LossCall
 from engine_plugin_trainers.algorithms.preference_columns import mismatched
 from engine_plugin_trainers.algorithms.preference_objectives import mismatch_kl
-from engine_plugin_trainers.data.preferences import Judged
-from engine_plugin_trainers.data.sources import JudgedSource
+from engine_plugin_trainers.data.preferences import Judged, JudgedPreparer
 from engine_plugin_trainers.preference import PreferenceRun
 
 if TYPE_CHECKING:
-    from engine_core.config.models import DataConfig
     from engine_plugin_trainers.options import KTOOptions
 
 
-class KTOTrainer(PreferenceRun[Judged]):
+class KTOTrainer(PreferenceRun):
     """A trainer that makes desirable responses likelier and undesirable ones less likely, relative to z.
 
     z is the KL to the reference. It is estimated before each update from responses that are put after other prompts of
@@ -30,6 +27,8 @@ class KTOTrainer(PreferenceRun[Judged]):
     """
 
     needs_reference = True
+    table = "kto"
+    preparer = JudgedPreparer
 
     @property
     def options(self) -> KTOOptions:
@@ -49,18 +48,6 @@ class KTOTrainer(PreferenceRun[Judged]):
                 "prompt of another row of the step."
             )
 
-    @functools.cached_property
-    def _positions(self) -> int | None:
-        """Length of the model's position table; None without such a table."""
-        return table_length(self)
-
-    def source_of(self, split: str, rows: Any = None, data: DataConfig | None = None) -> JudgedSource:
-        """Open the rows of a split as labeled responses."""
-        config, limit, held = self.config, self.options.max_tokens, self._positions
-        return JudgedSource(
-            data or config.data, self.tokenizer, limit, "kto", config.run.seed, split, rows, held
-        )
-
     def batch(self, items: Sequence[Judged]) -> Batch:
         """Pack responses into a batch with their labels and shares."""
         desirable = torch.tensor([item.desirable for item in items], dtype=torch.bool)
@@ -78,17 +65,19 @@ class KTOTrainer(PreferenceRun[Judged]):
             },
         )
 
-    def annotate(self, batch: Batch, training: bool) -> tuple[Batch, dict[str, float]]:
+    def annotate(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Add ``ref_log_probs`` [T] and ``kl`` [B]."""
         kl = self.mismatch_kl(batch) if self.options.loss == "kto" else 0.0
-        batch = self.with_reference(batch).with_columns(sequences={"kl": torch.full((len(batch),), kl)})
+        batch, _ = super().annotate(batch)
+        batch = batch.with_columns(sequences={"kl": torch.full((len(batch),), kl)})
         return batch, {"rewards/kl": kl, "rewards/desirable_share": float(batch["desirable"].double().mean())}
 
     def mismatch_kl(self, batch: Batch) -> float:
         """Return z, from this batch's responses after other prompts."""
         most = self.options.max_tokens
-        others = mismatched(batch, min(self._positions or most, most))
-        return mismatch_kl(self.log_probs(others), self.reference_log_probs(others), others)
+        others = mismatched(batch, min(table_length(self.text_config) or most, most))
+        made = self.groups[self.role].call("infer", others, outputs=("log_probs",)).result()
+        return mismatch_kl(made["log_probs"], self.reference_log_probs(others), others)
 
     def loss_call(self) -> LossCall:
         """Return the objective ``kto`` with the options that it reads."""

@@ -17,90 +17,16 @@ import torch
 from engine_core.config.evaluation import held_out_sets
 from engine_core.data import PromptSource, tokenizer_hash
 from engine_core.errors import ConfigError
-from engine_core.model_config import load_hf_config
 from engine_core.rewards.runner import reward_statistics
-from engine_core.train.rollouts import RolloutSource
-from engine_core.train.stages import Rounds
+from engine_core.train.rollouts import Rounds
 from engine_core.train.trainer import Trainer
 from engine_plugin_trainers.data.stored import Fit, StoredGroups
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine_core.contracts.parts import EarlyScores
     from engine_core.contracts.runtime import Role
-    from engine_core.rewards.models import Known
     from engine_core.types import Batch, Prompt, Rollout
-
-
-class StoredRollouts(RolloutSource):
-    """A source of stored groups in place of sampled ones; stages that refill take further groups.
-
-    Args:
-        run: the trainer that uses the source.
-    """
-
-    def __init__(self, run: OfflineTrainer) -> None:
-        super().__init__(run, scores=run.evaluates)
-
-    def sync(self, updated: bool = True) -> dict[str, float]:
-        """Send the actor's weights to the sampler if one exists; count the policy version."""
-        if "rollout" in self.run.groups:
-            return super().sync(updated)
-        self.version += updated
-        return {"policy_version": float(self.version)}
-
-    def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
-        """Read the groups of a step."""
-        rounds = Rounds(self, step, greedy=False)
-        while groups := self.run.source.take(rounds.missing):
-            rounds.sample(groups)
-            rounds.score()
-        return rounds.finish()
-
-    def sample_and_score(
-        self, groups: Sequence[Any], step: int, first_group: int = 0
-    ) -> tuple[list[Rollout], None]:
-        """Return the rollouts of these groups with new group ids; they already have their rewards."""
-        found = [
-            dataclasses.replace(rollout, group_id=number)
-            for number, group in enumerate(groups, first_group)
-            for rollout in group
-        ]
-        return found, None
-
-    def score(
-        self,
-        rollouts: list[Rollout],
-        step: int,
-        training: bool = True,
-        early: EarlyScores | Known | None = None,
-    ) -> dict[str, float]:
-        """Return metrics of the stored rewards; in evaluation, compute rewards."""
-        if not training:
-            return super().score(rollouts, step, training=False)
-        given = dict.fromkeys(name for rollout in rollouts for name in rollout.rewards)
-        values = {
-            name: [r.rewards[name] for r in rollouts if r.rewards.get(name) is not None] for name in given
-        }
-        means = {f"reward/{name}": statistics.fmean(held) for name, held in values.items() if held}  # type: ignore[arg-type]
-        return means | reward_statistics(rollouts)
-
-    def reward_terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
-        """Yield name, weight and clipping function from ``[[reward]]``, which need not be built."""
-        for reward in self.run.config.reward:
-            if reward.weight:
-                yield reward.name, reward.weight, reward.clipped
-
-    def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """Return metrics of the rollouts without ``tokens/generated``."""
-        described = super().describe(rollouts)
-        del described["tokens/generated"]
-        return described
-
-    def fresh(self, batch: Batch) -> dict[str, torch.Tensor]:
-        """Return ``fresh`` [T] bool, False on all tokens."""
-        return {"fresh": torch.zeros(batch.num_tokens, dtype=torch.bool)}
 
 
 class OfflineTrainer(Trainer):
@@ -117,6 +43,11 @@ class OfflineTrainer(Trainer):
         """Whether ``[eval]`` asks for scores, which need a sampler."""
         return self.config.eval.during_training
 
+    @property
+    def scores(self) -> bool:
+        """Whether rewards are computed: only in evaluation, because stored rollouts have theirs."""
+        return self.evaluates
+
     def make_source(self) -> StoredGroups:
         """Open the stored rollouts and check that they fit the run.
 
@@ -125,18 +56,49 @@ class OfflineTrainer(Trainer):
         """
         if "data" in self.live:
             raise ConfigError("data: trainer 'offline' reads files of rollouts. Name them in data.train.")
+        # the tokenizer's size if a plugin builds the model
+        vocabulary = len(self.tokenizer) if self.text_config is None else int(self.text_config.vocab_size)
         fit = Fit(
             tokenizer=tokenizer_hash(self.tokenizer),
-            vocabulary=self._vocabulary(),
+            vocabulary=vocabulary,
             temperature=self.config.rollout.temperature,
-            unequal_groups=self.config.options.unequal_groups,
             greedy="greedy_rewards" in self.plugins.spec("advantages", self.config.algorithm.advantage).needs,  # type: ignore[attr-defined]
         )
         return StoredGroups(self.config.data, self.config.run.seed, fit)
 
-    def make_sampling(self) -> StoredRollouts:
-        """Build the source of stored rollouts."""
-        return StoredRollouts(self)
+    def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
+        """Read the groups of a step; stages that refill take further groups."""
+        rounds = Rounds(self.config_now, self.stages, step)
+        while groups := self.source.take(rounds.missing):
+            read = [
+                dataclasses.replace(rollout, group_id=number)
+                for number, group in enumerate(groups, rounds.groups)
+                for rollout in group
+            ]
+            rounds.add(read, _stored_rewards(read))
+        return rounds.finish(self.describe(rounds.sampled))
+
+    def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Return metrics of the rollouts without ``tokens/generated``."""
+        described = super().describe(rollouts)
+        del described["tokens/generated"]
+        return described
+
+    def reward_terms(self) -> Iterator[tuple[str, float, Callable[[float], float]]]:
+        """Yield name, weight and clipping function from ``[[reward]]``, which need not be built."""
+        for reward in self.config.reward:
+            yield reward.name, reward.weight, reward.clipped
+
+    def fresh(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Return ``fresh`` [T] bool, False on all tokens."""
+        return {"fresh": torch.zeros(batch.num_tokens, dtype=torch.bool)}
+
+    def push_weights(self, updated: bool) -> dict[str, float]:
+        """Send the actor's weights to the sampler if one exists; count the policy version."""
+        if "rollout" in self.groups:
+            return super().push_weights(updated)
+        self.version += updated
+        return {"policy_version": float(self.version)}
 
     def reward_columns(self) -> set[str]:
         """Return the columns of the held-out sets."""
@@ -193,11 +155,10 @@ class OfflineTrainer(Trainer):
             config.actor.micro_batch,
         ]
 
-    def _vocabulary(self) -> int:
-        """Return the size of the model's vocabulary; the tokenizer's if a plugin builds the model."""
-        config: Any = getattr(self.live.get("model"), "config", None)
-        if "model" not in self.live and not self.plugins.overrides("engine_build_model"):
-            config = load_hf_config(self.config.model)
-        if config is None:
-            return len(self.tokenizer)
-        return int(config.get_text_config().vocab_size)
+
+def _stored_rewards(rollouts: list[Rollout]) -> dict[str, float]:
+    """Return metrics of the rewards that stored rollouts have."""
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.rewards)
+    values = {name: [v for r in rollouts if (v := r.rewards.get(name)) is not None] for name in names}
+    means = {f"reward/{name}": statistics.fmean(held) for name, held in values.items() if held}
+    return means | reward_statistics(rollouts)

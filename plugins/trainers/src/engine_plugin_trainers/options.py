@@ -26,13 +26,6 @@ class AsyncOptions(Options):
         return self.max_staleness > 0 and self.weight_updates != "drain"
 
 
-class OfflineOptions(Options):
-    """Options of the trainer `offline`, ``[offline]``."""
-
-    unequal_groups: bool = False
-    """Accept groups of different sizes, which some stages produce; otherwise they are refused as a sign of a damaged file."""
-
-
 class SFTOptions(Options):
     """Options of the trainer `sft`, ``[sft]``."""
 
@@ -83,11 +76,8 @@ _SMOOTHED = frozenset({"label_smoothing"})
 _HERE = "engine_plugin_trainers.algorithms.preference:"
 
 PAIR_LOSSES: dict[str, PairLoss] = {
-    "aot": PairLoss(load=_HERE + "aot", divergence=False, reads=_SMOOTHED, statistic="order"),
-    "aot_unpaired": PairLoss(load=_HERE + "cdpo", divergence=False, reads=_SMOOTHED, statistic="matching"),
     "apo_down": PairLoss(load=_HERE + "apo_down", divergence=False),
     "apo_zero": PairLoss(load=_HERE + "apo_zero", divergence=False),
-    "bco_pair": PairLoss(load=_HERE + "bco_pair", statistic="mean"),
     "cdpo": PairLoss(load=_HERE + "cdpo", reads=_SMOOTHED),
     "cpo": PairLoss(load=_HERE + "cdpo", reference=False, divergence=False, sft_coef=1.0, reads=_SMOOTHED),
     "discopop": PairLoss(load=_HERE + "discopop", reads=frozenset({"discopop_tau"})),
@@ -151,7 +141,7 @@ class DPOOptions(Options):
     beta: Temperature = 0.1
     """Factor from log-ratios to rewards; a larger value stays closer to the reference. SimPO's paper uses 2 and more; IPO's paper calls it tau."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Assumed share of pairs whose labels are swapped. Read by ``cdpo``, ``robust``, ``exo_pair`` (over 0), ``aot``, ``aot_unpaired``, ``cpo``, ``simpo``."""
+    """Assumed share of pairs whose labels are swapped. Read by ``cdpo``, ``robust``, ``exo_pair`` (over 0), ``cpo``, ``simpo``."""
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
     """Divergence that keeps the policy near the reference (https://arxiv.org/abs/2309.16240)."""
     f_alpha: Annotated[float, Field(allow_inf_nan=False)] = 0.5
@@ -259,27 +249,3 @@ class RewardModelOptions(Options):
     """Weight of the mean square of the sum of a pair's scores, which centers scores around 0 (https://arxiv.org/abs/2312.09244)."""
     max_tokens: int = Field(4096, gt=0)
     """Longest sequence; a pair with a longer one follows `data.over_long`."""
-
-
-class ClipCovOptions(Options):
-    """Options of the loss `clip_cov`, ``[algorithm.clip_cov]``."""
-
-    clip_ratio_low: float = Field(1.0, ge=0)
-    """Lower width of PPO's clip: the ratio is clipped below 1 - this."""
-    clip_ratio_high: float = Field(1.0, ge=0)
-    """Upper width of PPO's clip: the ratio is clipped above 1 + this."""
-    clip_cov_ratio: float = Field(2e-4, ge=0, le=1)
-    """Share of the mini-batch's loss tokens that lose their gradient, at least one of them."""
-    clip_cov_lb: float = 1.0
-    """Lower bound of the covariance of the chosen tokens."""
-    clip_cov_ub: float = 5.0
-    """Upper bound of the covariance of the chosen tokens."""
-
-
-class KLCovOptions(Options):
-    """Options of the loss `kl_cov`, ``[algorithm.kl_cov]``."""
-
-    ppo_kl_coef: float = Field(1.0, ge=0)
-    """Weight of |log ratio| on the chosen tokens."""
-    kl_cov_ratio: float = Field(2e-4, ge=0, le=1)
-    """Share of the mini-batch's loss tokens that are chosen, at least one: those with the largest covariance."""

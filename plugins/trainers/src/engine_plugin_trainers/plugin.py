@@ -9,7 +9,6 @@ from engine_core.specs import (
     SAMPLING_SECTIONS,
     SHARED_SECTIONS,
     Advantage,
-    Loss,
     Objective,
     PairLoss,
     Part,
@@ -19,12 +18,9 @@ from engine_core.specs import (
 from engine_plugin_trainers.options import (
     PAIR_LOSSES,
     AsyncOptions,
-    ClipCovOptions,
     DistillOptions,
     DPOOptions,
-    KLCovOptions,
     KTOOptions,
-    OfflineOptions,
     ReplayCacheOptions,
     RewardModelOptions,
     SFTOptions,
@@ -47,8 +43,7 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
         ),
         "offline": TrainerSpec(
             load=here + "offline_trainer:OfflineTrainer",
-            config=OfflineOptions,
-            sections=RL | {"offline"},
+            sections=RL,
             required=frozenset({"data"}),
             for_eval=SAMPLING_SECTIONS - {"stage"},
             stored=True,
@@ -93,18 +88,6 @@ def engine_advantages() -> Mapping[str, Advantage]:
     needs = frozenset({"rewards", "group_ids", "old_log_probs", "sum_pi_squared"})
     names = ("optimal_token_baseline", "optimal_token_baseline_multi_turn")
     return {name: Advantage(load=here + name, needs=needs, min_group_size=2) for name in names}
-
-
-@hookimpl
-def engine_losses() -> Mapping[str, Loss]:
-    """Offer Clip-Cov and KL-Cov."""
-    here = "engine_plugin_trainers.algorithms.losses_covariance:"
-    needs = frozenset({"advantages", "current_log_probs"})
-    options = {"clip_cov": ClipCovOptions, "kl_cov": KLCovOptions}
-    return {
-        name: Loss(load=here + name, config=config, needs=needs, prepare=f"{here}mark_{name}")
-        for name, config in options.items()
-    }
 
 
 @hookimpl

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from engine_core.train.models import table_length
 from engine_core.types import Batch, LossCall
-from engine_plugin_trainers.data.preferences import Pair
-from engine_plugin_trainers.data.sources import PairSource
 from engine_plugin_trainers.preference import PreferenceRun, pair_batch
 
 if TYPE_CHECKING:
-    from engine_core.config.models import DataConfig
+    from engine_plugin_trainers.data.preferences import Pair
     from engine_plugin_trainers.options import RewardModelOptions
 
 
-class RewardModelTrainer(PreferenceRun[Pair]):
+class RewardModelTrainer(PreferenceRun):
     """A trainer of Bradley-Terry models with a value head; the score of a sequence is read at its last token."""
 
-    role = "reward_model"
+    role = table = "reward_model"
 
     @property
     def options(self) -> RewardModelOptions:
@@ -32,13 +29,6 @@ class RewardModelTrainer(PreferenceRun[Pair]):
     def start(self) -> None:
         """Register the reward model as the actor too."""
         self.groups["actor"] = self.groups[self.role]  # `[actor]` configures it, and the actor is exported
-
-    def source_of(self, split: str, rows: Any = None, data: DataConfig | None = None) -> PairSource:
-        """Open the rows of a split as pairs."""
-        config, limit, held = self.config, self.options.max_tokens, table_length(self)
-        return PairSource(
-            data or config.data, self.tokenizer, limit, self.role, config.run.seed, split, rows, held
-        )
 
     def batch(self, items: Sequence[Pair]) -> Batch:
         """Pack pairs into a batch whose ``loss_mask`` [T] marks the last token of each sequence."""

@@ -10,29 +10,19 @@ import contextlib
 import dataclasses
 import queue
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from engine_core.contracts.runtime import WorkerGroup
 from engine_core.sampler_session import SamplerSession
 from engine_core.train.clock import Clock
 
 if TYPE_CHECKING:
-    from engine_core.types import Batch, Request, Rollout
+    from engine_core.contracts.runtime import WorkerGroup
+    from engine_core.types import Request, Rollout
 
 POLL_SECONDS = 0.1  # interval at which a waiting caller checks that the thread is alive
 
-Taker = Callable[[list["Rollout"]], None]
-"""Callback for finished rollouts, called in the sampling thread; it must not block."""
-
-
-@dataclass(slots=True)
-class Asked:
-    """A request and the taker of its rollout."""
-
-    request: Request
-    taker: Taker
+Taker = Callable[["Rollout"], None]
+"""Callback for a finished rollout, called in the sampling thread; it must not block."""
 
 
 class SamplerThread:
@@ -51,7 +41,7 @@ class SamplerThread:
         self.cut = 0  # requests that new weights stopped and that were submitted again, since the start
         self.kept_tokens = 0  # tokens that these had when they were stopped
         self.session = SamplerSession(group, self.clock)
-        self._asked: dict[str, Asked] = {}  # by id, until its rollout arrives
+        self._asked: dict[str, tuple[Request, Taker]] = {}  # by id, until its rollout arrives
         self._closing = False
         self._error: BaseException | None = None
         # seconds with requests in flight; start of the current busy period, or 0
@@ -60,25 +50,33 @@ class SamplerThread:
         self._thread = self.clock.thread(self._run, "sampling")
         self._thread.start()
 
-    def ask(self, requests: Sequence[Request], taker: Taker) -> None:
-        """Submit requests; each rollout is passed to ``taker`` once."""
-        self.ask_all([(requests, taker)])
-
-    def ask_all(self, parts: Sequence[tuple[Sequence[Request], Taker]]) -> None:
-        """Submit several parts as ``ask`` does; all requests reach the sampler in one call."""
+    def ask(self, *parts: tuple[Sequence[Request], Taker]) -> None:
+        """Submit requests with the taker of their rollouts; all parts reach the sampler in one call."""
         with self._changed:
             for requests, taker in parts:
                 if requests and not self._asked:
                     self._since = self.clock.now()
-                self._asked |= {request.id: Asked(request, taker) for request in requests}
+                self._asked |= {request.id: (request, taker) for request in requests}
         self.session.submit([request for requests, _ in parts for request in requests])
 
-    def drop(self, requests: Sequence[Request]) -> None:
-        """Cancel requests whose rollouts are no longer needed."""
-        with self._changed:
-            gone = [request.id for request in requests if self._asked.pop(request.id, None)]
-            self._rest()
-        self.session.submit((), dropped=gone)
+    def stream(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
+        """Yield rollouts as they finish, next to those of other callers; cancel the rest if the caller stops early."""
+        finished: queue.SimpleQueue[Rollout] = queue.SimpleQueue()
+        left = len(requests)
+        self.ask((requests, finished.put))
+        try:
+            while left:
+                with contextlib.suppress(queue.Empty):
+                    rollout = finished.get(timeout=POLL_SECONDS)
+                    left -= 1
+                    yield [rollout]
+                self.check()
+        finally:
+            if left:
+                with self._changed:
+                    gone = [request.id for request in requests if self._asked.pop(request.id, None)]
+                    self._rest()
+                self.session.submit((), dropped=gone)
 
     def check(self) -> None:
         """Raise the error that ended the thread, if it has ended.
@@ -88,11 +86,6 @@ class SamplerThread:
         """
         if self._error is not None:
             raise self._error
-
-    @property
-    def unfinished(self) -> int:
-        """Number of requests whose rollout has not arrived."""
-        return len(self._asked)
 
     @property
     def busy_seconds(self) -> float:
@@ -107,6 +100,25 @@ class SamplerThread:
             self.check()
             yield
 
+    @contextlib.contextmanager
+    def updating(self, mode: str) -> Iterator[None]:
+        """Hold the thread while the caller updates the weights.
+
+        Args:
+            mode: treatment of responses in flight. ``drain``: wait for them; ``abort``: stop them, to resume where they
+                stopped; ``keep``: pause the sampler.
+        """
+        if mode == "drain":
+            self.drained()
+        with self.held():
+            if mode == "abort":
+                self.cut_off()
+            if mode == "keep":
+                self.group.call("pause", mode="keep").result()
+            yield
+            if mode == "keep":
+                self.group.call("resume").result()
+
     def drained(self) -> None:
         """Wait until no request is in flight."""
         with self._changed:
@@ -116,17 +128,17 @@ class SamplerThread:
 
     def cut_off(self) -> None:
         """Stop all responses (capability ``partial``) and resubmit them from where they stopped; within ``held``."""
-        stopped = self.session.cancel(self.session.in_flight)
-        cut = [part for part in stopped if part.finish_reason == "abort" and not part.failure]
-        # the others had just ended by themselves or at their time limit
-        self._give([part for part in stopped if all(part is not each for each in cut)])
-        again = []
-        for part in cut:
-            sampled = part.sampled_length
-            request = self._asked[part.request_id].request
+        again: list[Request] = []
+        ended: list[Rollout] = []  # by themselves or at their time limit
+        for part in self.session.cancel(self.session.in_flight):
+            if part.finish_reason != "abort" or part.failure:
+                ended.append(part)
+                continue
+            sampled, (request, _) = part.sampled_length, self._asked[part.request_id]
             again.append(dataclasses.replace(request, begun=part if sampled else None))
             self.cut += 1
             self.kept_tokens += sampled
+        self._give(ended)
         self.session.submit(again)
 
     def close(self) -> None:
@@ -147,13 +159,9 @@ class SamplerThread:
                 self._changed.notify_all()
 
     def _give(self, finished: Sequence[Rollout]) -> None:
-        takers: dict[Taker, list[Rollout]] = {}
         for rollout in finished:
-            asked = self._asked.get(rollout.request_id)
-            if asked is not None:
-                takers.setdefault(asked.taker, []).append(rollout)
-        for taker, rollouts in takers.items():
-            taker(rollouts)
+            if (asked := self._asked.get(rollout.request_id)) is not None:
+                asked[1](rollout)
         with self._changed:
             for rollout in finished:
                 self._asked.pop(rollout.request_id, None)
@@ -166,47 +174,3 @@ class SamplerThread:
         if not self._asked and self._since:
             self._busy += self.clock.now() - self._since
             self._since = 0.0
-
-
-class ThreadedSampler(WorkerGroup):
-    """A worker group that shares the sampler with its sampling thread.
-
-    Args:
-        thread: the sampling thread, which submits the requests.
-    """
-
-    def __init__(self, thread: SamplerThread) -> None:
-        self.thread = thread
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of the sampler's group."""
-        return self.thread.group.world_size
-
-    def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
-        """Send ``generate`` through the thread, and other methods to the group while the thread is held."""
-        future: Future[Any] = Future()
-        if method == "generate":
-            requests = plain["requests"]
-            found = {r.request_id: r for part in self.stream(requests) for r in part}
-            future.set_result([found[request.id] for request in requests])
-        else:
-            with self.thread.held():
-                future.set_result(self.thread.group.call(method, batch, split, **plain).result())
-        return future
-
-    def stream(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
-        """Yield rollouts as they finish; cancel the rest if the caller stops early."""
-        parts: queue.SimpleQueue[list[Rollout]] = queue.SimpleQueue()
-        left = len(requests)
-        self.thread.ask(requests, parts.put)
-        try:
-            while left:
-                with contextlib.suppress(queue.Empty):
-                    part = parts.get(timeout=POLL_SECONDS)
-                    left -= len(part)
-                    yield part
-                self.thread.check()
-        finally:
-            if left:
-                self.thread.drop(requests)

@@ -11,8 +11,7 @@ rewards that run in the controller's process.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from engine_core.train.clock import Clock
@@ -35,8 +34,7 @@ class ScoringThread:
         self, rewards: RewardRunner, scored: Callable[[Sequence[Group]], None], clock: Clock | None = None
     ) -> None:
         self.rewards, self.scored, self.clock = rewards, scored, clock or Clock()
-        self.seconds: dict[int, float] = {}  # scoring time of each group, by group number
-        self._turn = self.clock.condition()
+        self.turn = self.clock.condition()  # its holder has the exclusive use of the reward workers
         self._changed = self.clock.condition()
         self._work: deque[Group] = deque()
         self._closing = False
@@ -49,12 +47,6 @@ class ScoringThread:
         with self._changed:
             self._work.append(group)
             self._changed.notify_all()
-
-    @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Give the caller exclusive use of the reward workers."""
-        with self._turn:
-            yield
 
     def check(self) -> None:
         """Raise the error that ended the thread, if it has ended.
@@ -79,8 +71,8 @@ class ScoringThread:
             while groups := self._waiting():
                 start = self.clock.now()
                 self._score(groups)
-                share = (self.clock.now() - start) / len(groups)
-                self.seconds |= {group.number: share for group in groups}
+                for group in groups:
+                    group.scoring_seconds = (self.clock.now() - start) / len(groups)
                 self.scored(groups)
         except BaseException as error:  # `check` raises it in the caller
             self._error = error
@@ -96,7 +88,7 @@ class ScoringThread:
     def _score(self, groups: Sequence[Group]) -> None:
         """Compute the outcomes of these groups in one call."""
         rollouts = [rollout for group in groups for rollout in group.in_order()]
-        with self._turn:
+        with self.turn:
             found = self.rewards.outcomes(rollouts)
         start = 0
         for group in groups:

@@ -8,11 +8,10 @@ import torch
 
 from engine_core.algorithms.objectives import with_weights
 from engine_core.contracts.runtime import Role
+from engine_core.data.source import Preparer, Source, open_rows
 from engine_core.train.models import table_length
 from engine_core.train.run import TrainingRun
-from engine_core.train.source_rows import evaluated, rows_of
 from engine_core.types import Batch, LossCall
-from engine_plugin_trainers.data.sources import SFTSource
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 
     from engine_core.config.models import DataConfig
     from engine_core.data import Example
+    from engine_core.data.rows import Rows
+    from engine_plugin_trainers.options import SFTOptions
 
 
 class SFTTrainer(TrainingRun):
@@ -29,17 +30,15 @@ class SFTTrainer(TrainingRun):
     of the step and does not depend on the micro-batches.
     """
 
-    def prepare(self) -> None:
-        """Set up the cache of held-out examples."""
-        self._examples: dict[str, list[Example]] = {}  # by held-out set
-
     def roles(self, training: bool) -> dict[str, Role]:
         """Return the actor alone."""
         return {"actor": Role("train", trainable=training)}
 
-    def make_source(self) -> SFTSource:
-        """Open the training split."""
-        return self._source("train", rows_of(self))
+    def source_of(self, split: str, data: DataConfig, rows: Any) -> Source[Example]:
+        """Open the rows of a split as examples."""
+        held, options = table_length(self.text_config), self.config.options
+        opened = open_rows(data, split, rows)
+        return example_source(opened, data, self.tokenizer, options, self.config.run.seed, split, held)
 
     def step(self, step: int) -> dict[str, float]:
         """Make one update over the next examples."""
@@ -55,24 +54,36 @@ class SFTTrainer(TrainingRun):
         """Return the mean negative log-likelihood of the response tokens of each held-out set."""
         self.setup()
         metrics = {}
-        for held_out in evaluated(self):
-            if held_out.name not in self._examples:
-                rows = rows_of(self, held_out)
-                source = self._source("validation", rows, held_out.data(self.config))
-                self._examples[held_out.name] = source.all(held_out.max_prompts)
-                source.close()
-            batch = example_batch(self._examples[held_out.name])
+        for held_out in self.held_out():
+            batch = example_batch(self.held_items(held_out))
             made = self.groups["actor"].call("infer", batch, outputs=("log_probs",)).result()
             nll = -(made["log_probs"].double() * batch["token_share"]).sum()
             metrics[f"{held_out.prefix}nll"] = float(nll)
         return metrics
 
-    def _source(self, split: str, rows: Any = None, data: DataConfig | None = None) -> SFTSource:
-        """Open the rows of a split as examples."""
-        config, held = self.config, table_length(self)
-        return SFTSource(
-            data or config.data, self.tokenizer, config.options, config.run.seed, split, rows, held
-        )
+
+def example_source(
+    rows: Rows,
+    data: DataConfig,
+    tokenizer: Any,
+    options: SFTOptions,
+    seed: int,
+    split: str = "train",
+    held: int | None = None,
+) -> Source[Example]:
+    """Return a source of sequences to learn.
+
+    Args:
+        rows: the opened rows.
+        data: ``[data]``.
+        tokenizer: the run's tokenizer.
+        options: ``[sft]``.
+        seed: seed of the order.
+        split: first part of every id.
+        held: length of the model's position table, in tokens; a longer sequence is over-long too.
+    """
+    limits = options.max_tokens, True, options.train_on_prompt, held
+    return Source(Preparer(rows, tokenizer, data, split, *limits), seed)
 
 
 def example_batch(examples: Sequence[Example]) -> Batch:

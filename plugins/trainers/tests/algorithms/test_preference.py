@@ -49,13 +49,9 @@ def nca(c, r):
     return -math.log(sigma(BETA * c)) - 0.5 * sum(math.log(sigma(-BETA * x)) for x in (c, r))
 
 
-SHIFT = 0.4
 EXPECTED = {
-    "aot": lambda c, r: smoothed(BETA * (c - r + SHIFT), E),
-    "aot_unpaired": lambda c, r: smoothed(BETA * (c - r), E),
     "apo_down": lambda c, r: sigma(BETA * c) + 1 - sigma(BETA * (c - r)),
     "apo_zero": lambda c, r: 1 - sigma(BETA * c) + sigma(BETA * r),
-    "bco_pair": lambda c, r: -math.log(sigma(BETA * c - SHIFT)) - math.log(sigma(-(BETA * r - SHIFT))),
     "cdpo": lambda c, r: (1 - E) * bradley_terry(c, r) + E * bradley_terry(r, c),
     "cpo": lambda c, r: (1 - E) * bradley_terry(c, r) + E * bradley_terry(r, c),
     "discopop": discopop,
@@ -75,7 +71,7 @@ EXPECTED = {
 def loss(name, chosen, rejected, dtype=torch.float64, **changes):
     better, worse = (torch.tensor(x, dtype=dtype, requires_grad=True) for x in (chosen, rejected))
     options = {"beta": BETA, "label_smoothing": E, "simpo_gamma": GAMMA, "discopop_tau": TAU}
-    given = {**options, "shift": torch.full_like(better, SHIFT).detach(), **changes}
+    given = {**options, **changes}
     spec = PAIR_LOSSES[name]
     return spec.resolve()(better, worse, **{key: given[key] for key in spec.keywords}), (better, worse)
 

@@ -1,6 +1,5 @@
 import dataclasses
 import math
-import random
 
 import pytest
 import torch
@@ -9,9 +8,7 @@ from engine_core.types import Batch
 from engine_plugin_trainers.algorithms.preference_columns import (
     log_ratios,
     mismatched,
-    order_shift,
     policy_weights,
-    rank_matched,
     sides,
     tail_weights,
     with_shares,
@@ -61,33 +58,6 @@ def test_a_split_pair_is_refused():
             sides(pairs().select(part))
     with pytest.raises(ValueError, match=r"^A pair was split"):
         sides(dataclasses.replace(pairs(), keep_together=None))
-
-
-def test_the_shift_compares_margins_of_one_rank():
-    rng = random.Random(0)
-    for size in (1, 2, 7):
-        policy = [rng.gauss(0, 3) for _ in range(size)]
-        reference = [rng.gauss(0, 3) for _ in range(size)]
-        made = order_shift(torch.tensor(policy).double(), torch.tensor(reference).double())
-        ranked = sorted(reference)
-        for i in range(size):
-            rank = sum(other < policy[i] for other in policy)
-            moved = policy[i] - reference[i] + made[i].item()
-            assert moved == pytest.approx(policy[i] - ranked[rank], rel=1e-5)
-
-
-def test_margins_that_are_all_equal_need_no_shift():
-    assert order_shift(torch.zeros(3), torch.zeros(3)).tolist() == [0, 0, 0]
-
-
-def test_without_pairs_the_responses_of_one_rank_come_together():
-    batch = pairs(((1, 1), (1, 1), (1, 1)))
-    scores = torch.tensor([3.0, 0.0, 1.0, 9.0, 2.0, -1.0])  # chosen 3 1 2, rejected 0 9 -1
-    matched = rank_matched(batch.with_columns(sequences={"score": scores}), scores)
-    better, worse = sides(matched)
-    assert matched["score"][better].tolist() == [1.0, 2.0, 3.0]
-    assert matched["score"][worse].tolist() == [-1.0, 0.0, 9.0]
-    assert sorted(matched.token_ids.tolist()) == sorted(batch.token_ids.tolist())
 
 
 def test_each_prompt_gets_the_response_before_it():

@@ -245,11 +245,6 @@ def test_without_a_kl_kto_is_apo_zero_of_single_responses():
     assert found == pytest.approx(sum(expected) / 3)
 
 
-def test_a_loss_whose_column_is_missing_is_named():
-    with pytest.raises(ValueError, match=r"The pair loss 'bco_pair' needs the column 'shift'\."):
-        run(preference, pairs(), loss="bco_pair", beta=0.7)
-
-
 def squared(chosen, rejected, beta, label_smoothing):
     return (1 - beta * (chosen - rejected)) ** 2 + label_smoothing
 

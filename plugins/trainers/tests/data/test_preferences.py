@@ -5,8 +5,9 @@ import logging
 
 import pytest
 
+from engine_core.data.source import Source, open_rows
 from engine_core.errors import DataError
-from engine_plugin_trainers.data.sources import JudgedSource, PairSource
+from engine_plugin_trainers.data.preferences import JudgedPreparer, PairPreparer
 
 USER = {"role": "user", "content": "What is 12 plus 7?"}
 ASKED = "<|im_start|>user\nWhat is 12 plus 7?<|im_end|>\n<|im_start|>assistant\n"
@@ -17,7 +18,12 @@ def says(text):
 
 
 def pair_source(config, tokenizer, limit=100, **keys):
-    return PairSource(config, tokenizer, limit, "dpo", seed=0, **keys)
+    return source_of(PairPreparer, config, tokenizer, limit, **keys)
+
+
+def source_of(preparer, config, tokenizer, limit=100, table="dpo", seed=0, held=None):
+    rows = open_rows(config, "train", None)
+    return Source(preparer(rows, tokenizer, config, "train", limit, table, held), seed)
 
 
 def texts(tokenizer, ids, mask):
@@ -160,11 +166,16 @@ def test_workers_give_the_same_pairs_and_judgements(config_of, tokenizer):
     rows = [
         {**SHORT, "chosen": str(i + 5), "margin": i / 2, "completion": "x", "label": i % 2} for i in range(4)
     ]
-    for make in (PairSource, JudgedSource):
+    for preparer in (PairPreparer, JudgedPreparer):
         found = []
         for workers in (0, 1):
-            source = make(
-                config_of(rows, num_workers=workers, prompts_per_step=2), tokenizer, 100, "dpo", seed=0
+            source = source_of(
+                preparer,
+                config_of(rows, num_workers=workers, prompts_per_step=2),
+                tokenizer,
+                100,
+                "dpo",
+                seed=0,
             )
             try:
                 found.append(source.take(6))
@@ -179,7 +190,7 @@ def test_workers_give_the_same_pairs_and_judgements(config_of, tokenizer):
 )
 def test_a_judged_response_has_a_label(config_of, tokenizer, label, desirable):
     row = {"prompt": "12 plus 7 is", "completion": " 19", "label": label}
-    (item,) = JudgedSource(config_of([row]), tokenizer, 100, "kto", seed=0).take(1)
+    (item,) = source_of(JudgedPreparer, config_of([row]), tokenizer, 100, "kto", seed=0).take(1)
     assert texts(tokenizer, item.token_ids, item.loss_mask) == ("12 plus 7 is", " 19<|im_end|>")
     assert item.desirable is desirable
 
@@ -198,12 +209,12 @@ def test_a_judged_response_has_a_label(config_of, tokenizer, label, desirable):
 )
 def test_a_judgement_that_cannot_be_read_is_named(config_of, tokenizer, row, problem):
     with pytest.raises(DataError, match=rf"^train\.jsonl:1: .*{problem}"):
-        JudgedSource(config_of([row]), tokenizer, 100, "kto", seed=0)
+        source_of(JudgedPreparer, config_of([row]), tokenizer, 100, "kto", seed=0)
 
 
 def test_a_judged_conversation_is_read_whole(config_of, tokenizer):
     row = {"messages": [USER, says("19")], "label": True}
-    (item,) = JudgedSource(config_of([row]), tokenizer, 100, "kto", seed=0).take(1)
+    (item,) = source_of(JudgedPreparer, config_of([row]), tokenizer, 100, "kto", seed=0).take(1)
     assert texts(tokenizer, item.token_ids, item.loss_mask) == (ASKED, "19<|im_end|>\n")
 
 

@@ -44,7 +44,7 @@ def generate(
             )
         trainer.setup()
         rollouts = trainer.generate(trainer.source.all())
-        print(write_rollouts(out, 0, rollouts, trainer.sampling.about()))
+        print(write_rollouts(out, 0, rollouts, trainer.about()))
 
 
 def evaluate(

@@ -15,10 +15,7 @@ hinge         ``max(0, 1 - βD)``                                               
 ipo           ``(D - 1/(2β))²`` over token means                                   arXiv:2310.12036
 exo_pair      ``KL((σ(βD), σ(-βD)) || (1-e, e))``                                  arXiv:2402.00856
 nca_pair      ``-log σ(βs_c) - (log σ(-βs_c) + log σ(-βs_r)) / 2``                 arXiv:2402.05369
-bco_pair      ``-log σ(βs_c - δ) - log σ(δ - βs_r)``, δ the mean reward so far     arXiv:2404.04656
 sppo_hard     ``(s_c - 1/(2β))² + (s_r + 1/(2β))²``                                arXiv:2405.00675
-aot           cdpo of (policy margin - the reference's margin of the same rank)    arXiv:2406.05882
-aot_unpaired  cdpo of (s_c - s_r of the same rank)                                 arXiv:2406.05882
 apo_zero      ``1 - σ(βs_c) + σ(βs_r)``                                            arXiv:2408.06266
 apo_down      ``σ(βs_c) + 1 - σ(βD)``                                              arXiv:2408.06266
 discopop      ``(1-m)(-log σ(βD)) + m exp(-βD)``, ``m = σ(βD/τ)``                  arXiv:2406.08414
@@ -27,14 +24,14 @@ simpo         cdpo of mean log-probs with ``βD - γ`` in place of ``βD``      
 cpo           cdpo of log-probs                                                    arXiv:2401.08417
 ============= ==================================================================== =======================
 
-Differs (bco_pair): TRL no longer has a running mean
 Differs (orpo): the sum with the likelihood is `dpo.sft_coef` (TRL: a separate trainer)
 Differs (simpo): a loss of the trainer `dpo` (TRL: an option of the CPO trainer)
 Differs (cpo): the sum with the likelihood is `dpo.sft_coef` (TRL: a separate trainer)
 
-Names and defaults are TRL's. A statistic that compares a pair with others (``shift``) is a column that is computed
-before the update, so no loss depends on how the mini-batch is split (``preference_columns``). WPO's weights and
-LD-DPO's tail weights are columns too and combine with any loss.
+Names and defaults are TRL's. WPO's weights and LD-DPO's tail weights (``preference_columns``) combine with any loss.
+
+Left out: losses that compare a pair with others of the mini-batch, such as AOT (arXiv:2406.05882) and BCO
+(arXiv:2404.04656).
 """
 
 from __future__ import annotations
@@ -121,19 +118,9 @@ def nca_pair(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     return -logsigmoid(better) - 0.5 * logsigmoid(-better) - 0.5 * logsigmoid(-worse)
 
 
-def bco_pair(chosen: Tensor, rejected: Tensor, *, beta: float, shift: Tensor) -> Tensor:
-    """Return BCO's losses [P] from scores [P]; ``shift`` [P] is the mean reward so far."""
-    return -logsigmoid(beta * chosen - shift) - logsigmoid(shift - beta * rejected)
-
-
 def sppo_hard(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     """Return SPPO's losses [P] from scores [P], with hard win probabilities."""
     return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
-
-
-def aot(chosen: Tensor, rejected: Tensor, *, beta: float, label_smoothing: float, shift: Tensor) -> Tensor:
-    """Return AOT's losses [P] from scores [P]; ``shift`` [P] is that of ``order_shift``."""
-    return _smoothed(beta * (chosen - rejected + shift), label_smoothing)
 
 
 def apo_zero(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:

@@ -1,12 +1,10 @@
 """Columns of a mini-batch of preferences that are computed before its update.
 
-A pair is two sequences with one ``keep_together`` id, the chosen one before the rejected one. Statistics that compare a
-pair with others are computed here, over the whole mini-batch and without gradient. The losses read them as columns.
+A pair is two sequences with one ``keep_together`` id, the chosen one before the rejected one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -113,39 +111,6 @@ def with_shares(batch: Batch) -> Batch:
     share = chosen / chosen.sum().clamp(min=1)
     each = torch.full((len(batch),), 1 / max(len(batch) // 2, 1))
     return batch.with_columns(tokens={"weights": share, "token_share": share}, sequences={"pair_share": each})
-
-
-def order_shift(policy: Tensor, reference: Tensor) -> Tensor:
-    """Return AOT's shift of each pair's margin, so that margins of the same rank are compared.
-
-    ``policy margin - reference margin + shift`` is the policy's margin minus the reference's margin of the same rank in
-    the mini-batch. Ranks are those before the update, where the gradient is taken too.
-
-    Args:
-        policy: [P], ``log p(chosen) - log p(rejected)``.
-        reference: [P], the same for the reference; 0 without a reference.
-
-    Returns:
-        [P] shifts.
-    """
-    rank = torch.argsort(torch.argsort(policy, stable=True), stable=True)
-    return reference - reference.sort().values[rank]
-
-
-def rank_matched(batch: Batch, scores: Tensor) -> Batch:
-    """Pair the chosen response of each rank with the rejected response of that rank, for AOT without pairs.
-
-    Args:
-        batch: whole pairs.
-        scores: [B], which rank the chosen and the rejected responses.
-
-    Returns:
-        The same sequences in new pairs.
-    """
-    better, worse = sides(batch)
-    order = [side[torch.argsort(scores[side], stable=True)] for side in (better, worse)]
-    matched = batch.select(torch.stack(order, dim=1).flatten())
-    return dataclasses.replace(matched, keep_together=torch.arange(len(better)).repeat_interleave(2))
 
 
 def mismatched(batch: Batch, max_tokens: int) -> Batch:

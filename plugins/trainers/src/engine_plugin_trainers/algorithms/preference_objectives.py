@@ -72,7 +72,7 @@ def preference(
     Args:
         outputs: ``log_probs`` [T], with gradient; ``sum_pi_squared`` [T] with ``wpo``.
         batch: whole pairs, with ``pair_share`` [B], ``weights`` [T], ``chosen`` [B] and, if the loss needs them,
-            ``ref_log_probs`` [T], ``tail_weights`` [T] and ``shift`` [B].
+            ``ref_log_probs`` [T] and ``tail_weights`` [T].
         loss: name of a pair loss; it receives the options that it reads.
         normalise: log-ratios are means over tokens.
         f_divergence: see ``preference.f_score``.
@@ -119,15 +119,10 @@ def _pair_losses(
     """Return losses [P] of pairs from scores [B].
 
     Raises:
-        ValueError: the column ``shift`` is missing.
         PluginError: the function returned something else than one number per pair.
     """
-    given: dict[str, float | Tensor] = {key: options[key] for key in spec.keywords if key != "shift"}
     better, worse = sides(batch)
-    if "shift" in spec.keywords:
-        if "shift" not in batch:
-            raise ValueError(f"The pair loss '{name}' needs the column 'shift'.")
-        given["shift"] = batch["shift"][better]
+    given = {key: options[key] for key in spec.keywords}
     losses = spec.resolve()(scores[better], scores[worse], **given)
     if not isinstance(losses, torch.Tensor) or losses.shape != better.shape:
         got = list(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__

@@ -1,7 +1,7 @@
 """Stored rollouts as training data: whole groups from the files that runs and ``engine generate`` write.
 
 All files are checked before any model is built: columns, the tokenizer that the files name, token ids, lengths,
-log-probs, rewards, group sizes. After that only the groups of a step are read.
+log-probs, rewards. After that only the groups of a step are read.
 """
 
 from __future__ import annotations
@@ -44,14 +44,12 @@ class Fit:
         tokenizer: hash of the run's tokenizer.
         vocabulary: exclusive upper bound of token ids.
         temperature: the run's sampling temperature.
-        unequal_groups: groups may have different sizes.
         greedy: the algorithm needs ``greedy_reward``.
     """
 
     tokenizer: str
     vocabulary: int
     temperature: float
-    unequal_groups: bool = False
     greedy: bool = False
 
 
@@ -75,37 +73,26 @@ class StoredGroups(Source[Any]):
         return set()
 
 
+@dataclasses.dataclass
 class _Preparer:
     """A preparer whose item is a stored group."""
 
-    def __init__(self, rows: _Rows, config: DataConfig) -> None:
-        self.rows, self.config = rows, config
+    rows: _Rows
+    config: DataConfig
 
     def prepare(self, index: int) -> Outcome:
         """Read group number ``index``."""
         return Outcome("ok", self.rows.group(index))
 
 
-class _File:
-    """A file and its groups: the rows of each, in the order of their first rows."""
-
-    def __init__(self, path: Path, groups: list[list[int]]) -> None:
-        self.path, self.name, self.groups = path, f"{path.parent.name}/{path.name}", groups
-
-    def __len__(self) -> int:
-        return len(self.groups)
-
-
 class _Rows:
-    """The groups of all files, numbered from 0."""
+    """The groups of all files, numbered from 0; ``files`` has the rows of each group, file by file."""
 
     paths: Sequence[Path] = ()  # other processes prepare nothing ahead
 
     def __init__(self, paths: Sequence[Path], fit: Fit) -> None:
-        self.files = [_File(path, _checked(path, fit)) for path in paths]
-        if not fit.unequal_groups:
-            _check_sizes(self.files)
-        self._places = [(file, rows) for file in self.files for rows in file.groups]
+        self._paths, self.files = paths, [_checked(path, fit) for path in paths]
+        self._places = [(path, rows) for path, file in zip(paths, self.files, strict=True) for rows in file]
         self._open = functools.lru_cache(maxsize=OPEN_FILES)(RolloutFile)
 
     def __len__(self) -> int:
@@ -113,16 +100,16 @@ class _Rows:
 
     def group(self, index: int) -> list[Rollout]:
         """Read the rollouts of group number ``index``."""
-        file, rows = self._places[index]
-        return self._open(file.path).rollouts(rows)
+        path, rows = self._places[index]
+        return self._open(path).rollouts(rows)
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """Return name, number of groups and SHA-256 of each file."""
         prints = []
-        for file in self.files:
-            with file.path.open("rb") as opened:
+        for path, file in zip(self._paths, self.files, strict=True):
+            with path.open("rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
-            prints.append({"file": file.name, "rows": len(file), "sha256": digest})
+            prints.append({"file": f"{path.parent.name}/{path.name}", "rows": len(file), "sha256": digest})
         return prints
 
 
@@ -211,20 +198,3 @@ def _wrong(table: pa.Table, fit: Fit) -> Iterator[tuple[int, str]]:
         yield int(odd[0]), f"its reward is {rewards[odd[0]]}; expected a finite number, or valid = false."
     if fit.greedy and table["greedy_reward"].null_count == len(table):  # single ones may have failed
         yield 0, NOT_GREEDY
-
-
-def _check_sizes(files: Sequence[_File]) -> None:
-    """Refuse groups of unequal size, which usually mean a truncated or hand-edited file.
-
-    Raises:
-        DataError: a group has another size than most.
-    """
-    sizes = collections.Counter(len(rows) for file in files for rows in file.groups)
-    if len(sizes) == 1:
-        return
-    usual = sizes.most_common(1)[0][0]
-    file, rows = next((f, rows) for f in files for rows in f.groups if len(rows) != usual)
-    raise DataError(
-        f"{file.path}, row {rows[0]}: its group has {len(rows)} rollouts, most have {usual}. Was the file cut off? Groups "
-        "that a stage made unequal are accepted with [offline] unequal_groups = true."
-    )

@@ -6,7 +6,7 @@ import collections
 import json
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from engine_plugin_tools.bench.simulator.virtual_clock import VirtualClock
 from engine_plugin_trainers.async_trainer import AsyncTrainer
 
 if TYPE_CHECKING:
-    from engine_core.train.rollouts import RolloutSource
     from engine_core.types import Rollout
 
 PLUGIN = Path(__file__).parent / "plugin.py"
@@ -138,21 +137,16 @@ class Observation:
         self.ages: list[collections.Counter[int]] = []
         run.clock = cluster.clock
         run.live["cluster"] = cluster
-        self._make_sampling, self._begin_step, self._rollouts = (
-            run.make_sampling,
-            run.begin_step,
-            run.rollouts,
-        )
+        self._begin_step, self._rollouts = run.begin_step, run.rollouts
         replaced: Any = run
-        replaced.make_sampling, replaced.begin_step = self._with_simulated_rewards, self._note_step
+        replaced.make_rewards, replaced.begin_step = self._simulated_rewards, self._note_step
         replaced.rollouts = self._note_rollouts
 
-    def _with_simulated_rewards(self) -> RolloutSource:
-        source, run = self._make_sampling(), self.run
+    def _simulated_rewards(self, columns: Collection[str]) -> SimulatedRewards:
+        run = self.run
         workers = max(round(self.setting.rewards_per_worker * self.setting.workers), 1)
         seconds = self.cluster.speeds.reward_seconds
-        source.rewards = SimulatedRewards(run.plugins, run.tokenizer, run.clock, workers, seconds)
-        return source
+        return SimulatedRewards(run.plugins, run.tokenizer, run.clock, workers, seconds)
 
     def _note_step(self, step: int) -> None:
         runtime: Any = self.run.runtime
@@ -164,7 +158,7 @@ class Observation:
     def _note_rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
         found, metrics = self._rollouts(step)
         with self.cluster.clock.aside():
-            version = self.run.sampling.version
+            version = self.run.version
             ages: collections.Counter[int] = collections.Counter()
             for rollout in found:
                 old, counts = (version - rollout.policy_versions[rollout.loss_mask]).unique(

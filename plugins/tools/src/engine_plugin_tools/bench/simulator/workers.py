@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_core.types import Batch, Request, Rollout, StepOutput, TrainOutput
-from engine_plugin_trainers.policy_versions import version_runs
 
 if TYPE_CHECKING:
     from engine_plugin_tools.bench.simulator.speeds import Lengths, Speeds
@@ -105,7 +104,11 @@ class SimulatedSampler:
             length = min(self.lengths.of(request.sampling.seed or 0), request.sampling.max_response_tokens)
             begun = request.begun
             had = begun.response_length if begun is not None else 0
-            versions = version_runs([begun]).counted() if begun is not None else ()
+            versions: list[tuple[int, int]] = []  # with the number of tokens of each
+            if begun is not None:
+                sampled = begun.policy_versions[begun.loss_mask]
+                runs, counts = sampled.unique_consecutive(return_counts=True)
+                versions = list(zip(runs.tolist(), counts.tolist(), strict=True))
             self._waiting.append(Running(request, length, had, versions=versions))
 
     def _forget(self, id: str) -> Running | None:

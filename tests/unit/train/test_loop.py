@@ -1,0 +1,37 @@
+"""What a step says that had no memory."""
+
+import pytest
+import torch
+
+from engine_core.config import EngineConfig
+from engine_core.errors import EnvironmentProblem
+from engine_core.train.loop import out_of_memory_explained
+from engine_plugin_processes.remote_errors import pack, unpack
+
+
+def told(error, samples=True):
+    config = EngineConfig.model_validate({"actor": {"max_tokens_per_rank": 77}})
+    with pytest.raises(EnvironmentProblem) as caught, out_of_memory_explained(4, config, ["actor"], samples):
+        raise error
+    assert caught.value.__cause__ is error
+    return str(caught.value)
+
+
+def test_the_key_of_each_trained_role_is_named_with_its_value_and_the_way_on():
+    text = told(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore"))
+    assert text.startswith("Out of memory in step 4: CUDA out of memory. Tried to allocate 2.00 GiB. Lower ")
+    assert "Lower actor.max_tokens_per_rank (now 77); if one sequence" in text
+    assert "ref." not in text
+    assert "rollout.max_response_tokens" in text
+    assert "engine resume" in text
+    assert "rollout." not in told(MemoryError("no room"), samples=False)
+
+
+def test_of_a_worker_the_rank_is_named():
+    text = told(unpack(pack(torch.OutOfMemoryError("17 GiB")), 3))
+    assert text.startswith("Out of memory on rank 3 in step 4: 17 GiB")
+
+
+def test_other_errors_pass():
+    with pytest.raises(ValueError, match="else"), out_of_memory_explained(1, EngineConfig(), ["actor"], True):
+        raise ValueError("something else")
