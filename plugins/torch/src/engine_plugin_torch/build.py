@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from engine_core.errors import ConfigError
 from engine_core.model_config import VALUE_HEAD as HEAD
 from engine_core.model_config import load_hf_config
-from engine_plugin_torch.attention_choice import choose_attention, with_attention
+from engine_plugin_torch.attention import choose_attention, with_attention
 from engine_plugin_torch.model_loading import adopt_live, cast_parameters, load_model
 from engine_plugin_torch.quantize_model import quantize
 from engine_plugin_torch.value_models import VALUE_ROLES, load_value_model

@@ -36,7 +36,6 @@ from engine_plugin_torch.checkpoint import PARTS, StateStore
 from engine_plugin_torch.collectives import measure
 from engine_plugin_torch.device_map import SpreadModel, check_device_map
 from engine_plugin_torch.feed_forward import chunk_feed_forwards
-from engine_plugin_torch.linear_products import use_quicker_products
 from engine_plugin_torch.log_probs import zero_outputs
 from engine_plugin_torch.lora import attach
 from engine_plugin_torch.optimizers import build_optimizer, check_groups, optimizer_problem, set_peak_lr
@@ -222,8 +221,6 @@ class TorchEngine(TrainEngine):
         chunk_feed_forwards(module, chunk, f"{self._table}.sequence_chunk_tokens", mode)
         if self._compiles:
             compile_units(module, units, self.options.compile_mode)
-        elif self.device.type == "cpu":
-            use_quicker_products(module)
         if self.trainable and self.options.activation_checkpointing:
             checkpoint_units(module, units, lambda: bool(self.budget.recomputed_share))
         return module
@@ -272,7 +269,6 @@ class TorchEngine(TrainEngine):
             compile=self._compiles,
             recompute=self.options.log_prob_recompute,
             mode=self.options.compile_mode,
-            share=self.options.share_prefixes,
         )
 
     @property

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine_core.errors import ConfigError, DataError
 from engine_core.model_config import has_no_weights, load_hf_config, unreadable
-from engine_plugin_torch.attention_choice import choose_attention, with_attention
+from engine_plugin_torch.attention import choose_attention, with_attention
 from engine_plugin_torch.lora import base_copy
 
 if TYPE_CHECKING:

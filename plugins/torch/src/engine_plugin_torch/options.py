@@ -32,10 +32,8 @@ class ForwardOptions(Options):
     """``auto``: the accelerator that torch finds, else the CPU; or a torch device string."""
     log_prob_chunk_tokens: int = Field(default=1024, gt=0)
     """Number of response tokens whose logits exist at one time (each has the size of the vocabulary, in float32)."""
-    log_prob_recompute: bool | Literal["auto"] = "auto"
-    """Compute logits again in the backward pass; ``auto``: always, except on the CPU if the logits of a micro-batch take at most 256 MiB. If memory suffices for the logits of a whole micro-batch in the compute type, ``false`` saves 2.5% to 5% of a step."""
-    share_prefixes: bool = True
-    """Compute a common prefix of a micro-batch's sequences, such as the prompt of a group, only once. This applies on the CPU with `model.attention` ``varlen``; elsewhere nothing is shared."""
+    log_prob_recompute: bool = True
+    """Compute logits again in the backward pass. If memory suffices for the logits of a whole micro-batch in the compute type, ``false`` saves 2.5% to 5% of a step."""
     sequence_chunk_tokens: int = Field(default=0, ge=0)
     """Most tokens that feed-forward layers process at a time; they are recomputed in the backward pass. For long sequences this saves memory for about 10% more time. 0: all at once."""
     compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"

@@ -26,7 +26,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from engine_core.errors import ConfigError
 from engine_core.model_config import VALUE_HEAD as HEAD
 from engine_core.model_config import load_hf_config as load_config
-from engine_plugin_torch.attention_choice import with_attention
+from engine_plugin_torch.attention import with_attention
 from engine_plugin_torch.lora import base_copy
 from engine_plugin_torch.model_loading import (
     cast_parameters,
