@@ -67,9 +67,9 @@ class ModelBuilder:
             ConfigError: an actor given from Python would be quantized.
         """
         engine, role = self.engine, self.engine.context.role
-        device, placing = self.load_device, None if engine.spread is None else engine.spread.arguments()
+        device = self.load_device
         if role in VALUE_ROLES:
-            return load_value_model(model, device, engine._param_dtype, live, placing)
+            return load_value_model(model, device, engine._param_dtype, live)
         if live is not None:
             if engine.quantize and role == "actor":
                 raise ConfigError(
@@ -77,7 +77,7 @@ class ModelBuilder:
                     "its own weights. Save it and name the folder (model.path), or leave the key out."
                 )
             return adopt_live(live, model, role, device)
-        return load_model(model, device, engine._param_dtype, placing)
+        return load_model(model, device, engine._param_dtype)
 
     @property
     def load_device(self) -> torch.device:
@@ -87,8 +87,6 @@ class ModelBuilder:
     def place(self, module: nn.Module) -> nn.Module:
         """Cast a model, move it to its device, and quantize its frozen layers if ``quantize`` is set."""
         engine = self.engine
-        if engine.spread is not None:
-            return self._spread_out(module)
         module = cast_parameters(module, engine._param_dtype)
         if not engine.quantize:
             return module.to(engine.device)
@@ -97,18 +95,4 @@ class ModelBuilder:
         how = (engine.quantize, engine.device, engine.precision, engine._table)
         engine.change = quantize(module.to("cpu"), *how, whole, tokenizer)
         log.info("%s: %s, %s", engine.context.role, engine.quantize, engine.change)
-        return module
-
-    def _spread_out(self, module: nn.Module) -> nn.Module:
-        """Return a model that its device map has placed; refuse one that a plugin built."""
-        engine, spread = self.engine, self.engine.spread
-        assert spread is not None
-        if not spread.used:
-            raise ConfigError(
-                f"{engine._table}.device_map: a plugin builds the whole model. Remove the key, or place its layers in "
-                "engine_build_model."
-            )
-        log.info(
-            "%s: %s; layers on disk are read in each pass.", engine.context.role, spread.describe(module)
-        )
         return module

@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from engine_core.specs import Options
-
-UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1024, "MI": 1024**2, "GI": 1024**3}
-SIZE = re.compile(r"(\d+(?:\.\d+)?) *([KMG]?I?)B", re.IGNORECASE)
-
-
-def bytes_of(size: str) -> int:
-    """Return the bytes of a size such as ``"70GiB"`` (1024^3 each) or ``"500 MB"`` (1000^2 each).
-
-    Raises:
-        ValueError: ``size`` is no size.
-    """
-    found = SIZE.fullmatch(size.strip())
-    if found is None or found[2].upper() not in UNITS:
-        raise ValueError(f"'{size}' is no size: expected a number and a unit, such as '70GiB' or '500MB'.")
-    return int(float(found[1]) * UNITS[found[2].upper()])
 
 
 class ForwardOptions(Options):
@@ -42,36 +26,7 @@ class ForwardOptions(Options):
     """Compile each unit (decoder layers, see engine_wrap_policy) and the log-probs with torch.compile: ``auto``: on an accelerator, if nothing is quantized. Compiling takes seconds in the first step; then a small model is twice as fast."""
 
 
-class DeviceMapOptions(Options):
-    """The common options of engines whose frozen models may be larger than a device."""
-
-    device_map: Literal["auto", "sequential"] | None = None
-    """Placement of a frozen role's layers on all accelerators of the process, in host memory and on disk (needs the package accelerate). ``auto``: about as much on each accelerator; ``sequential``: each accelerator is filled before the next."""
-    max_memory: dict[str, str] = {}
-    """Most bytes of weights by device, for `device_map`: ``{ 0 = "60GiB", cpu = "100GiB" }``; a device that is not named gets none. Weights that fit nowhere are read from disk in each pass. Empty: the free memory."""
-    offload_folder: str = ""
-    """Folder on a local disk, for `device_map`. Weights that cannot be read directly from the model folder (experts of a mixture) are written below it and removed at the end. Empty: the system's folder for temporary files."""
-
-    @field_validator("max_memory")
-    @classmethod
-    def _sizes(cls, value: dict[str, str]) -> dict[str, str]:
-        for name, size in value.items():
-            if name != "cpu" and not name.isdigit():
-                raise ValueError(
-                    f"'{name}' is no device: expected 'cpu', or the number of an accelerator, such as '0'."
-                )
-            bytes_of(size)
-        return value
-
-    @model_validator(mode="after")
-    def _places_something(self) -> DeviceMapOptions:
-        for name in ("max_memory", "offload_folder"):
-            if getattr(self, name) and self.device_map is None:
-                raise ValueError(f"{name} has no effect without device_map = 'auto'.")
-        return self
-
-
-class TorchOptions(ForwardOptions, DeviceMapOptions):
+class TorchOptions(ForwardOptions):
     """``[actor.torch]``: one process, no sharding."""
 
     param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
@@ -88,15 +43,6 @@ class TorchOptions(ForwardOptions, DeviceMapOptions):
         if self.param_dtype == "bf16" and self.compute_dtype == "fp32":
             raise ValueError(
                 "compute_dtype 'fp32' over param_dtype 'bf16' has no effect: set param_dtype = 'fp32'."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _spread_alone(self) -> TorchOptions:
-        conflicts = {"quantize": self.quantize is not None, "compile": self.compile is True}
-        if self.device_map and (name := next((name for name, used in conflicts.items() if used), None)):
-            raise ValueError(
-                f"{name} cannot be combined with device_map, which moves weights while a layer computes: leave one out."
             )
         return self
 

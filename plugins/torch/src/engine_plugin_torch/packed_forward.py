@@ -141,7 +141,7 @@ class PackedForward:
                 rows = _logits(self.module(**inputs, **separate, use_cache=False))[0]
             else:
                 rows = self.module.get_decoder()(**inputs, **separate, use_cache=False).last_hidden_state[0]
-        return rows.to(self.device)  # the last layer of a spread model may be on another device
+        return rows
 
     def _result(self, output: Any) -> Tensor:
         """Return the logits [1, T, V] from the output of a module that is no transformers model."""
