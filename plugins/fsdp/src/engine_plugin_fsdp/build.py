@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import DataError
-from engine_plugin_fsdp.dtypes import cast_buffers
 from engine_plugin_torch.build import ModelBuilder
 from engine_plugin_torch.empty_models import blank_model
 from engine_plugin_torch.model_loading import cast_parameters
@@ -65,10 +64,8 @@ class FSDPBuilder(ModelBuilder):
         return module
 
     def place(self, module: nn.Module) -> nn.Module:
-        """Cast parameters and buffers; the model stays on the CPU, from which units move when they are sharded."""
-        # still on the CPU: each unit moves to the device when it is sharded
-        module = cast_parameters(module, self.engine._param_dtype)
-        return cast_buffers(module, self.engine.options.mixed_precision.buffer_dtype)
+        """Cast parameters; the model stays on the CPU, from which units move when they are sharded."""
+        return cast_parameters(module, self.engine._param_dtype)
 
 
 def allocate(root: nn.Module, device: torch.device) -> None:
