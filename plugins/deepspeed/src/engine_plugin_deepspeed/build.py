@@ -114,8 +114,8 @@ def read_parts(module: nn.Module, blank: nn.Module, model: ModelConfig, role: st
         DataError: weights are missing, left over or of another shape. Nothing was read.
     """
     own: dict[str, Any] = own_parameters(module)
-    shapes = {name: list(shape_of(tensor)) for name, tensor in own.items()}
-    parts = FolderParts(blank, model, shapes, role, key, INSTEAD)
+    shapes = {name: shape_of(tensor) for name, tensor in own.items()}
+    parts = FolderParts.of(blank, model, shapes, role, key, INSTEAD)
     for name, tensor in own.items():
         begin, end = _span(tensor)
         tensor.ds_tensor.data.flatten()[: end - begin].copy_(read_flat(parts, name, begin, end))

@@ -22,7 +22,6 @@ from engine_plugin_deepspeed.adapted import AdapterInParts
 from engine_plugin_deepspeed.budget import DeepSpeedBudget
 from engine_plugin_deepspeed.build import INSTEAD, DeepSpeedBuilder, shapes_shown
 from engine_plugin_deepspeed.checkpoint import DeepSpeedStore
-from engine_plugin_deepspeed.checks import check_machine, check_ranks
 from engine_plugin_deepspeed.options import DeepSpeedOptions
 from engine_plugin_deepspeed.partitions import Partitions, release
 from engine_plugin_deepspeed.settings import settings
@@ -79,11 +78,9 @@ class DeepSpeedEngine(DataParallelEngine):
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
-        """Also refuse rank counts and machines that DeepSpeed's options do not fit."""
+        """Also refuse a type that DeepSpeed lacks on this device."""
         super().check(config, context, trainable=trainable)
-        options, table = cls._options(config), f"{context.role}.{config.backend}"
-        check_ranks(options, context.world_size, table)
-        check_machine(options, context.device, table)
+        library.check_type(cls._options(config), context.device, f"{context.role}.{config.backend}")
 
     def _prepare(self) -> None:
         self.root, self.zero, self.skeleton = None, None, None

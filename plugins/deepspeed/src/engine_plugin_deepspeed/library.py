@@ -1,20 +1,52 @@
 """Import of DeepSpeed for this worker's device, with its logging reduced to errors, and its process group.
 
-Nothing is compiled here. DeepSpeed builds operators at their first use, and this engine uses one only for offload to
-NVMe.
+Nothing is compiled: DeepSpeed builds operators at their first use, and this engine uses none of them.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from engine_core.errors import ConfigError, EnvironmentProblem
+
+if TYPE_CHECKING:
+    from engine_plugin_deepspeed.options import DeepSpeedOptions
+
+
+def health() -> str:
+    """Return the version of DeepSpeed, for ``engine doctor``. It is not imported, which takes seconds.
+
+    Raises:
+        EnvironmentProblem: DeepSpeed is not installed.
+    """
+    try:
+        return f"deepspeed {importlib.metadata.version('deepspeed')}, ZeRO 0 to 3"
+    except importlib.metadata.PackageNotFoundError as error:
+        raise EnvironmentProblem(
+            "deepspeed is not installed. Try: pip install engine-plugin-deepspeed"
+        ) from error
+
+
+def check_type(options: DeepSpeedOptions, device: torch.device, table: str) -> None:
+    """Refuse a `compute_dtype` that DeepSpeed does not compute in on this device.
+
+    Raises:
+        ConfigError: DeepSpeed lacks the type.
+        EnvironmentProblem: DeepSpeed does not import.
+    """
+    accelerator, name = load(device, table).get_accelerator(), options.compute_dtype
+    if name in ("fp16", "bf16") and not getattr(accelerator, f"is_{name}_supported")():
+        raise ConfigError(
+            f"{table}.compute_dtype: '{name}', which DeepSpeed does not compute in on {device}. Set it to 'fp32', or leave "
+            "it out ('auto')."
+        )
 
 
 def load(device: torch.device, table: str) -> Any:

@@ -206,8 +206,7 @@ class Partitions:
         """
         if part == "weights":
             own = [*self.module.parameters()]
-            parts = [getattr(p, name, None) for p in own for name in ("ds_tensor", "ds_secondary_tensor")]
-            found = [*own, *parts, *self._zeros(*WEIGHTS)]
+            found = [*own, *(getattr(p, "ds_tensor", None) for p in own), *self._zeros(*WEIGHTS)]
         elif part == "gradients":
             buckets_ = getattr(self.zero, "ipg_buckets", {}).values()
             found = [

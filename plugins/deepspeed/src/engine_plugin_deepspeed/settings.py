@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_core.errors import ConfigError
-from engine_plugin_deepspeed.options import OffloadOptions, unknown_key
-
 if TYPE_CHECKING:
-    from engine_plugin_deepspeed.options import DeepSpeedOptions
+    from engine_plugin_deepspeed.options import DeepSpeedOptions, OffloadOptions
 
 GROWTH_STEPS = 2000
 
@@ -75,7 +72,6 @@ def zero(options: DeepSpeedOptions, device: torch.device) -> dict[str, Any]:
         "overlap_comm": overlap,
         "reduce_bucket_size": options.reduce_bucket_size,
         "allgather_bucket_size": options.allgather_bucket_size,
-        **options.zero,
     }
     if options.stage == 3:
         made |= {
@@ -84,47 +80,10 @@ def zero(options: DeepSpeedOptions, device: torch.device) -> dict[str, Any]:
             "stage3_param_persistence_threshold": options.param_persistence_threshold,
             "stage3_max_live_parameters": options.max_live_parameters,
             "stage3_max_reuse_distance": options.max_reuse_distance,
-            "zero_hpz_partition_size": options.hpz_partition_size,
-            "zero_quantized_weights": options.quantized_weights,
-            "zero_quantized_gradients": options.quantized_gradients,
         }
     for name in ("offload_optimizer", "offload_param"):
         where: OffloadOptions = getattr(options, name)
         if where.device != "none":
-            made[name] = _offload(where, on_accelerator)
+            pinned = on_accelerator if where.pin_memory == "auto" else where.pin_memory
+            made[name] = {"device": where.device, "pin_memory": pinned}
     return made
-
-
-def _offload(where: OffloadOptions, on_accelerator: bool) -> dict[str, Any]:
-    pinned = on_accelerator if where.pin_memory == "auto" else where.pin_memory
-    made: dict[str, Any] = {"device": where.device, "pin_memory": pinned}
-    if where.device == "nvme":
-        made |= {"nvme_path": where.nvme_path, "buffer_count": where.buffer_count}
-    return made
-
-
-def check_passed_on(options: DeepSpeedOptions, table: str) -> None:
-    """Refuse keys and values of `zero` that the installed DeepSpeed does not take.
-
-    Raises:
-        ConfigError: DeepSpeed has no such key, or refuses its value.
-    """
-    if not options.zero:
-        return
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-    from pydantic import ValidationError
-
-    fields = DeepSpeedZeroConfig.model_fields
-    known = [*fields, *(field.alias for field in fields.values() if field.alias)]
-    for name in options.zero:
-        if name not in known:
-            raise ConfigError(
-                f"Unknown key in {table}.zero: '{name}'.{unknown_key(name, known)} These are the keys of "
-                "`zero_optimization` in the installed DeepSpeed."
-            )
-    try:
-        DeepSpeedZeroConfig(stage=options.stage, **options.zero)
-    except (ValidationError, AssertionError, ValueError) as error:
-        why = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (), "msg": str(error)}
-        key = ".".join(str(part) for part in why["loc"]) or next(iter(options.zero))
-        raise ConfigError(f"{table}.zero.{key} is refused by DeepSpeed: {why['msg']}.") from error

@@ -20,14 +20,13 @@ from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import ConfigError
 from engine_core.model_config import load_hf_config
 from engine_plugin_fsdp.budget import FSDPBudget
-from engine_plugin_fsdp.build import FSDPBuilder, allocate, broadcast
+from engine_plugin_fsdp.build import INSTEAD, FSDPBuilder, allocate, broadcast, read_slices
 from engine_plugin_fsdp.checkpoint import FSDPStore
 from engine_plugin_fsdp.consistency import Probe, check_same
 from engine_plugin_fsdp.export import gathered
 from engine_plugin_fsdp.fp8 import check_fp8, use_fp8
 from engine_plugin_fsdp.options import FSDPOptions
 from engine_plugin_fsdp.ranks import Ranks, mesh_shape
-from engine_plugin_fsdp.reading import INSTEAD, read_slices
 from engine_plugin_fsdp.sequence import check_heads, share_sequences
 from engine_plugin_fsdp.sharding import (
     Root,

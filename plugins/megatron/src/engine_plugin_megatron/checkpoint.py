@@ -105,21 +105,21 @@ class MegatronStore(ShardedStore):
         Raises:
             DataError: the checkpoint is of another model, or of a role that was not trained. Nothing was changed.
         """
-        from engine_plugin_megatron.reading import FromShards, check_names
+        from engine_plugin_megatron.reading import of_checkpoint
 
         self.saver.wait()
         self.need(*PARTS)
         scalars = state_files.load_json(folder / state_files.STATE)
         self._check_base(folder, scalars.get("base"))
         shards = Shards(folder, "weights")
-        check_names(shards.shapes, self.engine.shapes, str(folder))
+        shards.check({name: list(shape) for name, shape in self.engine.shapes.items()}, "this model")
         if self.engine.steps is None:
-            self.fill(FromShards(shards))
+            self.fill(of_checkpoint(shards))
         else:
             self._check_schedule(folder, scalars)
             moments = Shards(folder, "optimizer")
             count = self._steps_of(moments)
-            self.fill(FromShards(shards))
+            self.fill(of_checkpoint(shards))
             self._fill_state(moments, count)
             if self.engine.steps.loss_scale is not None and "loss_scale" in scalars:
                 vars(self.engine.steps.loss_scale).update(scalars["loss_scale"])
@@ -162,14 +162,14 @@ class MegatronStore(ShardedStore):
     def _fill_state(self, shards: Shards, count: int) -> None:
         from engine_plugin_megatron.models import weights
         from engine_plugin_megatron.optimizer import MOMENTS
-        from engine_plugin_megatron.reading import FromShards
+        from engine_plugin_megatron.reading import of_checkpoint
 
         assert self.engine.steps is not None
         self.engine.steps.restart(count)
         for place in weights.names(self.engine.chunks, self.engine.hf_config) if count else ():
             values = torch.empty_like(place.tensor, dtype=torch.float32)
             for key in MOMENTS:
-                weights.fill(values, place, FromShards(shards, f"/{key}"))
+                weights.fill(values, place, of_checkpoint(shards, f"/{key}"))
                 self.engine.steps.write(place.tensor, key, values)
 
     def _ordered_names(self) -> list[str]:
