@@ -91,8 +91,6 @@ class ModelBuilder:
         if not engine.quantize:
             return module.to(engine.device)
         whole = [HEAD, *(engine.config.lora.modules_to_save if engine.config.lora else ())]
-        tokenizer = (engine.context.live or {}).get("tokenizer")
-        how = (engine.quantize, engine.device, engine.precision, engine._table)
-        engine.change = quantize(module.to("cpu"), *how, whole, tokenizer)
+        engine.change = quantize(module.to("cpu"), engine.quantize, engine.device, engine._table, whole)
         log.info("%s: %s, %s", engine.context.role, engine.quantize, engine.change)
         return module

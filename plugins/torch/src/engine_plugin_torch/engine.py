@@ -68,7 +68,7 @@ class TorchEngine(TrainEngine):
         module: the model, in eval mode.
         adapter: the LoRA adapter in the module; None where the model itself is trained.
         num_skipped_steps: total optimizer steps skipped because of non-finite gradients.
-        change: the effect of quantization on the outputs; None where nothing is quantized.
+        change: the effect of quantization; None where nothing is quantized.
     """
 
     options_class: type[Options] = TorchOptions

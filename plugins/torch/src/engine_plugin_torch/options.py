@@ -34,7 +34,7 @@ class TorchOptions(ForwardOptions):
     compute_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Type of the forward pass. ``auto``: bf16 if the accelerator supports it or the weights are bf16, else fp32; ``bf16`` with fp32 weights uses autocast. Log-probs are always float32."""
     quantize: Literal["int8", "fp8", "nf4", "fp4"] | None = None
-    """Keep the linear layers of weights that are not trained in 8 or 4 bits: of a reference, a teacher, the model below an adapter. Its effect is measured and logged at the start."""
+    """Keep the linear layers of weights that are not trained in 8 or 4 bits: of a reference, a teacher, the model below an adapter."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute the activations of each unit in the backward pass: less memory, about a quarter more time. ``auto``: if by estimate `max_tokens_per_rank` tokens (16384 if that is ``auto``) would not fit otherwise; never on the CPU."""
 
