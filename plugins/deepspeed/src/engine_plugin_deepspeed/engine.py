@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine_core.errors import ConfigError
@@ -164,11 +163,6 @@ class DeepSpeedEngine(DataParallelEngine):
             for group in self.optimizer.param_groups
             if group["params"]
         ]
-
-    def communicators(self) -> dict[str, dist.ProcessGroup]:
-        """Return the world group as ``dp``, or nothing for one rank."""
-        group = dist.group.WORLD
-        return {} if group is None or self.ranks.size == 1 else {"dp": group}
 
     # -- forward and backward -----------------------------------------------
 

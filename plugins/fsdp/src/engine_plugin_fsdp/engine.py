@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -201,13 +200,6 @@ class FSDPEngine(DataParallelEngine):
         path, role = self.config.path or self.model_config.path, self.context.role
         model = self.model_config.model_copy(update={"path": path})
         read_together(lambda: read_slices(module, model, role), path, role, self.ranks)
-
-    def communicators(self) -> dict[str, dist.ProcessGroup]:
-        """Return the process groups with several ranks, by axis of the mesh and `sp`."""
-        mesh, ranks = self.ranks.mesh, self.ranks
-        axes = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
-        axes |= {} if ranks.sequence is None else {"sp": ranks.sequence}
-        return {name: group for name, group in axes.items() if group.size() > 1}
 
     def _make_forward(self) -> PackedForward:
         if self.root is None:  # a plugin distributed the module already, or built its own optimizer

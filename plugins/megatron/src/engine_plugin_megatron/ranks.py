@@ -77,17 +77,6 @@ class Ranks(RankGroup):
         dist.broadcast(sent, dist.get_global_rank(self.pp, self.mesh.pp - 1), group=self.pp)
         return sent.cpu()
 
-    def communicators(self) -> dict[str, dist.ProcessGroup]:
-        """Return the groups of more than one rank, by axis."""
-        axes = {
-            "tp": self.tp,
-            "pp": self.pp,
-            **({} if self.tokens is None else {"cp": self.tokens}),
-            "dp": parallel_state.get_data_parallel_group(),
-            "ep": parallel_state.get_expert_model_parallel_group(),
-        }
-        return {name: group for name, group in axes.items() if group.size() > 1}
-
     def close(self) -> None:
         """Release the groups. Destroy them with a process group that was made for a single process."""
         if self._role in _GROUPS["users"]:

@@ -33,7 +33,6 @@ from engine_core.types import StepOutput, TrainOutput
 from engine_plugin_torch.budget import MemoryBudget
 from engine_plugin_torch.build import ModelBuilder
 from engine_plugin_torch.checkpoint import PARTS, StateStore
-from engine_plugin_torch.collectives import measure
 from engine_plugin_torch.feed_forward import chunk_feed_forwards
 from engine_plugin_torch.log_probs import zero_outputs
 from engine_plugin_torch.lora import attach
@@ -301,9 +300,6 @@ class TorchEngine(TrainEngine):
         return self.adapter
 
     # -- forward and backward -----------------------------------------------
-
-    def measure_collectives(self, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-        return measure(self.communicators(), self.device, sizes, repeats)
 
     def infer(self, batch: Batch, outputs: Sequence[str], adapter: bool = True) -> dict[str, Tensor]:
         """Compute outputs [T] or [T, K] without gradient, with half the tokens after an out-of-memory error."""
