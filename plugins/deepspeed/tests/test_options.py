@@ -2,8 +2,8 @@ import pytest
 from pydantic import ValidationError
 
 from engine_plugin_deepspeed import library as told
+from engine_plugin_deepspeed.library import managed, settings, zero
 from engine_plugin_deepspeed.options import DeepSpeedOptions
-from engine_plugin_deepspeed.settings import managed, settings, zero
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine_core.config import ModelConfig
 from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import ConfigError, DataError
-from engine_plugin_torch.empty_models import blank_model
 from engine_plugin_torch.folder_parts import FolderParts, check_folder, read_together, weight_files
+from engine_plugin_torch.skeleton import blank_model
 
 KEY, INSTEAD = "actor.some.loading", "Read it whole."
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from engine_core.contracts.weight_names import own_parameters
 from engine_plugin_deepspeed.partitions import shape_of
 from engine_plugin_torch.build import ModelBuilder
-from engine_plugin_torch.empty_models import blank_model, fresh_model
 from engine_plugin_torch.folder_parts import FolderParts, read_together
+from engine_plugin_torch.skeleton import blank_model, fresh_model
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig

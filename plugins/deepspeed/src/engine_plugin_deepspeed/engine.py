@@ -8,7 +8,7 @@ DeepSpeed's launcher, pipelines, schedulers, checkpoints (they are pickles), and
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,14 +17,14 @@ from torch import Tensor, nn
 from engine_core.errors import ConfigError
 from engine_core.types import StepOutput
 from engine_plugin_deepspeed import library
-from engine_plugin_deepspeed.adapted import AdapterInParts
 from engine_plugin_deepspeed.budget import DeepSpeedBudget
 from engine_plugin_deepspeed.build import INSTEAD, DeepSpeedBuilder, shapes_shown
 from engine_plugin_deepspeed.checkpoint import DeepSpeedStore
+from engine_plugin_deepspeed.library import settings
 from engine_plugin_deepspeed.options import DeepSpeedOptions
-from engine_plugin_deepspeed.partitions import Partitions, release
-from engine_plugin_deepspeed.settings import settings
-from engine_plugin_torch.data_parallel import DataParallelEngine
+from engine_plugin_deepspeed.partitions import AdapterInParts, Partitions, release
+from engine_plugin_torch.checkpoint import PARTS
+from engine_plugin_torch.data_parallel import DataParallelEngine, Root
 from engine_plugin_torch.folder_parts import check_folder
 from engine_plugin_torch.rank_group import RankGroup
 from engine_plugin_torch.skeleton import Skeleton
@@ -36,20 +36,6 @@ if TYPE_CHECKING:
     from engine_plugin_torch.packed_forward import PackedForward
 
 log = logging.getLogger("engine")
-
-PARTS = ("weights", "gradients", "optimizer")
-
-
-class Root(nn.Module):
-    """A wrapper of the model that runs a function as its forward pass, where ZeRO gathers what each layer needs."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, compute: Callable[[], Any]) -> Any:
-        """Return ``compute()``, called inside the forward pass."""
-        return compute()
 
 
 class DeepSpeedEngine(DataParallelEngine):
@@ -171,11 +157,6 @@ class DeepSpeedEngine(DataParallelEngine):
         self.zero.backward(value * self.ranks.size, scale_wrt_gas=False)
 
     # -- weights ------------------------------------------------------------
-
-    @property
-    def _limit(self) -> int:
-        """Maximum bytes of whole weights gathered at one time."""
-        return self.options.weights_bucket_mb * 2**20
 
     @property
     def _spread(self) -> bool:

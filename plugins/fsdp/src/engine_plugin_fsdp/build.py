@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import DataError
 from engine_plugin_torch.build import ModelBuilder
-from engine_plugin_torch.empty_models import blank_model
 from engine_plugin_torch.folder_parts import FolderParts
 from engine_plugin_torch.model_loading import cast_parameters
 from engine_plugin_torch.sharded import here, span, write
+from engine_plugin_torch.skeleton import blank_model
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig

@@ -20,15 +20,12 @@ from engine_core.errors import ConfigError
 from engine_core.model_config import load_hf_config
 from engine_plugin_fsdp.budget import FSDPBudget
 from engine_plugin_fsdp.build import INSTEAD, FSDPBuilder, allocate, broadcast, read_slices
-from engine_plugin_fsdp.checkpoint import FSDPStore
+from engine_plugin_fsdp.checkpoint import FSDPStore, gathered
 from engine_plugin_fsdp.consistency import Probe, check_same
-from engine_plugin_fsdp.export import gathered
 from engine_plugin_fsdp.fp8 import check_fp8, use_fp8
 from engine_plugin_fsdp.options import FSDPOptions
 from engine_plugin_fsdp.ranks import Ranks, mesh_shape
-from engine_plugin_fsdp.sequence import check_heads, share_sequences
 from engine_plugin_fsdp.sharding import (
-    Root,
     check,
     offload_activations,
     shard,
@@ -36,13 +33,13 @@ from engine_plugin_fsdp.sharding import (
     step_on_parts,
     units_of,
 )
-from engine_plugin_fsdp.slices import SliceForward, SliceValueForward
+from engine_plugin_fsdp.slices import SliceForward, SliceValueForward, check_heads, share_sequences
 from engine_plugin_fsdp.start import check_distributed, check_types, tell, tell_of_no_units
 from engine_plugin_fsdp.tensor_parallel import check_config, check_units, plan_of
-from engine_plugin_torch.data_parallel import DataParallelEngine
+from engine_plugin_torch.data_parallel import DataParallelEngine, Root
 from engine_plugin_torch.feed_forward import chunk_feed_forwards
 from engine_plugin_torch.folder_parts import check_folder, read_together
-from engine_plugin_torch.loss_scale import LossScale
+from engine_plugin_torch.optimizers import LossScale
 from engine_plugin_torch.sharded import copies, here
 from engine_plugin_torch.skeleton import Skeleton
 from engine_plugin_torch.units import checkpoint_units, compile_units
@@ -254,11 +251,6 @@ class FSDPEngine(DataParallelEngine):
             part.reshard()
 
     # -- weights ------------------------------------------------------------
-
-    @property
-    def _limit(self) -> int:
-        """Most bytes of whole weights that are gathered at one time."""
-        return self.options.weights_bucket_mb * 2**20
 
     def _published(self, adapter: bool) -> Iterator[tuple[str, Tensor]]:
         if adapter:

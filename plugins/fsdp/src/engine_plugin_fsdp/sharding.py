@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from engine_core.errors import ConfigError, did_you_mean
 from engine_plugin_fsdp.tensor_parallel import count_once, split_unit
+from engine_plugin_torch.data_parallel import Root
 from engine_plugin_torch.precision import NAMED
 from engine_plugin_torch.sharded import here
 from engine_plugin_torch.units import decoder_layers
@@ -36,18 +37,6 @@ if TYPE_CHECKING:
     from engine_plugin_torch.precision import Precision
 
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW)
-
-
-class Root(nn.Module):
-    """A wrapper of the model that runs a function inside its forward, where the root's weights are gathered."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, compute: Callable[[], Any]) -> Any:
-        """Call ``compute`` with the root's weights gathered."""
-        return compute()
 
 
 def units_of(module: nn.Module, options: FSDPOptions, role: str) -> list[str]:

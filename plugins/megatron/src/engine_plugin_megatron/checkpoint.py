@@ -13,25 +13,20 @@ from torch import Tensor
 from engine_core.errors import DataError
 from engine_core.runs import state_files
 from engine_plugin_torch import state
-from engine_plugin_torch.checkpoint import PARTS, check_parts
+from engine_plugin_torch.checkpoint import PARTS
 from engine_plugin_torch.export import write_model
-from engine_plugin_torch.offloaded_buffers import OffloadedBuffers
-from engine_plugin_torch.sharded_checkpoint import ShardedStore
+from engine_plugin_torch.sharded_checkpoint import BufferStore
 from engine_plugin_torch.shards import Shards
 
 if TYPE_CHECKING:
     from engine_plugin_megatron.engine import MegatronEngine
-    from engine_plugin_torch.part_saver import Parts
+    from engine_plugin_torch.sharded_checkpoint import Parts
 
 
-class MegatronStore(ShardedStore):
-    """A ``ShardedStore`` with the names and shapes of a Hugging Face folder, independent of the layout of ranks."""
+class MegatronStore(BufferStore):
+    """A store with the names and shapes of a Hugging Face folder, independent of the layout of ranks."""
 
     engine: MegatronEngine
-
-    def __init__(self, engine: MegatronEngine) -> None:
-        super().__init__(engine)
-        self._shelves: dict[str, OffloadedBuffers] = {}
 
     def save(self, folder: Path) -> Future[None]:
         """Save a checkpoint; needs weights and optimizer state on the device."""
@@ -189,26 +184,10 @@ class MegatronStore(ShardedStore):
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
         """Offload weights and optimizer state to host memory and drop gradients, so take the step before."""
-        check_parts(keep)
         self.engine._settle()
-        for part in PARTS:
-            if part in keep or part in self.asleep:
-                continue
-            if part == "gradients" and self.engine.steps is not None:
-                self.engine.steps.clear()
-            shelf = self._shelves[part] = OffloadedBuffers()
-            shelf.put(self._memory_of(part), keep=part != "gradients")
-            self.asleep.add(part)
-        if self.engine.device.type != "cpu":
-            torch.accelerator.empty_cache()
-
-    def wake(self, only: Sequence[str] | None = None) -> None:
-        """Bring offloaded parts back to the device: those in ``only``, or all."""
-        check_parts(only or ())
-        for part in PARTS:
-            if part in self.asleep and (only is None or part in only):
-                self._shelves.pop(part).back()
-                self.asleep.discard(part)
+        if self.engine.steps is not None and "gradients" not in {*keep, *self.asleep}:
+            self.engine.steps.clear()
+        super().sleep(keep)
 
     def _memory_of(self, part: str) -> list[Tensor]:
         """Return a part's tensors on the device; a float32 weight that is its own optimizer copy counts as weights."""

@@ -69,6 +69,18 @@ class SharedBudget(MemoryBudget):
         return False
 
 
+class Root(nn.Module):
+    """A wrapper of the model that runs a function as its forward pass, in which a backend makes weights available."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        """Return ``compute()``, called inside the forward pass."""
+        return compute()
+
+
 class DataParallelEngine(TorchEngine):
     """A train engine of several ranks. Weights are streamed whole, one at a time; a backend defines the gather.
 
@@ -163,6 +175,11 @@ class DataParallelEngine(TorchEngine):
         return TrainOutput(total[0], metrics, output.num_micro_batches)
 
     # -- weights ------------------------------------------------------------
+
+    @property
+    def _limit(self) -> int:
+        """Most bytes of whole weights that are gathered at one time."""
+        return int(self.options.weights_bucket_mb) * 2**20
 
     @property
     def _plain(self) -> nn.Module:

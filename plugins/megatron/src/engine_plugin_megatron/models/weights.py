@@ -19,8 +19,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from engine_core.errors import DataError, PluginError
+from engine_plugin_megatron.models.layers import padded_vocabulary
 from engine_plugin_megatron.models.places import Joined, Piece, Slices, boxes, within
-from engine_plugin_megatron.models.vocabulary import padded_vocabulary
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
