@@ -60,18 +60,6 @@ BESIDE = {
         "no option",
     ],
     "tokens of a sequence on several ranks": ["no option", "tested: `sp`", "tested: `cp`", "no option"],
-    "offload to disks (nvme)": [
-        "no option",
-        "no option",
-        "no option",
-        "experimental: refused where libaio or a compiler is missing",
-    ],
-    "ZeRO++": [
-        "no option",
-        "no option",
-        "no option",
-        "`hpz_partition_size` tested; quantised messages experimental, refused without nvcc",
-    ],
     "AutoTP": [
         "no option",
         "no option",

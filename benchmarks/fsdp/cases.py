@@ -95,7 +95,6 @@ def large():
         _large("recomputed", shards, **long, activation_checkpointing="full"),
         _large("every 2nd recomputed", shards, **long, activation_checkpointing=2),
         _large("kept", shards, **long),
-        _large("kept, two ahead", {**shards, "forward_prefetch": 1, "backward_prefetch": 2}, **long),
         _large("grad_op, kept", {**shards, "sharding": "grad_op"}, **long),
         _large("kept, 16k", shards, **{**long, "sequences": 2}),
         _large("every 2nd recomputed, 16k", shards, **{**long, "sequences": 2}, activation_checkpointing=2),

@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 from engine_core.config.assemble import load_config, plugins_for
 from engine_core.contracts.engines import WorkerContext
 from engine_core.types import LossCall
-from engine_plugin_fsdp import recompute
+from engine_plugin_fsdp import engine as fsdp_engine
 from engine_plugin_tools.bench.work import train_batch
 from engine_plugin_torch import engine as torch_engine
 from engine_plugin_torch import units
@@ -76,7 +76,7 @@ def recomputed_in_the_graph():
             )
             unit.forward = units.CompiledForward(again, name)
 
-    users = (torch_engine, recompute)
+    users = (torch_engine, fsdp_engine)
     try:
         for user in users:
             user.checkpoint_units = checkpointed

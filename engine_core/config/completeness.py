@@ -1,7 +1,7 @@
 """The checks for missing settings and incompatible backends of a run, without torch.
 
 ``check_complete`` collects every problem: missing keys, roles whose weights cannot be as requested (adapters,
-``quantize``, ``device_map``), samplers that cannot share weights, columns that nothing computes, parts that are not
+``quantize``), samplers that cannot share weights, columns that nothing computes, parts that are not
 installed.
 """
 
@@ -139,7 +139,6 @@ def _role_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[s
         plugins: the plugins that offer the backends.
         reads: sections that the run's trainer reads.
     """
-    follows = "algorithm" in reads and config.algorithm.ref_refresh_steps > 0
     for role in ("actor", *OPTIONAL_ROLES):
         table = getattr(config, role) if role in reads else None
         if table is None:
@@ -164,10 +163,6 @@ def _role_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[s
         )
         method = getattr(table.options, "quantize", None)
         if method and (problem := quantize_problem(method, own, untrained or adapted)):
-            yield problem
-        frozen = untrained and not (role == "ref" and follows)
-        spread = getattr(table.options, "device_map", None)
-        if spread and (problem := device_map_problem(own, frozen, adapted)):
             yield problem
 
 
@@ -239,33 +234,6 @@ def quantize_problem(method: str, table: str, frozen: bool) -> str | None:
         return (
             f"{table}.quantize: '{method}' needs the package bitsandbytes, which is not installed. Try: "
             "pip install 'engine-plugin-torch[quant]', or use 'int8' or 'fp8', which need no package."
-        )
-    return None
-
-
-def device_map_problem(table: str, frozen: bool, lora: bool) -> str | None:
-    """Return why a role's layers cannot be spread over devices, as far as is known without torch; None if they can.
-
-    Args:
-        table: the table with `device_map`: ``ref.torch``.
-        frozen: the weights never change.
-        lora: the role has an adapter.
-    """
-    role = table.rpartition(".")[0]
-    if not frozen:
-        return (
-            f"{table}.device_map: it is for weights that never change, and those of '{role}' do. Leave the key out; a model "
-            f"that is trained is spread by a train engine that shards: {role}.backend (`engine plugins` lists them)."
-        )
-    if lora:
-        return (
-            f"{table}.device_map: the role has an adapter ([{role}.lora]), next to its layers. Export the adapter "
-            f"merged (`engine export`) and name that folder in {role}.path, or leave the key out."
-        )
-    if importlib.util.find_spec("accelerate") is None:
-        return (
-            f"{table}.device_map needs the package accelerate, which is not installed. Try: "
-            "pip install 'engine-plugin-torch[device-map]', or leave the key out."
         )
     return None
 

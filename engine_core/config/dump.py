@@ -129,7 +129,6 @@ RULES: tuple[tuple[str, Verdict, str], ...] = (
     ("model.trust_remote_code", "warned", ""),
     ("model.*", "refused", "a checkpoint fits the model that wrote it"),
     *_allowed("reward.*.max_tokens_per_rank"),
-    *_allowed("*.device_map", "*.max_memory", "*.max_memory.*", "*.offload_folder"),
     *(
         (f"reward.*.{kind}.*", "warned", "later steps are judged by another model, or in another way")
         for kind in MODELS

@@ -19,7 +19,6 @@ from engine_core import sampling
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-    from torch.distributed import ProcessGroup
 
     from engine_core.config import ModelConfig, RoleConfig, RolloutConfig
     from engine_core.plugins.plugin_set import PluginSet
@@ -247,22 +246,6 @@ class TrainEngine(abc.ABC):
     def set_token_budget(self, tokens: int | str) -> None:
         """Replace `max_tokens_per_rank` from the next batch on (``[schedule]``)."""
         self.config = self.config.model_copy(update={"max_tokens_per_rank": tokens})
-
-    def communicators(self) -> Mapping[str, ProcessGroup]:
-        """Return the process groups of several ranks that this worker is in, by axis of its mesh."""
-        return {}
-
-    def measure_collectives(self, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-        """Measure the speed of collectives, for ``engine bench comm``. Collective.
-
-        Args:
-            sizes: message sizes in bytes.
-            repeats: number of measurements, of which the median is taken.
-
-        Raises:
-            NotImplementedError: by default.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not measure its collectives.")
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
         """Free device memory of the parts ``weights``, ``gradients`` and ``optimizer``, except those in ``keep``."""

@@ -30,7 +30,6 @@ from engine_core.redaction import Redactor
 from engine_core.runs.checkpoint import Best, Checkpoints, read_state
 from engine_core.runs.state_files import FORMAT, STATE, load_json
 from engine_core.runs.tracking import RunFolder
-from engine_core.specs import resolve
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -284,7 +283,6 @@ class Resume:
         Raises:
             ConfigError: a change does not fit the checkpoint and is not in ``force``.
         """
-        self._check_backends(config, plugins)
         data = as_data(config)
         now_config = Redactor.of(data).tree(data)
         found = differences(
@@ -311,22 +309,6 @@ class Resume:
             if not file.exists() or (common and spec and "common_checkpoints" in spec.capabilities):
                 found.append(role)
         return found
-
-    def _check_backends(self, config: EngineConfig, plugins: PluginSet) -> None:
-        """Refuse an engine that cannot read what another engine saved.
-
-        Raises:
-            ConfigError: the engine's ``check_checkpoint`` found a problem.
-        """
-        for role in sorted(set(ROLES) & set(self.state["roles"])):
-            table, now = self.state["config"].get(role), config.role(role).backend
-            if not isinstance(table, dict) or not isinstance(was := table.get("backend"), str) or was == now:
-                continue
-            spec: Any = plugins.find("train_engines", now)
-            if spec is None or spec.check_checkpoint is None:
-                continue
-            if problem := resolve(spec.check_checkpoint)(self.path / role, was, now):
-                raise ConfigError(f"{role}.backend: {problem}")
 
     def check_inputs(self, tokenizer: Any, roles: Mapping[str, Role]) -> None:
         """Refuse another tokenizer, and roles that the checkpoint lacks, before any model is built.

@@ -18,7 +18,7 @@ from data_parallel_engine import DataParallelEngine
 from engine_core.errors import DataError
 from engine_plugin_fsdp.engine import FSDPEngine
 from engine_plugin_hf_rollout.engine import HFRolloutEngine
-from engine_plugin_torch import part_saver
+from engine_plugin_torch import sharded_checkpoint
 
 FOLDER = Path(__file__).parent
 
@@ -112,7 +112,7 @@ def hurt_write(path, parts, places):
     path.write_bytes(whole)
 
 
-write_parts, part_saver.write_parts = part_saver.write_parts, hurt_write
+write_parts, sharded_checkpoint.write_parts = sharded_checkpoint.write_parts, hurt_write
 
 
 class HurtSampler(HFRolloutEngine):

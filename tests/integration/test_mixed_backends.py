@@ -29,9 +29,6 @@ backend = "fsdp"
 lr = 1e-3
 [ref]
 backend = "torch"
-[ref.torch]
-device_map = "auto"
-max_memory = { cpu = "20KB" }
 [rollout]
 group_size = 4
 max_response_tokens = 8

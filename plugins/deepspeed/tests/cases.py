@@ -10,7 +10,6 @@ import torch
 from safetensors import safe_open
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from engine_plugin_deepspeed.build import DeepSpeedBuilder
 from engine_plugin_testing.contracts import close, identical, refused
 from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of
 from engine_plugin_testing.train_bench import MEASURE
@@ -216,15 +215,6 @@ def values_are_learned(bench):
     assert abs(ours.loss / theirs.loss - 1) < 1e-5
     norms = engine.optimizer_step().grad_norm, plain.optimizer_step().grad_norm
     assert abs(norms[0] / norms[1] - 1) < 1e-5, norms
-
-
-def refused_options(bench):
-    """Each table is refused before a model is read, in these words."""
-    built = AssertionError("a model was built")
-    for options, words in bench.settings["refused"]:
-        bench.settings["options"] = options
-        with mock.patch.object(DeepSpeedBuilder, "load", side_effect=built), refused(str(options), *words):
-            bench.engine()
 
 
 def another_optimizer_is_refused(bench):

@@ -69,10 +69,7 @@ STAGES = [
     slowly({**IN_PARTS, **OFFLOADED, "offload_param": {"device": "cpu"}}, id="3-offload-all"),
     slowly({**IN_PARTS, "activation_checkpointing": True, "log_prob_recompute": True}, id="3-recompute"),
     slowly({**IN_PARTS, "loading": "sharded"}, id="3-sharded"),
-    slowly({**IN_PARTS, "hpz_partition_size": 2}, id="3-hpz"),
     slowly({"stage": 2, "overlap_comm": True}, id="2-overlap"),
-    slowly({"stage": 2, "zero": {"contiguous_gradients": False}}, id="2-passed-on"),
-    slowly({"stage": 2, "zero": {"parameter_alignment": True}}, id="2-aligned"),
 ]
 
 
@@ -155,29 +152,6 @@ def test_state_that_zero_cannot_keep_is_refused(ranks):
 def test_a_run_goes_on_elsewhere(ranks, tmp_path, saved, loaded):
     for (backend, size, options), name in ((saved, "save_for_another"), (loaded, "go_on_from_another")):
         ranks(size, name, options, backend=backend, shared=str(tmp_path))
-
-
-def test_what_does_not_fit_is_refused_before_a_model_is_read(ranks):
-    refused = [
-        (
-            {"hpz_partition_size": 3},
-            ["actor.deepspeed.hpz_partition_size is 3", "2 ranks", "Set it to 2 (one of 1, 2)"],
-        ),
-        ({"quantized_weights": True}, ["actor.deepspeed.quantized_weights", "accelerator"]),
-        (
-            {"zero": {"contiguous_gradient": True}},
-            ["actor.deepspeed.zero", "Did you mean 'contiguous_gradients'"],
-        ),
-        (
-            {"zero": {"contiguous_gradients": "perhaps"}},
-            ["actor.deepspeed.zero.contiguous_gradients", "refused by DeepSpeed"],
-        ),
-        (
-            {"offload_param": {"device": "nvme", "nvme_path": "/nowhere"}},
-            ["actor.deepspeed.offload_param.nvme_path", "'/nowhere' is no folder"],
-        ),
-    ]
-    ranks(2, "refused_options", refused=refused)
 
 
 @pytest.mark.parametrize(

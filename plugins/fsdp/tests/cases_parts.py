@@ -8,82 +8,13 @@ from torch import nn
 
 from engine_plugin_fsdp import engine as module
 from engine_plugin_fsdp import fp8
-from engine_plugin_testing.contracts import close, identical, refused
+from engine_plugin_testing.contracts import identical, refused
 from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of
 from engine_plugin_testing.train_bench import MEASURE
 
 # of a norm: 2^-4 of rounding a product in e4m3, 2^-3 of a gradient in e5m2, several in a chain
 EIGHT_BITS = 0.25
 NAMED = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-
-
-def modules_stay_whole(bench):
-    """What `exclude` names is whole on each rank, the rest is not; gradient and norm are those of the whole model."""
-    batch, reference = bench.batch(), bench.reference()
-    expected = gradient_of(reference, nll_loss(reference, batch))
-    engine = bench.engine(optim={**MEASURE}, budget=bench.settings.get("budget", 4096))
-    kept = {name for name, p in engine.module.named_parameters() if p.placements[-1].is_replicate()}
-    assert kept == {
-        n for n, _ in engine.module.named_parameters() if any(w in n for w in bench.settings["whole"])
-    }
-    before = bench.weights(engine)
-    bench.forward_backward(engine, batch)
-    step = engine.optimizer_step()
-    assert abs(step.grad_norm / norm_of(expected) - 1) < bench.settings.get("norm", 1e-5)
-    found = bench.gradient(engine, before)
-    for name, value in expected.items():
-        gap = float((found[name].double() - value.double()).norm())
-        limit = bench.gradient_tolerance * max(float(value.double().norm()), 1e-3 * norm_of(expected))
-        assert gap <= limit, f"{name}: {gap} > {limit}"
-    for name in sorted(
-        kept
-    ):  # the same on all ranks, bit for bit: or checkpoints would hold the first rank's
-        mine = engine.module.get_parameter(name).to_local().detach().clone()
-        bench.sum_over_ranks(mine)
-        identical({name: mine / bench.place.world_size}, {name: before_sum(engine, name)}, "copies")
-
-
-def before_sum(engine, name):
-    return engine.module.get_parameter(name).to_local().detach()
-
-
-def whole_adapters_learn(bench):
-    """Adapters that stay whole: three steps have the norms and the merged weights of those that are spread."""
-    from engine_core.config import ModelConfig, OptimConfig, RoleConfig
-    from engine_core.config.roles import LoRAConfig
-    from engine_core.contracts.engines import WorkerContext
-
-    batch, plugins = bench.batch(), bench.load_plugins()
-    world = {"rank": bench.place.rank, "world_size": bench.place.world_size}
-    made = []
-    for names in (["*.lora_*"], []):
-        bench.settings["options"] = {"exclude": names, "activation_checkpointing": "full"}
-        config = RoleConfig(
-            backend="fsdp",
-            lora=LoRAConfig(rank=3, dora=bench.settings.get("dora", False)),
-            optim=OptimConfig(lr=1e-2, eps=1e-3),
-            options=bench.checked_options(plugins),
-        )
-        context = WorkerContext(plugins=plugins, role="actor", device=bench.device, **world)
-        made.append(
-            plugins.resolve("train_engines", "fsdp")(config, ModelConfig(path=bench.model()), context)
-        )
-        bench.stack.callback(made[-1].close)
-    whole, spread = made
-    assert all(p.placements[-1].is_replicate() for n, p in whole.module.named_parameters() if ".lora_A" in n)
-    for _ in range(3):
-        norms = bench.step(whole, batch).grad_norm, bench.step(spread, batch).grad_norm
-        assert abs(norms[0] / norms[1] - 1) < 1e-4, norms
-    for adapter in (True, False):
-        expected = dict(spread.named_weights(adapter=adapter))
-        for name, value in whole.named_weights(adapter=adapter):
-            close(value, expected.pop(name), 1e-4, name)
-        assert not expected
-
-
-def nothing_of_that_name(bench):
-    with refused(str(bench.settings["options"]), *bench.settings["words"]):
-        bench.engine()
 
 
 def parts_are_read(bench):
@@ -147,22 +78,6 @@ def a_folder_that_does_not_fit(bench):
     bench.barrier()
     with refused("a folder without weights", "actor.fsdp.loading", "no folder with safetensors"):
         bench.engine(path=str(path))
-
-
-def types_are_those_of_the_table(bench):
-    """Results are rounded to output_dtype, buffers have buffer_dtype; the model between them computes as before."""
-    batch, chosen = bench.batch(), dict(bench.settings["options"])
-    engine = bench.engine()
-    rounded = bench.infer(engine, batch)["log_probs"]
-    kind = chosen["mixed_precision"].get("buffer_dtype", "fp32")
-    assert {b.dtype for b in engine.module.buffers() if b.is_floating_point()} == {NAMED[kind]}
-    assert {b.dtype for b in engine.skeleton.module.buffers() if b.is_floating_point()} == {NAMED[kind]}
-    if "output_dtype" not in chosen["mixed_precision"]:
-        return
-    bench.settings["options"] = {}
-    exact = bench.infer(bench.engine(), batch)["log_probs"]
-    assert torch.equal(rounded, exact.to(NAMED[chosen["mixed_precision"]["output_dtype"]]).float())
-    assert not torch.equal(rounded, exact)
 
 
 def eight_bits(bench):

@@ -100,7 +100,3 @@ def share_of(how, chosen=False):
 )
 def test_every_nth_layer_counts_as_recomputed(how, chosen, share):
     assert share_of(how, chosen) == share
-
-
-def test_of_selective_recomputation_some_activations_count_as_kept():
-    assert 0 < share_of("selective") < 1

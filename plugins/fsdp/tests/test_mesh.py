@@ -72,7 +72,7 @@ def quickly(name, value):
         slowly("each", {"gradient_sync": "each"}),
         quickly("params_offload", {"cpu_offload": "params"}),
         slowly("full_recompute", {"activation_checkpointing": "full"}),
-        quickly("selective_recompute", {"activation_checkpointing": "selective", "activation_offload": True}),
+        quickly("every_second_unit", {"activation_checkpointing": 2, "activation_offload": True}),
         quickly("two_layers_a_unit", {"wrap": {"layers_per_unit": 2}, "sequence_chunk_tokens": 5}),
         quickly("inner_units", {"wrap": {"layer_classes": ["Qwen3MLP", "Qwen3Attention"]}}),
         slowly("every_rank_reads", {"loading": "every_rank"}),

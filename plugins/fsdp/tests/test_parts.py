@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from engine_core.errors import ConfigError
-from engine_plugin_fsdp import dtypes, fp8
+from engine_plugin_fsdp import fp8, start
 from engine_plugin_fsdp.options import FSDPOptions
 from engine_plugin_testing import TrainEngineSuite
 from engine_plugin_testing.launcher import Workers
@@ -52,71 +51,6 @@ def ranks_with_torchao(monkeypatch):
     group.close()
 
 
-WHOLE = {
-    "norms": (["Qwen3RMSNorm"], ["norm"], {}),
-    "head_and_embedding": (["model.embed_tokens"], ["embed_tokens"], {}),
-    "one_of_a_layer": (
-        ["*.self_attn.q_proj", "Qwen3MLP"],
-        ["q_proj", "mlp"],
-        {"activation_checkpointing": "full"},
-    ),
-    "one_that_is_computed_again_by_itself": (["Qwen3MLP"], ["mlp"], {"sequence_chunk_tokens": 4}),
-    "a_whole_unit": (["model.layers.0"], ["layers.0."], {"activation_checkpointing": "selective"}),
-    "copies": (["Qwen3MLP"], ["mlp"], {"sharding": "hybrid", "shard_group_size": 1}),
-}
-
-
-@pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.slow
-def test_what_is_excluded_stays_whole_and_learns_as_all_else(ranks, name):
-    exclude, whole, options = WHOLE[name]
-    ranks("modules_stay_whole", {"exclude": exclude, **options}, whole=whole)
-
-
-@pytest.mark.slow
-def test_an_excluded_gradient_is_summed_once_over_several_micro_batches(ranks):
-    ranks("modules_stay_whole", {"exclude": ["Qwen3MLP"]}, whole=["mlp"], budget=24)
-
-
-@pytest.mark.slow
-def test_what_is_excluded_computes_in_the_type_of_the_rest(ranks):
-    options = {"exclude": ["Qwen3MLP", "Qwen3RMSNorm"], "mixed_precision": {"param_dtype": "bf16"}}
-    ranks("modules_stay_whole", options, whole=["mlp", "norm"], norm=0.02, gradient_tolerance=0.08)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [RESUME, SLEEP, POISON, SAMPLER, EXPORT, SUM], ids=lambda c: c.rpartition(":")[2]
-)
-def test_an_engine_with_excluded_modules_keeps_the_contracts(ranks, case):
-    ranks(case, {"exclude": ["Qwen3MLP", "Qwen3RMSNorm", "model.embed_tokens"]})
-
-
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.slow
-def test_adapters_that_stay_whole_learn_as_those_that_are_spread(ranks, dora):
-    ranks("whole_adapters_learn", dora=dora)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "words"),
-    [
-        ("Qwen3RMSNor", ["actor.fsdp.exclude", "Did you mean 'Qwen3RMSNorm'"]),
-        ("model.embed_token", ["Did you mean 'model.embed_tokens'"]),
-        ("*.lora_*", ["actor.fsdp.exclude", "neither the class nor"]),
-    ],
-)
-@pytest.mark.slow
-def test_a_pattern_that_fits_nothing_is_refused(ranks, pattern, words):
-    ranks("nothing_of_that_name", {"exclude": [pattern]}, words=words)
-
-
-@pytest.mark.parametrize("other", [{"compile": True}, {"cpu_offload": "params"}])
-def test_exclude_is_refused_with_what_cannot_keep_modules_whole(other):
-    with pytest.raises(ValidationError, match=f"exclude cannot be combined with {next(iter(other))}"):
-        FSDPOptions(exclude=["*"], **other)
-
-
 @pytest.mark.slow
 def test_each_rank_reads_its_own_rows(ranks):
     ranks("parts_are_read")
@@ -144,29 +78,20 @@ def test_reading_by_parts_is_refused_where_a_plugin_makes_the_model(ranks, plugi
     ranks("cases.py:refused_model", {"loading": "sharded"}, plugins=[plugin], words=words)
 
 
-@pytest.mark.parametrize(
-    "types",
-    [{"output_dtype": "bf16"}, {"buffer_dtype": "bf16"}, {"output_dtype": "fp16", "buffer_dtype": "fp32"}],
-)
-@pytest.mark.slow
-def test_outputs_and_buffers_have_the_types_of_the_table(ranks, types):
-    ranks("types_are_those_of_the_table", {"mixed_precision": types})
-
-
-@pytest.mark.parametrize("key", ["param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"])
+@pytest.mark.parametrize("key", ["param_dtype", "reduce_dtype"])
 @pytest.mark.parametrize(("name", "lack"), [("bf16", "has_bf16"), ("fp16", "has_fp16")])
 def test_a_type_that_the_device_has_not_is_refused_with_its_key(monkeypatch, key, name, lack):
-    monkeypatch.setattr(dtypes, lack, lambda device: False)  # no such device is here
+    monkeypatch.setattr(start, lack, lambda device: False)  # no such device is here
     options = FSDPOptions(mixed_precision={key: name})
-    compute = dtypes.NAMED[name] if key == "param_dtype" else torch.float32
+    compute = start.NAMED[name] if key == "param_dtype" else torch.float32
     with pytest.raises(ConfigError, match=rf"critic\.fsdp\.mixed_precision\.{key}: '{name}', but cpu has no"):
-        dtypes.check_types("critic.fsdp", options, compute, torch.device("cpu"))
+        start.check_types("critic.fsdp", options, compute, torch.device("cpu"))
 
 
 def test_a_device_has_the_types_that_it_computes():
-    dtypes.check_types(
+    start.check_types(
         "actor.fsdp",
-        FSDPOptions(mixed_precision={"buffer_dtype": "bf16"}),
+        FSDPOptions(mixed_precision={"reduce_dtype": "bf16"}),
         torch.float16,
         torch.device("cpu"),
     )

@@ -42,31 +42,6 @@ def test_a_token_is_written_into_the_buffer_that_is_there():
     assert again.data_ptr() == first.data_ptr()
 
 
-def test_turned_keys_are_the_same_keys_and_stay_turned_when_rows_are_put_away():
-    """In bfloat16 beside a model with attention ``varlen``; past the room of the first buffer."""
-    config = Qwen3Config(num_hidden_layers=1, attn_implementation="varlen")
-    ours, theirs, generator = (
-        make_cache(config),
-        DynamicCache(config=config),
-        torch.Generator().manual_seed(0),
-    )
-    for step in range(LEAST_ROOM + 2):
-        new = [x.bfloat16() for x in states(generator, 3, 1 if step else 7)]
-        keys, values = ours.update(*new, 0)
-        for found, expected in zip((keys, values), theirs.update(*new, 0), strict=True):
-            assert torch.equal(found, expected)
-        assert (keys.stride(-2), values.stride(-1)) == (1, 1)
-        if step == 3:
-            for cache in (ours, theirs):
-                cache.batch_select_indices(torch.tensor([0, 2, 2]))
-
-
-def test_keys_in_float32_lie_as_they_came():
-    cache = make_cache(Qwen3Config(num_hidden_layers=1, attn_implementation="varlen"))
-    keys, _ = cache.update(*states(torch.Generator().manual_seed(0), 3, 7), 0)
-    assert keys.stride(-1) == 1
-
-
 def test_layers_with_a_window_stay_as_they_are():
     config = MistralConfig(num_hidden_layers=1, sliding_window=4)
     assert [type(layer) for layer in make_cache(config).layers] == [DynamicSlidingWindowLayer]

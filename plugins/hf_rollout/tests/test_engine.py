@@ -12,7 +12,6 @@ from engine_core.errors import DataError, TrainingFailed
 from engine_core.plugins.plugin_set import PluginSet
 from engine_plugin_hf_rollout.engine import HFRolloutEngine
 from engine_plugin_hf_rollout.plugin import HFOptions
-from engine_plugin_torch import linear_products
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.options import TorchOptions
 from engine_plugin_torch.weights import published_weights
@@ -425,27 +424,3 @@ def test_a_closed_engine_holds_nothing(make_engine, make_requests):
     engine.add(make_requests([[5]]))
     engine.close()
     assert engine.num_unfinished == 0
-
-
-@pytest.mark.parametrize("given", [False, True], ids=["read from its folder", "given from Python"])
-def test_a_sampler_with_a_module_of_its_own_multiplies_by_the_quicker_library(
-    make_model, make_engine, make_requests, tokenizer, tmp_path, monkeypatch, given
-):
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        pytest.skip("this torch has no oneDNN")
-    product, rows = linear_products._product, []
-    monkeypatch.setattr(linear_products, "_is_quicker", lambda: True)
-    monkeypatch.setattr(linear_products, "LEAST_WIDTH", 1)
-    monkeypatch.setattr(linear_products, "LEAST_ROWS", 1)
-    monkeypatch.setattr(linear_products, "_product", lambda *args: rows.append(args[0]) or product(*args))
-    model = make_model()
-    if given:
-        engine = make_engine(model)
-    else:
-        model.save_pretrained(tmp_path)
-        config = ModelConfig(path=str(tmp_path))
-        engine = HFRolloutEngine(RolloutConfig(), config, context("rollout", tokenizer=tokenizer))
-    engine.generate(make_requests([[5, 6]], max_response_tokens=2))
-    linears = [part for part in model.modules() if type(part) is torch.nn.Linear]
-    assert len(rows) >= len(linears)
-    assert all("forward" not in vars(part) for part in linears)  # what the caller gave is as it was

@@ -15,14 +15,14 @@ from engine_core.contracts.engines import WorkerContext
 from engine_core.errors import ConfigError
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import LossCall
-from engine_plugin_megatron.distribution import ShardedDistribution
+from engine_plugin_megatron.heads import ShardedDistribution
 from engine_plugin_megatron.layout import layout_of
 from engine_plugin_testing.contracts import close, identical, near
 from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of, outputs_of
 from engine_plugin_testing.train_bench import NLL, POLICY
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.log_probs import OUTPUTS, Distribution, gather_outputs
-from engine_plugin_torch.offloaded_buffers import OffloadedBuffers
+from engine_plugin_torch.sharded_checkpoint import OffloadedBuffers
 from engine_plugin_torch.shards import Shards
 
 OPTIM = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.01}

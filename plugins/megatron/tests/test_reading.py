@@ -7,6 +7,7 @@ from engine_core.errors import DataError
 from engine_plugin_megatron.reading import FromStream
 
 SHAPES = dict.fromkeys("abcd", (2,))
+ALL = (slice(0, 2),)
 
 
 def stream(names, read=None):
@@ -18,10 +19,10 @@ def stream(names, read=None):
 
 def test_each_is_given_as_often_as_it_is_wanted_and_not_kept_after():
     read = FromStream(stream("abcd"), SHAPES, {"c": 2, "b": 1})
-    assert read("c").tolist() == [2.0, 2.0]
+    assert read("c", ALL).tolist() == [2.0, 2.0]
     assert sorted(read._kept) == ["b", "c"], "what nobody here asks for is not kept"
-    assert read("b").tolist() == [1.0, 1.0]
-    read("c")
+    assert read("b", ALL).tolist() == [1.0, 1.0]
+    read("c", ALL)
     assert not read._kept
     read.finish()
 
@@ -29,7 +30,7 @@ def test_each_is_given_as_often_as_it_is_wanted_and_not_kept_after():
 def test_a_stream_is_run_to_its_end_since_other_ranks_take_part():
     taken = []
     read = FromStream(stream("abcd", taken), SHAPES, {"a": 1})
-    read("a")
+    read("a", ALL)
     read.finish()
     assert taken == list("abcd")
     assert not read._kept
@@ -37,7 +38,7 @@ def test_a_stream_is_run_to_its_end_since_other_ranks_take_part():
 
 def test_what_does_not_come_or_is_unknown_is_told():
     with pytest.raises(DataError, match="The weight 'd' did not come"):
-        FromStream(stream("abc"), SHAPES, {"d": 1})("d")
+        FromStream(stream("abc"), SHAPES, {"d": 1})("d", ALL)
     with pytest.raises(DataError, match="1 of 4 weights did not come: d"):
         FromStream(stream("abc"), SHAPES, {}).finish()
     with pytest.raises(DataError, match="Unknown weight 'e'"):

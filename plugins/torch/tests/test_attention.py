@@ -9,7 +9,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
 from engine_core.errors import ConfigError
 from engine_plugin_torch import attention
-from engine_plugin_torch.prefixes import find_prefixes
 
 LENGTHS = [5, 1, 17, 4, 5, 30]
 
@@ -120,44 +119,6 @@ def test_under_autocast_a_pack_is_computed_in_its_type(pack):
     assert found.dtype == torch.bfloat16
     assert torch.equal(found, expected)
     assert all(g.dtype == torch.float32 for g in torch.autograd.grad(found.float().sum(), pack))
-
-
-@pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("shared", [False, True])
-def test_short_sequences_in_bfloat16_are_as_near_to_a_dense_mask_as_the_fused_kernel(
-    pack, window, shared, monkeypatch
-):
-    """With gradients, and with a beginning that two of the sequences share and one computes."""
-    half = [tensor.detach().bfloat16().requires_grad_() for tensor in pack]
-    lengths, prefixes, row = torch.tensor(LENGTHS), None, torch.arange(sum(LENGTHS))
-    if shared:
-        ids = torch.arange(sum(LENGTHS))
-        ids[27:31] = ids[23:27]  # the fifth sequence begins with the four tokens of the one before
-        prefixes = find_prefixes(ids, lengths)
-        row = prefixes.row
-        half = [tensor.detach()[:, :, prefixes.kept].requires_grad_() for tensor in half]
-    whole = [tensor.detach().float()[:, :, row].requires_grad_() for tensor in half]
-    expected = dense(*whole, window, None, 0.4)
-    direction = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    kept = row if prefixes is None else prefixes.kept
-    direction = torch.zeros_like(direction).index_copy(1, kept, direction[:, kept])  # of what is computed
-    right = [expected[:, kept], *torch.autograd.grad((expected * direction).sum(), whole)]
-
-    def apart() -> list[float]:
-        arguments = attention.packed_arguments(lengths, torch.device("cpu"), prefixes)
-        found, _ = attention.varlen(nn.Module(), *half, None, scaling=0.4, sliding_window=window, **arguments)
-        grads = torch.autograd.grad((found.float() * direction[:, kept]).sum(), half)
-        sums = [
-            torch.zeros_like(g.float()).index_add(2, row, w) for g, w in zip(grads, right[1:], strict=True)
-        ]
-        pairs = zip((found, *grads), (right[0], *sums), strict=True)
-        return [float(((one.float() - other).norm() / other.norm()).detach()) for one, other in pairs]
-
-    products = apart()
-    monkeypatch.setattr(attention, "EXPLICIT_LENGTH", 0)
-    fused = apart()
-    assert max(products) < 0.01
-    assert products != fused  # another way to compute it
 
 
 @pytest.mark.parametrize("masked", [None, torch.bool, torch.bfloat16])

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from engine_core.errors import ConfigError
-from engine_plugin_torch import attention_choice
-from engine_plugin_torch.attention_choice import choose_attention
+from engine_plugin_torch import attention
+from engine_plugin_torch.attention import choose_attention
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -69,9 +69,9 @@ def test_auto_takes_the_packed_kernel_on_cuda_where_it_runs(capability):
     assert "compute capability 8.0" in why
 
 
-@pytest.mark.parametrize("name", attention_choice.PACKAGES)
+@pytest.mark.parametrize("name", attention.PACKAGES)
 def test_flash_attention_asks_for_its_package_and_for_cuda(name):
-    package = attention_choice.PACKAGES[name]
+    package = attention.PACKAGES[name]
     with pytest.raises(
         ConfigError, match=rf"model.attention '{name}' needs the package {package}, which is not"
     ):
@@ -83,7 +83,7 @@ def test_flash_attention_asks_for_its_package_and_for_cuda(name):
 
 
 def test_flash_attention_is_taken_where_its_package_is(monkeypatch):
-    monkeypatch.setattr(attention_choice.metadata, "distribution", lambda package: package)
+    monkeypatch.setattr(attention.metadata, "distribution", lambda package: package)
     assert choose_attention("flash_attention_2", Qwen3Config(), CUDA)[0] == "flash_attention_2"
 
 

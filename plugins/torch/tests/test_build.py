@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
-from torch import nn
 
 from engine_core.errors import PluginError
 from engine_core.types import LossCall
-from engine_plugin_torch import linear_products
 
 
 def rates(engine, batch, steps):
@@ -104,22 +100,3 @@ def test_frozen_parameters_may_be_in_no_group(make_engine, batch):
 
     engine = make_engine(hooks={"engine_build_optimizer": engine_build_optimizer})
     assert rates(engine, batch, steps=1) == [0.1]
-
-
-on_cpu = pytest.mark.skipif(
-    os.environ.get("ENGINE_TEST_DEVICE", "cpu") != "cpu", reason="ways of computing that are the CPU's"
-)
-
-
-@on_cpu
-def test_on_a_cpu_with_a_quicker_library_every_linear_layer_multiplies_by_it(make_engine, monkeypatch):
-    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(linear_products, "_is_quicker", lambda: True)
-    monkeypatch.setattr(linear_products, "LEAST_WIDTH", 1)
-    engine = make_engine("llama")
-    layers = [part for part in engine.module.modules() if type(part) is nn.Linear]
-    assert len(layers) == 15  # seven of each of two layers, and the head
-    for part in layers:
-        rows = torch.randn(linear_products.LEAST_ROWS, part.in_features, requires_grad=True)
-        assert type(part(rows).grad_fn).__name__ == "_LinearBackward"

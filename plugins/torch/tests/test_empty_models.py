@@ -8,7 +8,7 @@ from torch import nn
 
 from engine_core.config import ModelConfig
 from engine_core.contracts.weight_names import own_weights
-from engine_plugin_torch.empty_models import blank_model, empty_parameters, fresh_model
+from engine_plugin_torch.skeleton import blank_model, empty_parameters, fresh_model
 
 
 def test_a_blank_model_has_names_shapes_and_types_and_no_weights(model_folder):

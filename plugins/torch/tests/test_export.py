@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from engine_core.config import ModelConfig
 from engine_plugin_torch import export
-from engine_plugin_torch.empty_models import blank_model, fresh_model
 from engine_plugin_torch.export import write_model
+from engine_plugin_torch.skeleton import blank_model, fresh_model
 from engine_plugin_torch.weights import published_weights
 
 

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine_core.config import ModelConfig
 from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import ConfigError, DataError
-from engine_plugin_torch.empty_models import blank_model
 from engine_plugin_torch.folder_parts import FolderParts, check_folder, read_together, weight_files
+from engine_plugin_torch.skeleton import blank_model
 
 KEY, INSTEAD = "actor.some.loading", "Read it whole."
 
@@ -31,7 +31,7 @@ def opened(folder, role="actor"):
     model = ModelConfig(path=str(folder), attention="eager")
     blank = blank_model(model, role, torch.float32)
     shapes = {name: list(tensor.shape) for name, tensor in own_weights(blank).items()}
-    return FolderParts(blank, model, shapes, role, KEY, INSTEAD)
+    return FolderParts.of(blank, model, shapes, role, KEY, INSTEAD)
 
 
 def test_what_cannot_be_read_by_parts_is_refused_before_a_model_is_built(written, tmp_path):
@@ -66,7 +66,7 @@ def test_a_folder_of_another_model_is_refused(written):
     with pytest.raises(DataError, match=r"has no weight 'model\.norm\.weight' of LlamaForCausalLM"):
         opened(folder)
     save_file({**weights, "other.weight": torch.ones(1)}, folder / "model.safetensors")
-    with pytest.raises(DataError, match=r"holds 'other\.weight', which LlamaForCausalLM has not"):
+    with pytest.raises(DataError, match=r"Unknown weight 'other\.weight' for LlamaForCausalLM"):
         opened(folder)
     save_file({**weights, name: torch.ones(3)}, folder / "model.safetensors")
     with pytest.raises(DataError, match=r"'model\.norm\.weight' has shape \[3\] in .*; expected \[32\]"):

@@ -10,8 +10,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from engine_core.types import LossCall
-from engine_plugin_torch import attention, memory
-from engine_plugin_torch import engine as torch_engine
+from engine_plugin_torch import memory
 from engine_plugin_torch.budget import MemoryBudget
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.memory import (
@@ -69,18 +68,10 @@ class Kept:
         self.hooks.__exit__(*found)
 
 
-@pytest.fixture(autouse=True)
-def as_on_accelerators(monkeypatch):
-    """What is estimated is an accelerator's memory: the operators are those of one, not the CPU's own ways."""
-    monkeypatch.setattr(torch_engine, "use_quicker_products", lambda module: 0)
-    monkeypatch.setattr(attention, "EXPLICIT_LENGTH", 0)
-
-
 @pytest.fixture
 def engine_of(make_engine, tmp_path):
     def make(family, **options):
         CONFIGS[family].save_pretrained(tmp_path / family)
-        options = {"log_prob_recompute": True} | options  # as on devices that tell their memory
         return make_engine(model={"path": str(tmp_path / family)}, budget=100_000, **options)
 
     return make

@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from engine_plugin_torch import part_saver
-from engine_plugin_torch.part_saver import PartSaver
+from engine_plugin_torch import sharded_checkpoint
+from engine_plugin_torch.sharded_checkpoint import PartSaver
 from engine_plugin_torch.shards import Shards
 
 WHOLE = torch.arange(12.0).view(4, 3)
@@ -38,14 +38,14 @@ def test_only_the_first_rank_writes_what_all_have(tmp_path):
 
 
 def test_what_changes_while_it_is_written_is_saved_as_it_was(tmp_path, monkeypatch):
-    begun, go_on, write = threading.Event(), threading.Event(), part_saver.write_parts
+    begun, go_on, write = threading.Event(), threading.Event(), sharded_checkpoint.write_parts
 
     def slowly(*args):
         begun.set()
         assert go_on.wait(60)
         write(*args)
 
-    monkeypatch.setattr(part_saver, "write_parts", slowly)
+    monkeypatch.setattr(sharded_checkpoint, "write_parts", slowly)
     saver, scale = PartSaver(), {"factor": 2.0}
     done = saver.write(tmp_path, 0, 1, part(0), {}, {"loss_scale": scale})
     assert begun.wait(60)

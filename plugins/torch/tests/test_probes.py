@@ -7,7 +7,15 @@ import math
 import pytest
 import torch
 
-from engine_plugin_torch.probes import ALIKE, FIRST, SECOND, differs_by, keeps_apart, probe_ids, probe_lengths
+from engine_plugin_torch.packed_forward import (
+    ALIKE,
+    FIRST,
+    SECOND,
+    differs_by,
+    keeps_apart,
+    probe_ids,
+    probe_lengths,
+)
 
 VOCABULARY = 50
 

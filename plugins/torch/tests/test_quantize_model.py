@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
-import types
 
 import pytest
 import torch
@@ -71,38 +69,10 @@ def test_a_value_head_stays_whole(make_engine, batch):
     scoring = make_engine("llama", trainable=False, role="reward_model", quantize="int8")
     assert type(scoring.module.score) is nn.Linear
     assert len(quantised_layers(scoring)) == len(quantised_layers(engine)) == 14
-    assert scoring.change.of == "score"
-    assert 0 < scoring.change.mean <= scoring.change.max
 
 
-def test_what_quantising_changes_is_measured_and_said(make_engine, caplog):
+def test_the_memory_said_is_that_of_the_weights(make_engine, caplog):
     caplog.set_level("INFO", "engine")
-    engine = frozen(make_engine, "nf4")
-    change = engine.change
-    ids = torch.randint(
-        97, (128,), generator=torch.Generator().manual_seed(0)
-    )  # without a tokenizer: random tokens
-    whole = make_engine("llama", trainable=False, role="ref").module.double()
-    rounded = copy.deepcopy(whole)
-    rounded.load_state_dict(dict(engine.named_weights()))
-    with torch.no_grad():
-        p, q = (
-            m(input_ids=ids[None].to(engine.device)).logits[0].cpu().log_softmax(-1) for m in (whole, rounded)
-        )
-    gaps = [abs(float(q[t, ids[t + 1]] - p[t, ids[t + 1]])) for t in range(127)]
-    kls = [float(sum(p[t].exp() * (p[t] - q[t]))) for t in range(128)]
-    assert change.mean == pytest.approx(sum(gaps) / 127, rel=1e-3)
-    assert change.max == pytest.approx(max(gaps), rel=1e-3)
-    assert change.mean_kl == pytest.approx(sum(kls) / 128, rel=1e-3)
-    assert change.max_kl == pytest.approx(max(kls), rel=1e-3)
-    said = next(line for line in caplog.messages if "nf4" in line)
-    assert said.startswith(
-        "ref: nf4, 14 layers, weights 0.1 -> 0.0 MiB. On 128 tokens: |change of log-prob| mean "
-    )
-    assert f"mean {change.mean:.2g}, max {change.max:.2g}; KL mean {change.mean_kl:.2g}" in said
-
-
-def test_the_memory_said_is_that_of_the_weights(make_engine):
     engine, whole = frozen(make_engine, "int8"), make_engine("llama", trainable=False, role="ref")
     weights = dict(whole.named_weights())
     linear = [w for name, w in weights.items() if "proj" in name]
@@ -112,15 +82,7 @@ def test_the_memory_said_is_that_of_the_weights(make_engine):
     buffers = sum(b.numel() * b.element_size() for b in whole.module.buffers())
     assert engine.change.bytes_after == expected + buffers
     assert engine.change.bytes_before == sum(w.numel() * 4 for w in weights.values()) + buffers
-
-
-def test_the_probe_is_text_where_the_run_has_a_tokenizer(make_engine):
-    tokenizer = types.SimpleNamespace(encode=lambda text: [ord(c) % 97 for c in text])
-    assert frozen(make_engine, "int8", live={"tokenizer": tokenizer}).change.tokens == 128
-    short = types.SimpleNamespace(encode=lambda text: [5, 6, 7])
-    assert frozen(make_engine, "int8", live={"tokenizer": short}).change.tokens == 3
-    foreign = types.SimpleNamespace(encode=lambda text: [5, 600, 7])  # a vocabulary that is not the model's
-    assert frozen(make_engine, "int8", live={"tokenizer": foreign}).change.tokens == 128
+    assert "ref: int8, 14 layers, weights 0.1 -> 0.0 MiB." in caplog.messages
 
 
 @pytest.mark.parametrize("mix", [1.0, 0.25])

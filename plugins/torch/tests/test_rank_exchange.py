@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from engine_plugin_torch import rank_exchange
-from engine_plugin_torch.rank_exchange import Exchange, Together
+from engine_plugin_torch import rank_group
+from engine_plugin_torch.rank_group import Exchange, Together
 
 RANKS = 3
 
@@ -46,7 +46,7 @@ class Group:
 @pytest.fixture
 def on_ranks(monkeypatch):
     """``on_ranks(function)``: what each rank's call of ``function(group)`` gives."""
-    monkeypatch.setattr(rank_exchange, "dist", Threads())
+    monkeypatch.setattr(rank_group, "dist", Threads())
     with ThreadPoolExecutor(RANKS) as pool:
         yield lambda function: list(pool.map(function, map(Group, range(RANKS))))
 

@@ -219,28 +219,6 @@ def test_weights_that_cannot_be_quantised_are_refused_without_torch(run, monkeyp
     assert len(error.value.problems) == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
-        (
-            '[actor.torch]\ndevice_map = "auto"\n',
-            r"actor\.torch\.device_map: it is for weights that never change, and those of 'actor' do\. Leave the key out; a "
-            r"model that is trained is spread by a train engine that shards: actor\.backend",
-        ),
-        (
-            '[model]\npath = "model"\n[data]\ntrain = ["train.jsonl"]\n[ref.torch]\ndevice_map = "auto"\n'
-            "[algorithm]\nkl_coef = 0.1\nref_refresh_steps = 2\n",
-            r"ref\.torch\.device_map: it is for weights that never change, and those of 'ref' do",
-        ),
-    ],
-)
-def test_weights_that_change_are_not_spread_over_devices(run, text, problem):
-    sft_or_rl = SFT if "actor" in text else RL
-    with pytest.raises(ConfigError, match=problem) as error:
-        check_complete(load_config(run(sft_or_rl + text)))
-    assert len(error.value.problems) == 1
-
-
 def test_a_base_below_an_adapter_may_be_quantised(run):
     check_complete(load_config(run(SFT + '[actor.torch]\nquantize = "int8"\n[actor.lora]\nrank = 2\n')))
 

@@ -52,8 +52,6 @@ def test_a_role_that_may_move_may_have_another_engine_and_nothing_else():
         ("model.attention", "warned"),
         ("actor.torch.param_dtype", "warned"),
         ("ref.torch.quantize", "warned"),
-        ("ref.torch.device_map", "allowed"),
-        ("reward.helpful.model.torch.max_memory.cpu", "allowed"),
         ("teacher.torch.quantize", "warned"),
         ("actor.torch.quantize", "refused"),
         ("model.path", "refused"),

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from engine_core.contracts.weight_names import own_parameters
 from engine_plugin_deepspeed.partitions import shape_of
 from engine_plugin_torch.build import ModelBuilder
-from engine_plugin_torch.empty_models import blank_model, fresh_model
 from engine_plugin_torch.folder_parts import FolderParts, read_together
+from engine_plugin_torch.skeleton import blank_model, fresh_model
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig
@@ -114,8 +114,8 @@ def read_parts(module: nn.Module, blank: nn.Module, model: ModelConfig, role: st
         DataError: weights are missing, left over or of another shape. Nothing was read.
     """
     own: dict[str, Any] = own_parameters(module)
-    shapes = {name: list(shape_of(tensor)) for name, tensor in own.items()}
-    parts = FolderParts(blank, model, shapes, role, key, INSTEAD)
+    shapes = {name: shape_of(tensor) for name, tensor in own.items()}
+    parts = FolderParts.of(blank, model, shapes, role, key, INSTEAD)
     for name, tensor in own.items():
         begin, end = _span(tensor)
         tensor.ds_tensor.data.flatten()[: end - begin].copy_(read_flat(parts, name, begin, end))

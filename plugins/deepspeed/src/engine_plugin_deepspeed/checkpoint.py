@@ -12,23 +12,18 @@ from torch import Tensor
 from engine_core.errors import DataError
 from engine_core.runs import state_files
 from engine_plugin_torch import state
-from engine_plugin_torch.offloaded_buffers import OffloadedBuffers
-from engine_plugin_torch.sharded_checkpoint import ShardedStore
+from engine_plugin_torch.sharded_checkpoint import BufferStore, ShardedStore
 
 if TYPE_CHECKING:
     from engine_plugin_deepspeed.engine import DeepSpeedEngine
-    from engine_plugin_torch.part_saver import Parts
+    from engine_plugin_torch.sharded_checkpoint import Parts
     from engine_plugin_torch.shards import Shards
 
 
-class DeepSpeedStore(ShardedStore):
-    """A ``ShardedStore`` of whole tensors, each written by one rank."""
+class DeepSpeedStore(BufferStore):
+    """A store of whole tensors, each written by one rank."""
 
     engine: DeepSpeedEngine
-
-    def __init__(self, engine: DeepSpeedEngine) -> None:
-        super().__init__(engine)
-        self._shelves: dict[str, OffloadedBuffers] = {}
 
     def _copied(self) -> tuple[dict[str, Parts], dict[str, Any]]:
         """Return copies of this rank's share of whole tensors, and the scalars. Weights are the float32 copies."""
@@ -139,16 +134,14 @@ class DeepSpeedStore(ShardedStore):
         if self.engine.options.offload_param.device != "none":
             return  # weights are in host memory already
         if self.engine.partitions.zero is None:
-            super()._move(parts, device)
+            ShardedStore._move(self, parts, device)
             if "weights" in parts:
                 self.engine.partitions.move(device)
             return
-        for part in parts:
-            if part in self.asleep:
-                self._shelves.pop(part).back()
-            else:
-                shelf = self._shelves[part] = OffloadedBuffers()
-                shelf.put(self.engine.partitions.memory(part, self.engine.device), keep=part != "gradients")
+        super()._move(parts, device)
+
+    def _memory_of(self, part: str) -> list[Tensor]:
+        return self.engine.partitions.memory(part, self.engine.device)
 
 
 class _OnDemand(Mapping[str, Tensor]):

@@ -8,25 +8,23 @@ DeepSpeed's launcher, pipelines, schedulers, checkpoints (they are pickles), and
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from engine_core.errors import ConfigError
 from engine_core.types import StepOutput
 from engine_plugin_deepspeed import library
-from engine_plugin_deepspeed.adapted import AdapterInParts
 from engine_plugin_deepspeed.budget import DeepSpeedBudget
 from engine_plugin_deepspeed.build import INSTEAD, DeepSpeedBuilder, shapes_shown
 from engine_plugin_deepspeed.checkpoint import DeepSpeedStore
-from engine_plugin_deepspeed.checks import check_machine, check_ranks
+from engine_plugin_deepspeed.library import settings
 from engine_plugin_deepspeed.options import DeepSpeedOptions
-from engine_plugin_deepspeed.partitions import Partitions, release
-from engine_plugin_deepspeed.settings import settings
-from engine_plugin_torch.data_parallel import DataParallelEngine
+from engine_plugin_deepspeed.partitions import AdapterInParts, Partitions, release
+from engine_plugin_torch.checkpoint import PARTS
+from engine_plugin_torch.data_parallel import DataParallelEngine, Root
 from engine_plugin_torch.folder_parts import check_folder
 from engine_plugin_torch.rank_group import RankGroup
 from engine_plugin_torch.skeleton import Skeleton
@@ -38,20 +36,6 @@ if TYPE_CHECKING:
     from engine_plugin_torch.packed_forward import PackedForward
 
 log = logging.getLogger("engine")
-
-PARTS = ("weights", "gradients", "optimizer")
-
-
-class Root(nn.Module):
-    """A wrapper of the model that runs a function as its forward pass, where ZeRO gathers what each layer needs."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, compute: Callable[[], Any]) -> Any:
-        """Return ``compute()``, called inside the forward pass."""
-        return compute()
 
 
 class DeepSpeedEngine(DataParallelEngine):
@@ -79,11 +63,9 @@ class DeepSpeedEngine(DataParallelEngine):
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
-        """Also refuse rank counts and machines that DeepSpeed's options do not fit."""
+        """Also refuse a type that DeepSpeed lacks on this device."""
         super().check(config, context, trainable=trainable)
-        options, table = cls._options(config), f"{context.role}.{config.backend}"
-        check_ranks(options, context.world_size, table)
-        check_machine(options, context.device, table)
+        library.check_type(cls._options(config), context.device, f"{context.role}.{config.backend}")
 
     def _prepare(self) -> None:
         self.root, self.zero, self.skeleton = None, None, None
@@ -168,11 +150,6 @@ class DeepSpeedEngine(DataParallelEngine):
             if group["params"]
         ]
 
-    def communicators(self) -> dict[str, dist.ProcessGroup]:
-        """Return the world group as ``dp``, or nothing for one rank."""
-        group = dist.group.WORLD
-        return {} if group is None or self.ranks.size == 1 else {"dp": group}
-
     # -- forward and backward -----------------------------------------------
 
     def _backward(self, value: Tensor) -> None:
@@ -180,11 +157,6 @@ class DeepSpeedEngine(DataParallelEngine):
         self.zero.backward(value * self.ranks.size, scale_wrt_gas=False)
 
     # -- weights ------------------------------------------------------------
-
-    @property
-    def _limit(self) -> int:
-        """Maximum bytes of whole weights gathered at one time."""
-        return self.options.weights_bucket_mb * 2**20
 
     @property
     def _spread(self) -> bool:

@@ -3,77 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, model_validator
 
-from engine_core.errors import did_you_mean
 from engine_core.specs import Options
 from engine_plugin_torch.options import ForwardOptions
 
 LOSS_SCALE = 65536.0
 
-OURS = {
-    "stage": "stage",
-    "offload_optimizer": "offload_optimizer",
-    "offload_param": "offload_param",
-    "cpu_offload": "offload_optimizer",
-    "cpu_offload_param": "offload_param",
-    "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory",
-    "overlap_comm": "overlap_comm",
-    "reduce_bucket_size": "reduce_bucket_size",
-    "allgather_bucket_size": "allgather_bucket_size",
-    "sub_group_size": "sub_group_size",
-    "prefetch_bucket_size": "prefetch_bucket_size",
-    "stage3_prefetch_bucket_size": "prefetch_bucket_size",
-    "param_persistence_threshold": "param_persistence_threshold",
-    "stage3_param_persistence_threshold": "param_persistence_threshold",
-    "max_live_parameters": "max_live_parameters",
-    "stage3_max_live_parameters": "max_live_parameters",
-    "max_reuse_distance": "max_reuse_distance",
-    "stage3_max_reuse_distance": "max_reuse_distance",
-    "zero_hpz_partition_size": "hpz_partition_size",
-    "zero_quantized_weights": "quantized_weights",
-    "zero_quantized_gradients": "quantized_gradients",
-}
-"""Keys of DeepSpeed's `zero_optimization` that have a key of this table."""
-BARRED = {
-    "zenflow": "its steps are not those of this engine",
-    "elastic_checkpoint": "checkpoints are the engine's own and load under any number of ranks",
-    "load_from_fp32_weights": "checkpoints are the engine's own",
-    "legacy_stage1": "DeepSpeed has removed it",
-    "gather_16bit_weights_on_model_save": "exports are the engine's own",
-    "stage3_gather_16bit_weights_on_model_save": "exports are the engine's own",
-    "stage3_gather_fp16_weights_on_model_save": "exports are the engine's own",
-    "compute_grad_norm": "a step without its norm cannot be skipped where it is not finite",
-    "round_robin_gradients": "DeepSpeed then reads and writes other weights than it is asked for, in checkpoints too",
-    "pipeline_loading_checkpoint": "checkpoints are the engine's own",
-    "save_muon_momentum_buffer_in_memory": "the optimizer is that of [optim] or of a plugin",
-    "zero_quantized_nontrainable_weights": "a role that is not trained is kept whole in its type",
-}
-"""The keys that cannot be set, and why."""
-
 
 class OffloadOptions(Options):
     """``[actor.deepspeed.offload_optimizer]`` and ``offload_param``: what lies elsewhere than on the device."""
 
-    device: Literal["none", "cpu", "nvme"] = "none"
-    """``cpu``: host memory. ``nvme``: files below `nvme_path` (stage 3; needs libaio and a compiler)."""
-    nvme_path: str = ""
-    """Folder on a fast local disk, for ``nvme``."""
+    device: Literal["none", "cpu"] = "none"
+    """``cpu``: host memory."""
     pin_memory: bool | Literal["auto"] = "auto"
     """Host memory that cannot be paged out, which travels faster; ``auto``: where there is an accelerator."""
-    buffer_count: int = Field(default=5, gt=0)
-    """Buffers between disk and memory, for ``nvme``; an optimizer's must be 4 or more."""
-
-    @model_validator(mode="after")
-    def _has_a_folder(self) -> OffloadOptions:
-        if (self.device == "nvme") != bool(self.nvme_path):
-            need = (
-                "needs nvme_path, a folder on a local disk" if self.device == "nvme" else "has no nvme_path"
-            )
-            raise ValueError(f"device '{self.device}' {need}.")
-        return self
 
 
 class DeepSpeedOptions(ForwardOptions):
@@ -109,14 +55,6 @@ class DeepSpeedOptions(ForwardOptions):
     """Numbers of gathered weights held at one time (stage 3)."""
     max_reuse_distance: int = Field(default=1_000_000_000, ge=0)
     """Weights used again within so many numbers are not given back in between (stage 3)."""
-    hpz_partition_size: int = Field(default=1, gt=0)
-    """ZeRO++: ranks of one machine among which a second copy of the weights is spread, so that the backward pass gathers within it (stage 3). Must divide the ranks."""
-    quantized_weights: bool = False
-    """ZeRO++: weights travel in 8 bits (stage 3, an accelerator). What is computed is rounded by it."""
-    quantized_gradients: bool = False
-    """ZeRO++: gradients travel in 4 bits (stage 3, an accelerator)."""
-    zero: dict[str, Any] = {}
-    """Further keys of DeepSpeed's `zero_optimization`, checked against the installed version: ``{ contiguous_gradients = false }``."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute the activations of each unit in the backward pass: less memory, about a quarter more time. ``auto``: where by estimate `max_tokens_per_rank` tokens (16384 where that is ``auto``) would else not fit; not on the CPU."""
     compile: bool | Literal["auto"] = False
@@ -133,11 +71,7 @@ class DeepSpeedOptions(ForwardOptions):
     def _fits_its_stage(self) -> DeepSpeedOptions:
         at_three = {
             "offload_param": self.offload_param.device != "none",
-            "hpz_partition_size": self.hpz_partition_size > 1,
-            "quantized_weights": self.quantized_weights,
-            "quantized_gradients": self.quantized_gradients,
             "loading = 'sharded'": self.loading == "sharded",
-            "offload_optimizer.device = 'nvme'": self.offload_optimizer.device == "nvme",
         }
         if self.stage < 3 and (name := next((name for name, used in at_three.items() if used), None)):
             raise ValueError(
@@ -148,14 +82,6 @@ class DeepSpeedOptions(ForwardOptions):
                 raise ValueError("offload_optimizer needs stage 1 or more: set stage = 1, or leave it out.")
             if self.compute_dtype == "fp16":
                 raise ValueError("compute_dtype 'fp16' needs stage 1 or more: set stage = 1, or use 'bf16'.")
-        if self.loading == "sharded":
-            companions = {
-                "hpz_partition_size": self.hpz_partition_size > 1,
-                "quantized_weights": self.quantized_weights,
-                "offload_param.device = 'nvme'": self.offload_param.device == "nvme",
-            }
-            if name := next((name for name, used in companions.items() if used), None):
-                raise ValueError(f"loading = 'sharded' cannot be combined with {name}: leave one out.")
         if self.stage == 3 and self.compile:
             raise ValueError(
                 "compile cannot be combined with stage 3, which gathers weights inside of each layer: "
@@ -174,17 +100,3 @@ class DeepSpeedOptions(ForwardOptions):
                 f"loss_scale {self.loss_scale} is no power of two, which is what DeepSpeed scales by."
             )
         return self
-
-    @model_validator(mode="after")
-    def _passes_on(self) -> DeepSpeedOptions:
-        for name in self.zero:
-            if name in OURS:
-                raise ValueError(f"zero.{name}: set {OURS[name]} in this table instead.")
-            if name in BARRED:
-                raise ValueError(f"zero.{name} cannot be set: {BARRED[name]}. Leave it out.")
-        return self
-
-
-def unknown_key(name: str, known: list[str]) -> str:
-    """Return a suggestion for a key that the installed DeepSpeed does not know."""
-    return did_you_mean(name, sorted(set(known) - set(OURS) - set(BARRED)))

@@ -16,10 +16,9 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
         "deepspeed": TrainBackend(
             load="engine_plugin_deepspeed.engine:DeepSpeedEngine",
             config=DeepSpeedOptions,
-            health="engine_plugin_deepspeed.health:health",
+            health="engine_plugin_deepspeed.library:health",
             capabilities=frozenset(
                 {"common_checkpoints", "generation_module", "lora", "set_lr", "sleep", "support"}
             ),
-            check_checkpoint="engine_plugin_torch.shards:check_experts",
         )
     }

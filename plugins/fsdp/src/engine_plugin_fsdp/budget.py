@@ -6,7 +6,6 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from engine_plugin_fsdp.ranks import mesh_shape
-from engine_plugin_fsdp.recompute import share_recomputed
 from engine_plugin_torch.data_parallel import SharedBudget
 from engine_plugin_torch.memory import Held
 from engine_plugin_torch.precision import NAMED
@@ -37,7 +36,10 @@ class FSDPBudget(SharedBudget):
     @property
     def recomputed_share(self) -> float:
         """Share of the layers that keep only their input, by `activation_checkpointing`."""
-        return share_recomputed(self.engine.options.activation_checkpointing, self.recomputing)
+        how = self.engine.options.activation_checkpointing
+        if isinstance(how, int):
+            return 1 / how
+        return float(bool(self.recomputing) if how == "auto" else how == "full")
 
     @property
     def token_sharers(self) -> int:

@@ -14,15 +14,17 @@ from torch import Tensor, nn
 
 from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import DataError
-from engine_plugin_fsdp.dtypes import cast_buffers
 from engine_plugin_torch.build import ModelBuilder
-from engine_plugin_torch.empty_models import blank_model
+from engine_plugin_torch.folder_parts import FolderParts
 from engine_plugin_torch.model_loading import cast_parameters
-from engine_plugin_torch.sharded import write
+from engine_plugin_torch.sharded import here, span, write
+from engine_plugin_torch.skeleton import blank_model
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig
     from engine_plugin_fsdp.engine import FSDPEngine
+
+INSTEAD = "Set loading = 'broadcast', which reads it on one rank."
 
 
 class FSDPBuilder(ModelBuilder):
@@ -65,10 +67,8 @@ class FSDPBuilder(ModelBuilder):
         return module
 
     def place(self, module: nn.Module) -> nn.Module:
-        """Cast parameters and buffers; the model stays on the CPU, from which units move when they are sharded."""
-        # still on the CPU: each unit moves to the device when it is sharded
-        module = cast_parameters(module, self.engine._param_dtype)
-        return cast_buffers(module, self.engine.options.mixed_precision.buffer_dtype)
+        """Cast parameters; the model stays on the CPU, from which units move when they are sharded."""
+        return cast_parameters(module, self.engine._param_dtype)
 
 
 def allocate(root: nn.Module, device: torch.device) -> None:
@@ -97,3 +97,27 @@ def broadcast(module: nn.Module, full: dict[str, Tensor], device: torch.device) 
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         dist.broadcast(whole, src=0)
         write(tensor, whole)
+
+
+@torch.no_grad()
+def read_slices(module: nn.Module, model: ModelConfig, role: str) -> FolderParts:
+    """Fill a sharded module with this rank's parts of the folder's weights.
+
+    Args:
+        module: the sharded module with allocated memory.
+        model: ``[model]``, with the role's path.
+        role: the role's name.
+
+    Returns:
+        The reader of the folder.
+
+    Raises:
+        ConfigError: the model's names differ from those in its files.
+        DataError: weights are missing, unknown or of another shape. Nothing was read.
+    """
+    own = own_weights(module)
+    shapes = {name: tensor.shape for name, tensor in own.items()}
+    parts = FolderParts.of(module, model, shapes, role, f"{role}.fsdp.loading", INSTEAD)
+    for name, tensor in own.items():
+        here(tensor).copy_(parts.read(name, span(tensor)))
+    return parts

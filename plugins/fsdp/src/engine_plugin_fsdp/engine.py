@@ -7,13 +7,11 @@ default after the last micro-batch. Loss, metrics, norm and the decision to skip
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -21,31 +19,30 @@ from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import ConfigError
 from engine_core.model_config import load_hf_config
 from engine_plugin_fsdp.budget import FSDPBudget
-from engine_plugin_fsdp.build import FSDPBuilder, allocate, broadcast
-from engine_plugin_fsdp.checkpoint import FSDPStore
+from engine_plugin_fsdp.build import INSTEAD, FSDPBuilder, allocate, broadcast, read_slices
+from engine_plugin_fsdp.checkpoint import FSDPStore, gathered
 from engine_plugin_fsdp.consistency import Probe, check_same
-from engine_plugin_fsdp.dtypes import check_types
-from engine_plugin_fsdp.export import gathered
 from engine_plugin_fsdp.fp8 import check_fp8, use_fp8
-from engine_plugin_fsdp.local_step import step_on_parts
 from engine_plugin_fsdp.options import FSDPOptions
 from engine_plugin_fsdp.ranks import Ranks, mesh_shape
-from engine_plugin_fsdp.reading import INSTEAD, read_slices
-from engine_plugin_fsdp.recompute import offload_activations, recompute
-from engine_plugin_fsdp.sequence import check_heads, share_sequences
-from engine_plugin_fsdp.sharding import Root, check, gathered_dtype, shard, sharded_modules, units_of
-from engine_plugin_fsdp.slices import SliceForward, SliceValueForward
-from engine_plugin_fsdp.start import check_distributed, tell, tell_of_no_units
+from engine_plugin_fsdp.sharding import (
+    check,
+    offload_activations,
+    shard,
+    sharded_modules,
+    step_on_parts,
+    units_of,
+)
+from engine_plugin_fsdp.slices import SliceForward, SliceValueForward, check_heads, share_sequences
+from engine_plugin_fsdp.start import check_distributed, check_types, tell, tell_of_no_units
 from engine_plugin_fsdp.tensor_parallel import check_config, check_units, plan_of
-from engine_plugin_fsdp.whole import Whole, excluded
-from engine_plugin_torch.data_parallel import DataParallelEngine
-from engine_plugin_torch.feed_forward import chunk_feed_forwards, feed_forwards
+from engine_plugin_torch.data_parallel import DataParallelEngine, Root
+from engine_plugin_torch.feed_forward import chunk_feed_forwards
 from engine_plugin_torch.folder_parts import check_folder, read_together
-from engine_plugin_torch.loss_scale import LossScale
-from engine_plugin_torch.precision import NAMED
+from engine_plugin_torch.optimizers import LossScale
 from engine_plugin_torch.sharded import copies, here
 from engine_plugin_torch.skeleton import Skeleton
-from engine_plugin_torch.units import compile_units
+from engine_plugin_torch.units import checkpoint_units, compile_units
 from engine_plugin_torch.value_models import VALUE_ROLES
 from engine_plugin_torch.weights import published_weights, take_weights, to_own_names
 
@@ -110,7 +107,6 @@ class FSDPEngine(DataParallelEngine):
         self.skeleton: Skeleton | None = None
         self._found_units = False
         self._parameters: list[nn.Parameter] = []
-        self._whole: Whole | None = None
         fp16 = self.precision.compute == torch.float16 and self.trainable
         self.loss_scale = LossScale(self.options.loss_scale) if fp16 else None
 
@@ -163,7 +159,6 @@ class FSDPEngine(DataParallelEngine):
             values=not (self.builder.first_reads or self.builder.each_reads),
             role=self.context.role,
         )
-        kept = excluded(module, options.exclude, self.context.role)
         self.skeleton = Skeleton(module, self.device)
         role, tp = self.context.role, options.tp
         if not self.builder.each_reads and (options.fp8 is None or options.probe is True):
@@ -178,20 +173,17 @@ class FSDPEngine(DataParallelEngine):
         chunk = options.sequence_chunk_tokens
         mode = options.compile_mode if self._compiles else None
         full = own_weights(module) if self.builder.first_reads and self.ranks.rank == 0 else {}
-        if kept:
-            self._whole = Whole(module, kept, self.ranks.mesh, self.device, gathered_dtype(self.precision))
-            # a chunked feed-forward is recomputed outside its unit, so it needs the plain copies itself
-            self._whole.compute_locally(module, feed_forwards(module) if chunk else [])
         chunk_feed_forwards(module, chunk, f"{self._table}.sequence_chunk_tokens", mode)
         if self._compiles:
             compile_units(module, units, options.compile_mode)
-        if self._whole is not None:
-            self._whole.compute_locally(module, units)
         if self.trainable:
-            recompute(module, units, options.activation_checkpointing, lambda: bool(self.budget.recomputing))
+            how = options.activation_checkpointing
+            if how != "none":
+                every = units[::how] if isinstance(how, int) else units
+                checkpoint_units(module, every, lambda: bool(self.budget.recomputed_share))
             if options.activation_offload:
                 offload_activations(module, units, pin=self.device.type != "cpu")
-        self.root = shard(module, units, options, self.precision, self.ranks, plan, self._whole)
+        self.root = shard(module, units, options, self.precision, self.ranks, plan)
         if self.builder.first_reads or self.builder.each_reads:
             allocate(self.root, torch.device("cpu") if options.cpu_offload == "params" else self.device)
         if self.builder.first_reads:
@@ -205,13 +197,6 @@ class FSDPEngine(DataParallelEngine):
         path, role = self.config.path or self.model_config.path, self.context.role
         model = self.model_config.model_copy(update={"path": path})
         read_together(lambda: read_slices(module, model, role), path, role, self.ranks)
-
-    def communicators(self) -> dict[str, dist.ProcessGroup]:
-        """Return the process groups with several ranks, by axis of the mesh and `sp`."""
-        mesh, ranks = self.ranks.mesh, self.ranks
-        axes = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
-        axes |= {} if ranks.sequence is None else {"sp": ranks.sequence}
-        return {name: group for name, group in axes.items() if group.size() > 1}
 
     def _make_forward(self) -> PackedForward:
         if self.root is None:  # a plugin distributed the module already, or built its own optimizer
@@ -228,8 +213,7 @@ class FSDPEngine(DataParallelEngine):
             made.slice.check(made, self._table)
         if self._probe is not None:
             self.forward = made
-            rounded = self.options.mixed_precision.output_dtype in ("bf16", "fp16")
-            self._probe.compare(self._run, half=rounded or self.precision.compute.itemsize < 4)
+            self._probe.compare(self._run, half=self.precision.compute.itemsize < 4)
         self._reshard()
         self.ranks.share_random_state()
         return made
@@ -253,10 +237,7 @@ class FSDPEngine(DataParallelEngine):
             self._reshard()
 
     def _backward(self, value: Tensor) -> None:
-        value = value if self.loss_scale is None else value * self.loss_scale.factor
-        # The backward pass recomputes the head's logits, with the plain copies of the excluded modules.
-        with self.root.around() if isinstance(self.root, Root) else contextlib.nullcontext():
-            value.backward()
+        (value if self.loss_scale is None else value * self.loss_scale.factor).backward()
 
     def _begin_micro_batch(self, last: bool) -> None:
         self._sync_gradients(self.options.gradient_sync == "each" or last)
@@ -270,11 +251,6 @@ class FSDPEngine(DataParallelEngine):
             part.reshard()
 
     # -- weights ------------------------------------------------------------
-
-    @property
-    def _limit(self) -> int:
-        """Most bytes of whole weights that are gathered at one time."""
-        return self.options.weights_bucket_mb * 2**20
 
     def _published(self, adapter: bool) -> Iterator[tuple[str, Tensor]]:
         if adapter:
@@ -301,11 +277,9 @@ class FSDPEngine(DataParallelEngine):
     # -- optimizer ----------------------------------------------------------
 
     def optimizer_step(self) -> StepOutput:
-        """Step on all ranks; sum the gradients of excluded modules and move offloaded optimizer state. Collective."""
+        """Step on all ranks, and move offloaded optimizer state. Collective."""
         if self.options.cpu_offload != "none":
             self.store.move_optimizer(self.store.step_device)
-        if self._whole is not None:
-            self._whole.sum_gradients(NAMED[self.options.mixed_precision.reduce_dtype])
         step = super().optimizer_step()
         if self.options.cpu_offload == "optimizer":
             self.store.move_optimizer(torch.device("cpu"))
@@ -341,6 +315,6 @@ class FSDPEngine(DataParallelEngine):
     def close(self) -> None:
         """Wait for the store, release the model and leave the process group."""
         super().close()
-        self.root, self.skeleton, self._sharded, self._whole = None, None, [], None
+        self.root, self.skeleton, self._sharded = None, None, []
         self._parameters = []
         self.ranks.close()

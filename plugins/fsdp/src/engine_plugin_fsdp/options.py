@@ -32,10 +32,6 @@ class MixedPrecision(Options):
     """Type of gathered weights and of the forward pass: ``auto`` is bf16 where the accelerator has it and where the weights are bf16, else fp32. Log-probs are always float32. ``fp16`` scales the loss, see `loss_scale`."""
     reduce_dtype: FloatType = "fp32"
     """Type in which gradients are summed over ranks."""
-    output_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type that the whole model's results are rounded to: log-probs, entropies, values. ``auto``: none, they are float32. In ``bf16`` a log-prob is off by up to 0.4%."""
-    buffer_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of buffers of floating point, such as frequencies of positions; ``auto``: as the model makes them. Positions of long sequences are lost in ``bf16``."""
 
 
 class FSDPOptions(ForwardOptions):
@@ -49,8 +45,6 @@ class FSDPOptions(ForwardOptions):
     """Whether a unit's gathered weights are freed after its forward pass, and gathered again for the backward pass; those of the last unit and of what lies in none (embeddings, head) stay, also with ``true``: the backward pass begins with them. ``auto``: with ``full`` and ``hybrid``, as ``true`` says. ``false`` makes ``grad_op`` of ``full``, and lets ``hybrid`` keep weights whole between the passes while gradients and optimizer stay spread inside of groups."""
     wrap: WrapOptions = WrapOptions()
     """What is gathered at one time."""
-    exclude: list[str] = []
-    """Modules that stay whole on every rank, by class (``"Qwen3RMSNorm"``) or name with ``*`` (``"*.lora_*"``): small ones, which cost a message more than they save. Trained, clipped and saved like all others."""
     param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Type of the weights that are kept, and of the optimizer's state: ``auto`` is fp32; of a role that is not trained and of the model below an adapter bf16, where the accelerator has it."""
     mixed_precision: MixedPrecision = MixedPrecision()
@@ -61,16 +55,10 @@ class FSDPOptions(ForwardOptions):
     """With ``fp16``: the loss is multiplied by this much at first. A step whose gradients overflow is skipped on all ranks and halves it; 2000 good steps double it."""
     gradient_sync: Literal["last", "each"] = "last"
     """Gradients are summed over ranks after the ``last`` micro-batch (fewer messages; until then each rank holds whole gradients), or after ``each`` (least memory)."""
-    forward_prefetch: int = Field(default=0, ge=0)
-    """Units gathered ahead in the forward pass, besides what the CPU runs ahead by itself."""
-    backward_prefetch: int = Field(default=0, ge=0)
-    """Units gathered ahead in the backward pass; 0: one."""
     cpu_offload: Literal["none", "optimizer", "params"] = "none"
     """``optimizer``: its state lies in host memory between steps. ``params``: weights, gradients and optimizer lie there, the step is taken on the CPU, units travel to the device when they are used."""
-    activation_checkpointing: Literal["none", "full", "selective", "auto"] | Annotated[int, Field(gt=0)] = (
-        "auto"
-    )
-    """``auto``: ``full`` where by estimate `max_tokens_per_rank` tokens (16384 where that is ``auto``) would else not fit; not on the CPU. ``full``: recompute the activations of each unit in the backward pass (less memory, about a quarter more time). ``selective``: keep every second matrix product and all attention. A number n: every n-th unit."""
+    activation_checkpointing: Literal["none", "full", "auto"] | Annotated[int, Field(gt=0)] = "auto"
+    """``auto``: ``full`` where by estimate `max_tokens_per_rank` tokens (16384 where that is ``auto``) would else not fit; not on the CPU. ``full``: recompute the activations of each unit in the backward pass (less memory, about a quarter more time). A number n: those of every n-th unit."""
     activation_offload: bool = False
     """Activations that a unit keeps lie in host memory until its backward pass."""
     compile: bool | Literal["auto"] = False
@@ -111,11 +99,7 @@ class FSDPOptions(ForwardOptions):
         for name, ranks in (("sp", self.sp), ("tp", self.tp)):
             if ranks > 1 and self.compile:
                 raise ValueError(f"{name} {ranks} cannot be combined with compile: leave one out.")
-        if self.exclude and (self.compile or self.cpu_offload == "params"):
-            what = "compile" if self.compile else "cpu_offload = 'params'"
-            raise ValueError(f"exclude cannot be combined with {what}: leave one out.")
         for name, used in (
-            ("exclude", self.exclude),
             ("fp8", self.fp8),
             ("loading = 'sharded'", self.loading == "sharded"),
         ):

@@ -7,8 +7,8 @@ tied weights are one tensor and every chunk of the head can use it.
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,35 +21,22 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 
 from engine_core.errors import ConfigError, did_you_mean
 from engine_plugin_fsdp.tensor_parallel import count_once, split_unit
+from engine_plugin_torch.data_parallel import Root
 from engine_plugin_torch.precision import NAMED
+from engine_plugin_torch.sharded import here
 from engine_plugin_torch.units import decoder_layers
 
 if TYPE_CHECKING:
     from engine_plugin_fsdp.options import FSDPOptions
     from engine_plugin_fsdp.ranks import Ranks
     from engine_plugin_fsdp.tensor_parallel import Plan
-    from engine_plugin_fsdp.whole import Whole
     from engine_plugin_torch.precision import Precision
 
-
-class Root(nn.Module):
-    """A wrapper of the model that runs a function inside its forward, where the root's weights are gathered."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> None:
-        super().__init__()
-        self.module, self.around = module, around
-
-    def forward(self, compute: Callable[[], Any]) -> Any:
-        """Call ``compute`` with the root's weights gathered."""
-        with self.around():
-            return compute()
+ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW)
 
 
 def units_of(module: nn.Module, options: FSDPOptions, role: str) -> list[str]:
@@ -103,7 +90,6 @@ def shard(
     precision: Precision,
     ranks: Ranks,
     plan: Plan | None = None,
-    whole: Whole | None = None,
 ) -> Root:
     """Shard a module over the ranks; its parameters become ``DTensor`` in place.
 
@@ -114,19 +100,17 @@ def shard(
         precision: the role's types.
         ranks: the role's meshes.
         plan: the split of layers over ``tp``; None without ``tp``.
-        whole: the parameters that stay whole on each rank; None if there are none.
 
     Returns:
         The sharded root, which contains the module.
     """
-    root = Root(module) if whole is None else Root(module, functools.partial(whole.outside, units))
+    root = Root(module)
     size = options.wrap.layers_per_unit
     settings: dict[str, Any] = {
         "mp_policy": policy(options, precision),
         "offload_policy": offload(options, ranks.device),
-        "ignored_params": None if whole is None else whole.parameters,
     }
-    made, split = [], []
+    split: list[str] = []
     for start in range(0, len(units), size):
         names, mesh = units[start : start + size], ranks.mesh
         if plan is not None and ranks.tp is not None and any(plan.splits(name) for name in names):
@@ -142,13 +126,11 @@ def shard(
             **settings,
             reshard_after_forward=not (options.keeps_gathered or last),
         )
-        made.append(part[0])
     if plan is not None and ranks.tp is not None:
         count_once(module, split, plan, ranks.tp.get_group())
-    fully_shard(root, mesh=ranks.mesh, **{**settings, "mp_policy": policy(options, precision, root=True)})
+    fully_shard(root, mesh=ranks.mesh, **settings)
     for holder in sharded_modules(root):
         sum_gradients(holder)
-    _prefetch(made, options)
     return root
 
 
@@ -158,19 +140,12 @@ def sum_gradients(holder: FSDPModule) -> None:
     holder.set_force_sum_reduction_for_comms(True)
 
 
-def policy(options: FSDPOptions, precision: Precision, root: bool = False) -> MixedPrecisionPolicy:
-    """Return the types of gathered weights and of reduced gradients, and for the root the type of its outputs."""
-    given = options.mixed_precision.output_dtype
+def policy(options: FSDPOptions, precision: Precision) -> MixedPrecisionPolicy:
+    """Return the types of gathered weights (as kept, or cast for the forward pass) and of reduced gradients."""
     return MixedPrecisionPolicy(
-        param_dtype=gathered_dtype(precision),
+        param_dtype=None if precision.param == precision.compute else precision.compute,
         reduce_dtype=NAMED[options.mixed_precision.reduce_dtype],
-        output_dtype=NAMED[given] if root and given != "auto" else None,
     )
-
-
-def gathered_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the type that weights are cast to for a forward pass; None if they are not cast."""
-    return None if precision.param == precision.compute else precision.compute
 
 
 def offload(options: FSDPOptions, device: torch.device) -> OffloadPolicy:
@@ -185,12 +160,42 @@ def sharded_modules(root: nn.Module) -> list[FSDPModule]:
     return [part for part in root.modules() if isinstance(part, FSDPModule)]
 
 
-def _prefetch(units: Sequence[Any], options: FSDPOptions) -> None:
-    """Set the units to prefetch if the table asks for more than FSDP's default."""
-    for index, unit in enumerate(units):
-        ahead = units[index + 1 : index + 1 + options.forward_prefetch]
-        if ahead:
-            unit.set_modules_to_forward_prefetch(list(ahead))
-        behind = units[max(0, index - options.backward_prefetch) : index]
-        if options.backward_prefetch and behind:
-            unit.set_modules_to_backward_prefetch(list(behind[::-1]))
+def offload_activations(module: nn.Module, units: Sequence[str], pin: bool) -> None:
+    """Keep the activations that units save for their backward pass in host memory, pinned if ``pin``."""
+
+    def offloaded(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the forward pass with its saved tensors in host memory."""
+        with torch.autograd.graph.save_on_cpu(pin_memory=pin):
+            return forward(*args, **kwargs)
+
+    for name in units:
+        unit = module.get_submodule(name)
+        unit.forward = functools.partial(offloaded, unit.forward)
+
+
+def step_on_parts(optimizer: Any) -> bool:
+    """Make torch's Adam or AdamW update local parts; return whether ``optimizer`` is one of them.
+
+    An operator over lists of ``DTensor`` runs Python code for every tensor. For hundreds of weights this takes longer
+    than the arithmetic on their shards, and the device waits. Adam works element by element, so a step on the parts
+    gives the same result.
+
+    Parameters, groups and state stay ``DTensor``, so checkpoints, hooks and schedules see no difference. Other
+    optimizers, including subclasses, do not change, because they may use whole matrices.
+    """
+    collect = getattr(type(optimizer), "_init_group", None)
+    if type(optimizer) not in ELEMENTWISE or collect is None:
+        return False
+    owner = weakref.ref(optimizer)  # no cycle: the state is freed with the last reference to the optimizer
+    optimizer._init_group = functools.partial(_collected_parts, collect, owner)
+    return True
+
+
+def _collected_parts(
+    collect: Callable[..., Any], owner: weakref.ref[Any], group: Any, *lists: list[Any]
+) -> Any:
+    """Call ``Adam._init_group``, which fills lists of parameters, gradients, moments and steps; put local parts in."""
+    answer = collect(owner(), group, *lists)
+    for tensors in lists:
+        tensors[:] = [here(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    return answer

@@ -1,4 +1,4 @@
-"""Checks and log lines about the sharded model before training."""
+"""Checks and log lines about types and the sharded model before training."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from engine_core.errors import ConfigError, PluginError
 from engine_plugin_fsdp.sharding import sharded_modules, sum_gradients
+from engine_plugin_torch.precision import NAMED, has_bf16
 from engine_plugin_torch.sharded import here
 
 if TYPE_CHECKING:
@@ -106,3 +109,43 @@ def tell(
         min(each) / MIB,
         max(each) / MIB,
     )
+
+
+def check_dtype(key: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a type that the device does not support.
+
+    Raises:
+        ConfigError: the device does not support ``dtype``.
+    """
+    if dtype == torch.bfloat16 and not has_bf16(device):
+        raise ConfigError(f"{key}: 'bf16', but {device} has no bfloat16. Set it to 'fp16' or 'fp32'.")
+    if dtype == torch.float16 and not has_fp16(device):
+        raise ConfigError(f"{key}: 'fp16', but {device} has no float16. Set it to 'fp32'.")
+
+
+def has_fp16(device: torch.device) -> bool:
+    """Return whether a device multiplies matrices in float16."""
+    try:
+        torch.ones(2, 2, dtype=torch.float16, device=device).mm(
+            torch.ones(2, 2, dtype=torch.float16, device=device)
+        )
+    except (RuntimeError, TypeError):  # the errors of backends without the type
+        return False
+    return True
+
+
+def check_types(table: str, options: FSDPOptions, compute: torch.dtype, device: torch.device) -> None:
+    """Refuse types of `mixed_precision` that the device does not support.
+
+    Args:
+        table: name of the table, for messages: ``actor.fsdp``.
+        options: the role's table.
+        compute: type of the forward pass, with ``auto`` resolved.
+        device: the role's device.
+
+    Raises:
+        ConfigError: the device does not support a type.
+    """
+    check_dtype(f"{table}.mixed_precision.param_dtype", compute, device)
+    reduced = NAMED[options.mixed_precision.reduce_dtype]
+    check_dtype(f"{table}.mixed_precision.reduce_dtype", reduced, device)

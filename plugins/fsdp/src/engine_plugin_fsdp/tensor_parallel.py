@@ -423,7 +423,6 @@ class Cut(torch.autograd.Function):
 
 
 def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    # a copy, because selective recomputation may keep the summed tensor for the backward pass
     total = tensor.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total

@@ -2,8 +2,7 @@
 
 The cache of transformers concatenates all keys again for every token and layer. Under autocast, rotary embeddings
 with float32 weights give float32 keys, and attention would cast all of them again for each token. This cache keeps them
-in autocast's type. In bfloat16 on a CPU, the tokens of a key buffer are adjacent in memory for each channel: a product
-of a few queries with such keys takes half the time (``engine_plugin_torch.attention``).
+in autocast's type.
 """
 
 from __future__ import annotations
@@ -21,17 +20,11 @@ LEAST_ROOM = 64  # tokens; a full buffer grows by this, or by a quarter if that 
 
 
 class RoomyLayer(DynamicLayer):
-    """A ``DynamicLayer`` whose ``keys`` and ``values`` are the filled part of buffers [batch, heads, room, dim].
+    """A ``DynamicLayer`` whose ``keys`` and ``values`` are the filled part of buffers [batch, heads, room, dim]."""
 
-    Args:
-        turns: store bfloat16 keys on a CPU as [batch, heads, dim, room] in memory; their shape stays the same.
-        kwargs: as for ``DynamicLayer``.
-    """
-
-    def __init__(self, turns: bool = False, **kwargs: Any) -> None:
+    def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._buffers: list[Tensor] = []
-        self._turns = turns
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
@@ -44,9 +37,8 @@ class RoomyLayer(DynamicLayer):
         after = before + key_states.shape[-2]
         if not self._buffers or after > self._buffers[0].shape[-2]:
             room = after + max(LEAST_ROOM, after // 4)
-            turned = self._turns and key_states.device.type == "cpu" and key_states.dtype == torch.bfloat16
             self._buffers = [
-                _grown(key_states, self._filled(0), room, turned),
+                _grown(key_states, self._filled(0), room),
                 _grown(value_states, self._filled(1), room),
             ]
         for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
@@ -58,7 +50,7 @@ class RoomyLayer(DynamicLayer):
         """Keep the rows ``indices: [A]`` of the batch."""
         length = self.get_seq_length()
         if length:
-            self._buffers = [_selected(buffer, indices) for buffer in self._buffers]
+            self._buffers = [buffer[indices] for buffer in self._buffers]
             self.keys, self.values = (buffer[..., :length, :] for buffer in self._buffers)
 
     def _filled(self, index: int) -> Tensor | None:
@@ -72,23 +64,16 @@ def _as_attended(states: Tensor) -> Tensor:
     return states.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else states
 
 
-def _grown(like: Tensor, filled: Tensor | None, room: int, turned: bool = False) -> Tensor:
-    """Return a new buffer for states ``like`` these with a copy of ``filled``; ``turned`` changes the memory layout."""
-    lead, width = like.shape[:-2], like.shape[-1]
-    made = like.new_empty((*lead, width, room)).mT if turned else like.new_empty((*lead, room, width))
+def _grown(like: Tensor, filled: Tensor | None, room: int) -> Tensor:
+    """Return a new buffer for states ``like`` these with a copy of ``filled``."""
+    made = like.new_empty((*like.shape[:-2], room, like.shape[-1]))
     if filled is not None:
         made[..., : filled.shape[-2], :] = filled
     return made
 
 
-def _selected(buffer: Tensor, rows: Tensor) -> Tensor:
-    """Return these rows of a buffer in the buffer's memory layout."""
-    return buffer[rows] if buffer.is_contiguous() else buffer.mT[rows].mT
-
-
 def make_cache(config: Any) -> DynamicCache:
     """Build the cache of a transformers model; layers of other kinds (sliding, recurrent) are transformers' own."""
     cache = DynamicCache(config=config)
-    turns = config.get_text_config()._attn_implementation == "varlen"  # it has a product for such keys
-    cache.layers = [RoomyLayer(turns) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache

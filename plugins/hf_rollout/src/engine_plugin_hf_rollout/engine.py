@@ -29,7 +29,6 @@ from engine_core.types import SUPPORT, Rollout
 from engine_plugin_hf_rollout.adapter import OwnAdapter
 from engine_plugin_hf_rollout.decoding import Decoding, Sampled
 from engine_plugin_hf_rollout.plugin import HFOptions
-from engine_plugin_torch.linear_products import use_quicker_products
 from engine_plugin_torch.model_loading import adopt_live, load_model, sampler_module
 from engine_plugin_torch.precision import DTYPES
 from engine_plugin_torch.weights import to_own_names
@@ -262,9 +261,7 @@ class HFRolloutEngine(RolloutEngine):
             built = adopt_live(self._given, self.model_config, self.context.role, device)
         else:
             built = load_model(self.model_config, device, dtype)
-        built = built.to(device).eval()
-        use_quicker_products(built)
-        return built
+        return built.to(device).eval()
 
     def _limits(self) -> tuple[int, int]:
         """Return vocabulary size and most positions; without a config, the tokenizer's size and ``NO_LIMIT``."""

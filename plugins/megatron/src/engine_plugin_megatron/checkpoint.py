@@ -13,25 +13,20 @@ from torch import Tensor
 from engine_core.errors import DataError
 from engine_core.runs import state_files
 from engine_plugin_torch import state
-from engine_plugin_torch.checkpoint import PARTS, check_parts
+from engine_plugin_torch.checkpoint import PARTS
 from engine_plugin_torch.export import write_model
-from engine_plugin_torch.offloaded_buffers import OffloadedBuffers
-from engine_plugin_torch.sharded_checkpoint import ShardedStore
+from engine_plugin_torch.sharded_checkpoint import BufferStore
 from engine_plugin_torch.shards import Shards
 
 if TYPE_CHECKING:
     from engine_plugin_megatron.engine import MegatronEngine
-    from engine_plugin_torch.part_saver import Parts
+    from engine_plugin_torch.sharded_checkpoint import Parts
 
 
-class MegatronStore(ShardedStore):
-    """A ``ShardedStore`` with the names and shapes of a Hugging Face folder, independent of the layout of ranks."""
+class MegatronStore(BufferStore):
+    """A store with the names and shapes of a Hugging Face folder, independent of the layout of ranks."""
 
     engine: MegatronEngine
-
-    def __init__(self, engine: MegatronEngine) -> None:
-        super().__init__(engine)
-        self._shelves: dict[str, OffloadedBuffers] = {}
 
     def save(self, folder: Path) -> Future[None]:
         """Save a checkpoint; needs weights and optimizer state on the device."""
@@ -105,21 +100,21 @@ class MegatronStore(ShardedStore):
         Raises:
             DataError: the checkpoint is of another model, or of a role that was not trained. Nothing was changed.
         """
-        from engine_plugin_megatron.reading import FromShards, check_names
+        from engine_plugin_megatron.reading import of_checkpoint
 
         self.saver.wait()
         self.need(*PARTS)
         scalars = state_files.load_json(folder / state_files.STATE)
         self._check_base(folder, scalars.get("base"))
         shards = Shards(folder, "weights")
-        check_names(shards.shapes, self.engine.shapes, str(folder))
+        shards.check({name: list(shape) for name, shape in self.engine.shapes.items()}, "this model")
         if self.engine.steps is None:
-            self.fill(FromShards(shards))
+            self.fill(of_checkpoint(shards))
         else:
             self._check_schedule(folder, scalars)
             moments = Shards(folder, "optimizer")
             count = self._steps_of(moments)
-            self.fill(FromShards(shards))
+            self.fill(of_checkpoint(shards))
             self._fill_state(moments, count)
             if self.engine.steps.loss_scale is not None and "loss_scale" in scalars:
                 vars(self.engine.steps.loss_scale).update(scalars["loss_scale"])
@@ -162,14 +157,14 @@ class MegatronStore(ShardedStore):
     def _fill_state(self, shards: Shards, count: int) -> None:
         from engine_plugin_megatron.models import weights
         from engine_plugin_megatron.optimizer import MOMENTS
-        from engine_plugin_megatron.reading import FromShards
+        from engine_plugin_megatron.reading import of_checkpoint
 
         assert self.engine.steps is not None
         self.engine.steps.restart(count)
         for place in weights.names(self.engine.chunks, self.engine.hf_config) if count else ():
             values = torch.empty_like(place.tensor, dtype=torch.float32)
             for key in MOMENTS:
-                weights.fill(values, place, FromShards(shards, f"/{key}"))
+                weights.fill(values, place, of_checkpoint(shards, f"/{key}"))
                 self.engine.steps.write(place.tensor, key, values)
 
     def _ordered_names(self) -> list[str]:
@@ -189,26 +184,10 @@ class MegatronStore(ShardedStore):
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
         """Offload weights and optimizer state to host memory and drop gradients, so take the step before."""
-        check_parts(keep)
         self.engine._settle()
-        for part in PARTS:
-            if part in keep or part in self.asleep:
-                continue
-            if part == "gradients" and self.engine.steps is not None:
-                self.engine.steps.clear()
-            shelf = self._shelves[part] = OffloadedBuffers()
-            shelf.put(self._memory_of(part), keep=part != "gradients")
-            self.asleep.add(part)
-        if self.engine.device.type != "cpu":
-            torch.accelerator.empty_cache()
-
-    def wake(self, only: Sequence[str] | None = None) -> None:
-        """Bring offloaded parts back to the device: those in ``only``, or all."""
-        check_parts(only or ())
-        for part in PARTS:
-            if part in self.asleep and (only is None or part in only):
-                self._shelves.pop(part).back()
-                self.asleep.discard(part)
+        if self.engine.steps is not None and "gradients" not in {*keep, *self.asleep}:
+            self.engine.steps.clear()
+        super().sleep(keep)
 
     def _memory_of(self, part: str) -> list[Tensor]:
         """Return a part's tensors on the device; a float32 weight that is its own optimizer copy counts as weights."""

@@ -36,7 +36,6 @@ from engine_plugin_torch.transfer import numbers, send_batch
 from engine_plugin_torch.value_models import VALUE_ROLES
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
     from transformers import PretrainedConfig
 
     from engine_core.config import RoleConfig
@@ -285,10 +284,6 @@ class MegatronEngine(DataParallelEngine):
     @property
     def _compiles(self) -> bool:
         return False
-
-    def communicators(self) -> dict[str, dist.ProcessGroup]:
-        """Return the groups of more than one rank, by axis."""
-        return self.ranks.communicators()
 
     # -- forward and backward -----------------------------------------------
 

@@ -18,7 +18,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from engine_plugin_torch.loss_scale import LossScale
+from engine_plugin_torch.optimizers import LossScale
 
 if TYPE_CHECKING:
     from engine_core.config import OptimConfig

@@ -17,8 +17,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from engine_plugin_megatron.models.positions import Stretch
-from engine_plugin_megatron.token_group import token_group
+from engine_plugin_megatron.models.layers import Stretch
+from engine_plugin_megatron.ranks import token_group
 from engine_plugin_torch.transfer import on_host, send
 
 if TYPE_CHECKING:

@@ -2,6 +2,12 @@
 
 megatron-core keeps its groups in global variables, so roles that share processes share a layout. The groups are reused
 by the next engine of the same layout, since creating groups is slow.
+
+The group of ranks that share the tokens of each sequence (`cp`), separate from megatron-core's groups.
+
+megatron-core treats these ranks as copies of the model: it sums their gradients and shards the optimizer state over
+them, which is right for ranks with different tokens. megatron-core's own context parallelism is not used. It cuts each
+sequence into twice as many parts as ranks and needs Transformer Engine's attention.
 """
 
 from __future__ import annotations
@@ -16,7 +22,6 @@ from torch import Tensor
 
 from engine_core.contracts.engines import Layout
 from engine_core.errors import ConfigError
-from engine_plugin_megatron.token_group import end_token_group, make_token_group, token_group
 from engine_plugin_torch.rank_group import RankGroup
 from engine_plugin_torch.state import random_state, set_random_state
 
@@ -77,17 +82,6 @@ class Ranks(RankGroup):
         dist.broadcast(sent, dist.get_global_rank(self.pp, self.mesh.pp - 1), group=self.pp)
         return sent.cpu()
 
-    def communicators(self) -> dict[str, dist.ProcessGroup]:
-        """Return the groups of more than one rank, by axis."""
-        axes = {
-            "tp": self.tp,
-            "pp": self.pp,
-            **({} if self.tokens is None else {"cp": self.tokens}),
-            "dp": parallel_state.get_data_parallel_group(),
-            "ep": parallel_state.get_expert_model_parallel_group(),
-        }
-        return {name: group for name, group in axes.items() if group.size() > 1}
-
     def close(self) -> None:
         """Release the groups. Destroy them with a process group that was made for a single process."""
         if self._role in _GROUPS["users"]:
@@ -136,3 +130,36 @@ def end_groups() -> None:
         with contextlib.suppress(ValueError):  # destroyed with the world group
             if group is not None:
                 dist.destroy_process_group(group)
+
+
+_TOKENS: dict[str, Any] = {"tokens": None}  # one per process, like megatron-core's groups
+
+
+def make_token_group(mesh: MeshLayout) -> None:
+    """Create a layout's groups: neighbors in megatron-core's data-parallel groups, which must exist. Collective."""
+    if mesh.cp == 1:
+        return
+    copies = mesh.dp * mesh.cp
+    for stage in range(mesh.pp):
+        for part in range(mesh.tp):
+            ranks = [(stage * copies + copy) * mesh.tp + part for copy in range(copies)]
+            if dist.get_rank() in ranks:
+                assert ranks == dist.get_process_group_ranks(parallel_state.get_data_parallel_group())
+            for first in range(0, copies, mesh.cp):
+                members = ranks[first : first + mesh.cp]
+                group = dist.new_group(members)
+                if dist.get_rank() in members:
+                    _TOKENS["tokens"] = group
+
+
+def token_group() -> Any:
+    """Return this rank's group, or None where each rank has whole sequences."""
+    return _TOKENS["tokens"]
+
+
+def end_token_group() -> None:
+    """Destroy this rank's group, unless it was destroyed with the world group."""
+    if _TOKENS["tokens"] is not None:
+        with contextlib.suppress(ValueError):
+            dist.destroy_process_group(_TOKENS["tokens"])
+    _TOKENS["tokens"] = None

@@ -8,35 +8,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
 
 from engine_core.contracts.weight_names import near, own_weights
 from engine_core.errors import DataError
-from engine_core.model_config import VALUE_HEAD as HEAD
-from engine_plugin_torch.folder_parts import weight_files
+from engine_plugin_torch.folder_parts import FolderParts
 from engine_plugin_torch.model_loading import has_no_weights, load_model
-from engine_plugin_torch.value_models import (
-    LANGUAGE_HEADS,
-    VALUE_ROLES,
-    load_value_model,
-    reset_head,
-    value_class,
-)
+from engine_plugin_torch.value_models import VALUE_ROLES, load_value_model, value_class
 from engine_plugin_torch.weights import published_weights
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from engine_core.config import ModelConfig
+    from engine_plugin_megatron.models.places import Slices
     from engine_plugin_torch.shards import Shards
 
-Read = Callable[[str], Any]
-"""Gives one tensor by its name: whole, or something with ``get_shape`` and slices."""
+Read = Callable[[str, "Slices"], Tensor]
+"""Gives a part of one tensor by its name."""
 
 CPU = torch.device("cpu")
-FREE = ("rotary_emb.inv_freq",)  # entries of old folders that are no weights
+FREE = r"rotary_emb\.inv_freq$"  # entries of old folders that are no weights
 
 
 def first_weights(
@@ -61,103 +54,22 @@ def first_weights(
             whole = load_value_model(model, CPU, torch.float32, live)
         else:
             whole = live if live is not None else load_model(model, CPU, torch.float32)
-        return dict(published_weights(whole)).__getitem__
-    folder = Path(model.path)
-    if not folder.is_dir():
-        folder = Path(snapshot_download(model.path, allow_patterns=["*.safetensors", "*.json"]))
-    return Folder(folder, shapes, role, model.seed)
+        return in_memory(dict(published_weights(whole)))
+    folder = model.path
+    if not Path(folder).is_dir():
+        folder = snapshot_download(folder, allow_patterns=["*.safetensors", "*.json"])
+    unused = [FREE, *(() if "lm_head.weight" in shapes else (r"^lm_head\.weight$",))]
+    return FolderParts(model.model_copy(update={"path": folder}), shapes, role, unused=unused).read
 
 
-class Folder:
-    """A reader of a folder's weights, as safetensors slices that are loaded on use.
-
-    Args:
-        folder: a folder as ``save_pretrained`` writes it.
-        shapes: by name, the shapes of the required weights; a missing value head is initialized.
-        role: the role, which decides whether a language-model head may be left over.
-        seed: seed of a fresh value head.
-
-    Raises:
-        DataError: weights are missing, left over or of another shape.
-    """
-
-    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]], role: str, seed: int) -> None:
-        self._slices: dict[str, Any] = {}
-        self._files = []
-        for file in weight_files(folder):
-            try:
-                opened = safe_open(str(file), "pt")
-            except (SafetensorError, OSError) as error:
-                raise DataError(
-                    f"{file} is no safetensors file: {error}. Take another copy of the model."
-                ) from error
-            self._files.append(opened)
-            self._slices |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  not a mapping
-        value = role in VALUE_ROLES
-        self._fresh: dict[str, Tensor] = {}
-        name = f"{HEAD}.weight"
-        if value and name not in self._slices:
-            head = nn.Linear(shapes[name][1], 1, bias=False)
-            reset_head(head, seed)
-            self._fresh[name] = head.weight.detach()
-        has = {
-            **{n: tuple(s.get_shape()) for n, s in self._slices.items()},
-            **{n: tuple(t.shape) for n, t in self._fresh.items()},
-        }
-        free = (*LANGUAGE_HEADS,) if value else ()
-        tied = set() if "lm_head.weight" in shapes else {"lm_head.weight"}
-        extra = {n for n in has if n in tied or n.endswith(FREE) or n.partition(".")[0] in free}
-        check_names({n: shape for n, shape in has.items() if n not in extra}, shapes, str(folder))
-
-    def __call__(self, name: str) -> Any:
-        return self._fresh[name] if name in self._fresh else self._slices[name]
+def in_memory(weights: Mapping[str, Tensor]) -> Read:
+    """Return a reader of whole tensors ``[D0, ...]``."""
+    return lambda name, box: weights[name][box]
 
 
-def check_names(has: Mapping[str, Iterable[int]], shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
-    """Refuse weights of another model.
-
-    Raises:
-        DataError: names are missing or left over, or a shape differs.
-    """
-    unknown = sorted(has.keys() - shapes.keys())
-    if missing := sorted(shapes.keys() - has.keys()):
-        raise DataError(f"{where} has no weight '{missing[0]}' of this model.{near(missing[0], unknown)}")
-    if unknown:
-        raise DataError(
-            f"{where} holds '{unknown[0]}', which this model has not. Is it one of another model?"
-        )
-    for name, shape in shapes.items():
-        if tuple(has[name]) != tuple(shape):
-            raise DataError(
-                f"Weight '{name}' has shape {list(has[name])} in {where}; expected {list(shape)}. Is model.override right?"
-            )
-
-
-class FromShards:
-    """A reader of a checkpoint's tensors.
-
-    Args:
-        shards: the checkpoint's shards.
-        suffix: appended to a weight's name, for optimizer state: ``/exp_avg``.
-    """
-
-    def __init__(self, shards: Shards, suffix: str = "") -> None:
-        self.shards, self.suffix = shards, suffix
-
-    def __call__(self, name: str) -> _Part:
-        return _Part(self.shards, name + self.suffix)
-
-
-class _Part:
-    def __init__(self, shards: Shards, name: str) -> None:
-        self.shards, self.name = shards, name
-
-    def get_shape(self) -> list[int]:
-        """Return the shape of the whole tensor."""
-        return self.shards.shapes[self.name]
-
-    def __getitem__(self, wanted: tuple[slice, ...]) -> Tensor:
-        return self.shards.read(self.name, wanted)
+def of_checkpoint(shards: Shards, suffix: str = "") -> Read:
+    """Return a reader of a checkpoint's tensors; ``suffix`` is appended to names, for optimizer state: ``/exp_avg``."""
+    return lambda name, box: shards.read(name + suffix, box)
 
 
 class FromStream:
@@ -182,12 +94,12 @@ class FromStream:
         self._shapes, self._left, self._kept = shapes, dict(wanted), dict[str, Tensor]()
         self._came: set[str] = set()
 
-    def __call__(self, name: str) -> Tensor:
+    def __call__(self, name: str, box: Slices) -> Tensor:
         while name not in self._kept:
             if not self._next():
                 raise DataError(f"The weight '{name}' did not come. Those that came before it were taken.")
         self._left[name] -= 1
-        return self._kept[name] if self._left[name] else self._kept.pop(name)
+        return (self._kept[name] if self._left[name] else self._kept.pop(name))[box]
 
     def finish(self) -> None:
         """Read the stream to its end, since it may be collective.

@@ -3,8 +3,7 @@
 import pytest
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from engine_plugin_megatron.layout import MeshLayout
-from engine_plugin_megatron.models.fit import misfits
+from engine_plugin_megatron.layout import MeshLayout, misfits
 
 SHAPE = {
     "num_hidden_layers": 12,

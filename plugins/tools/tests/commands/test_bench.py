@@ -132,14 +132,6 @@ def test_rollout_and_step_say_how_near_the_floor_they_are(engine, rl_run, known_
     assert step["percent_of_floor"] == pytest.approx(100 * step["floor_s"] / step["time/step"])
 
 
-def test_comm_needs_ranks_that_talk(engine, sft_run):
-    answer = engine("bench", "comm", "run.toml")
-    assert answer.code == 2
-    assert "There is nothing to measure" in answer.err
-    assert "runtime.backend = 'torchrun'" in answer.err
-    assert "--mib -1.0: expected a size over 0" in engine("bench", "comm", "run.toml", "--mib", "-1").err
-
-
 @pytest.mark.parametrize("absent", ["processes", "rewards", "trainers"])
 def test_the_simulator_without_what_it_simulates_says_what_to_install(engine, monkeypatch, absent):
     find, module = importlib.util.find_spec, f"engine_plugin_{absent}"

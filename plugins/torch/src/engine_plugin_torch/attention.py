@@ -5,12 +5,20 @@
 * on CUDA in half precision: ``torch.nn.attention.varlen``;
 * elsewhere: sequences of similar length are padded on the right to one rectangle and go through
   causal ``scaled_dot_product_attention`` together. A valid row never attends to the padding behind
-  it, so no mask is needed. Where sequences share a prefix (``prefixes``), queries exist only behind
-  the prefix, and a mask is used. For 256 sequences of 40 tokens, rectangles are 3 times as fast
-  (forward and backward) as one call per sequence.
+  it, so no mask is needed. For 256 sequences of 40 tokens, rectangles are 3 times as fast (forward
+  and backward) as one call per sequence.
 
 Without ``cu_seq_lens_q`` (sampling with a cache, padded batches) it is transformers' ``sdpa``,
 mask included. Sliding windows and score soft-capping are supported; attention sinks are refused.
+
+``choose_attention`` checks ``[model] attention`` and gives ``auto`` its meaning:
+
+| model | ``auto`` |
+|---|---|
+| attends through transformers' interface, no recurrent layers | ``varlen``; on a CUDA device without torch's kernel ``sdpa`` |
+| recurrent layers: sequences go through it one at a time | ``sdpa`` |
+| custom attention code | ``sdpa``, or ``eager`` where it has none |
+| no fused attention at all (attention sinks) | ``eager`` |
 
 ``_cuda`` is the only function here that needs CUDA.
 """
@@ -20,7 +28,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from importlib import metadata
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +37,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
-from transformers import AttentionInterface
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -36,7 +45,9 @@ from engine_core.errors import ConfigError, did_you_mean
 from engine_plugin_torch.transfer import send
 
 if TYPE_CHECKING:
-    from engine_plugin_torch.prefixes import Prefixes
+    from transformers import PretrainedConfig
+
+    from engine_core.config import ModelConfig
 
 PACKABLE = frozenset(
     {
@@ -52,7 +63,16 @@ PACKABLE = frozenset(
 """Values of ``[model] attention`` that keep packed sequences apart: by ``cu_seq_lens_q``, or because
 transformers sees positions that begin again (only without an attention mask and without a cache)."""
 
-EXPLICIT_LENGTH = 512  # tokens, see ``_as_products``
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+PACKAGES = {
+    "flash_attention_2": "flash-attn",
+    "flash_attention_3": "flash-attn-3",
+    "flash_attention_4": "flash-attn-4",
+}
+"""Attention -> the distribution that has its kernels."""
+
+KERNEL_CAPABILITY = (8, 0)  # least compute capability for torch's kernel for packed sequences
+KERNEL_HEAD = 256  # largest head size of that kernel
 SIMILAR = 0.8  # a sequence in a rectangle has at least this share of the longest one's length
 
 _MASKLESS: set[str] = set()  # names of attention implementations for which a pack needs no mask
@@ -64,13 +84,10 @@ _PLANS = WeakTensorKeyDictionary()  # cu_seq_lens -> rectangles: made once, used
 class Rectangle:
     """Sequences of similar length: how to gather them from a pack and put them back."""
 
-    gather: Tensor  #: [n * length] row of each cell's key and value; padding repeats the last token
-    valid: Tensor  #: cells of queries that are not padding
+    gather: Tensor  #: [n * length] row of each cell; padding repeats the last token
+    valid: Tensor  #: cells that are not padding
     count: int  #: n
     length: int
-    queries: Tensor | None = None  #: [n * width] row of each query; None: the rows of the keys
-    first: Tensor | None = None  #: [n] position in its sequence of the first query
-    width: int = 0
 
 
 @dataclass(frozen=True)
@@ -111,22 +128,19 @@ def is_packed() -> bool:
     return _PACKED.get()
 
 
-def packed_arguments(
-    lengths: Tensor, device: torch.device, prefixes: Prefixes | None = None, name: str | None = None
-) -> dict[str, Any]:
+def packed_arguments(lengths: Tensor, device: torch.device, name: str | None = None) -> dict[str, Any]:
     """Return the keyword arguments by which attention separates packed sequences.
 
     Args:
         lengths: ``[N]`` tokens of each sequence, on the CPU.
         device: the device that attention runs on.
-        prefixes: the shared prefixes of a pack that holds each of their tokens once (``varlen`` on the CPU only).
         name: name of the attention. A registered one gets an empty mask, which it ignores. Without a mask transformers
             would look for sequences in the positions, which waits for the device.
     """
     boundaries = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
     longest = int(lengths.max())
     on_device = send(boundaries, device)
-    _PLANS[on_device] = _plan(boundaries.tolist(), device, prefixes)
+    _PLANS[on_device] = _plan(boundaries.tolist(), device)
     mask = {"attention_mask": on_device.new_empty(1, 1, 0, 0)} if name in _MASKLESS else {}
     return {
         **mask,
@@ -204,25 +218,8 @@ def _one_token(
     Query heads that share a key head become rows of one product.
     """
     rows = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # [batch, kv_heads, heads of each, dim]
-    if key.dtype == torch.bfloat16 and key.device.type == "cpu" and key.stride(-2) == 1:
-        return _of_turned_keys(rows, key, value, mask, scaling).flatten(1, 2)[:, None]
     out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     return out.flatten(1, 2)[:, None]
-
-
-def _of_turned_keys(
-    rows: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
-) -> Tensor:
-    """Attend with a few queries [batch, kv_heads, rows, dim] to keys whose tokens are adjacent in memory (stride 1).
-
-    With 80 keys and two queries in bfloat16 on a CPU this takes 0.6 of the time of torch's fused kernel.
-    """
-    scale = rows.shape[-1] ** -0.5 if scaling is None else scaling
-    with torch.autocast("cpu", enabled=False):
-        scores = (rows.to(key.dtype) @ key.mT).mul_(scale)
-        if mask is not None:
-            scores = scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        return scores.softmax(-1).to(value.dtype) @ value
 
 
 def varlen_mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -263,51 +260,23 @@ def _cuda(
     return out[None]
 
 
-def _plan(boundaries: list[int], device: torch.device, prefixes: Prefixes | None = None) -> Plan:
-    """Group sequences by length, the longest first; sequences with a shared prefix are grouped separately."""
-    shared = [0] * (len(boundaries) - 1) if prefixes is None else prefixes.shared
-    spans = [(end - start, start, n) for (start, end), n in zip(pairwise(boundaries), shared, strict=True)]
-    groups: list[list[tuple[int, int, int]]] = []
-    for span in sorted((span for span in spans if span[0]), key=lambda s: (s[2] == 0, *s), reverse=True):
-        if not groups or span[0] < SIMILAR * groups[-1][0][0] or (span[2] > 0) != (groups[-1][0][2] > 0):
+def _plan(boundaries: list[int], device: torch.device) -> Plan:
+    """Group sequences by length, the longest first."""
+    spans = [(end - start, start) for start, end in pairwise(boundaries)]
+    groups: list[list[tuple[int, int]]] = []
+    for span in sorted((span for span in spans if span[0]), reverse=True):
+        if not groups or span[0] < SIMILAR * groups[-1][0][0]:
             groups.append([])
         groups[-1].append(span)
-    row = None if prefixes is None else prefixes.row
-    rectangles = [_rectangle(group, row) for group in groups]
-    own = [(r.gather if r.queries is None else r.queries)[r.valid] for r in rectangles]
-    moved = [_moved(rectangle, device) for rectangle in rectangles]
-    return Plan(moved, send(torch.argsort(torch.cat(own)), device))
-
-
-def _rectangle(spans: list[tuple[int, int, int]], row: Tensor | None) -> Rectangle:
-    """Build the rectangle of some sequences.
-
-    Args:
-        spans: (length, start, number of shared tokens) of each sequence.
-        row: [T] row of each token of the pack among the computed ones; None: all are computed.
-    """
-    lengths, starts, shared = torch.tensor(spans)[:, :, None].unbind(1)  # [n, 1] each
-    longest = spans[0][0]
-    gather, valid = _cells(starts, lengths, torch.arange(longest)[None], row)
-    if not spans[0][2]:
-        return Rectangle(gather, valid, len(spans), longest)
-    width = int((lengths - shared).max())
-    queries, valid = _cells(starts, lengths, shared + torch.arange(width)[None], row)
-    return Rectangle(gather, valid, len(spans), longest, queries, shared.squeeze(1), width)
-
-
-def _cells(starts: Tensor, lengths: Tensor, places: Tensor, row: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the rows of the tokens at ``places`` [n, w] of the sequences, and the cells that are not padding; flat."""
-    tokens = (starts + torch.minimum(places, lengths - 1)).flatten()
-    valid = (places < lengths).flatten().nonzero().squeeze(1)
-    return tokens if row is None else row[tokens], valid
-
-
-def _moved(rectangle: Rectangle, device: torch.device) -> Rectangle:
-    tensors: dict[str, Any] = {
-        name: send(held, device) for name, held in vars(rectangle).items() if isinstance(held, Tensor)
-    }
-    return replace(rectangle, **tensors)
+    rectangles, own = [], []
+    for group in groups:
+        lengths, starts = torch.tensor(group)[:, :, None].unbind(1)  # [n, 1] each
+        places = torch.arange(group[0][0])[None]
+        gather = (starts + torch.minimum(places, lengths - 1)).flatten()
+        valid = (places < lengths).flatten().nonzero().squeeze(1)
+        own.append(gather[valid])
+        rectangles.append(Rectangle(send(gather, device), send(valid, device), len(group), group[0][0]))
+    return Plan(rectangles, send(torch.argsort(torch.cat(own)), device))
 
 
 def _rectangles(
@@ -324,15 +293,12 @@ def _rectangles(
         plan = _PLANS[cu] = _plan(cu.tolist(), query.device)
     rows = []
     for part in plan.rectangles:
-        k, v = (_gathered(x, part.gather, part.count) for x in (key, value))  # [n, heads, length, dim]
-        q = _gathered(query, part.gather if part.queries is None else part.queries, part.count)
+        q, k, v = (_gathered(x, part.gather, part.count) for x in (query, key, value))
         if softcap is not None:
-            out = _explicit(q, k, v, _seen(part, query.device, window), scaling, softcap)
-        elif q.device.type == "cpu" and q.dtype == torch.bfloat16 and part.length <= EXPLICIT_LENGTH:
-            out = _as_products(q, k, v, _seen(part, query.device, window), scaling)
+            out = _explicit(q, k, v, _causal(part.length, query.device, window), scaling, softcap)
         else:
-            sees_all = part.first is None and (window is None or window >= part.length)
-            mask = None if sees_all else _seen(part, query.device, window)
+            sees_all = window is None or window >= part.length
+            mask = None if sees_all else _causal(part.length, query.device, window)
             out = F.scaled_dot_product_attention(
                 q,
                 k,
@@ -351,38 +317,10 @@ def _gathered(x: Tensor, rows: Tensor, count: int) -> Tensor:
     return x[0].index_select(1, rows).unflatten(1, (count, len(rows) // count)).transpose(0, 1)
 
 
-def _seen(part: Rectangle, device: torch.device, window: int | None) -> Tensor:
-    """Return the mask, True where a row attends: [length, length], or [n, 1, width, length] behind shared prefixes."""
-    if part.first is None:
-        return _causal(part.length, device, window)
-    place = part.first[:, None, None, None] + torch.arange(part.width, device=device)[:, None]
-    column = torch.arange(part.length, device=device)
-    seen = column <= place
-    return seen if window is None else seen & (place - column < window)
-
-
 def _causal(length: int, device: torch.device, window: int | None = None) -> Tensor:
     """Return the causal mask: [length, length] bool, True where a row attends to a column."""
     mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return mask if window is None else mask.triu(1 - window)
-
-
-def _as_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Compute ``softmax(scores) @ values`` as two products: [n, heads, width, dim].
-
-    Used for short sequences in bfloat16 on a CPU, where the backward pass of torch's fused kernel is slow. Forward and
-    backward take 0.25 of the fused kernel's time at 96 tokens, 0.6 at 512, and 1.5 at 1,024.
-    """
-    width, scale = query.shape[2], query.shape[-1] ** -0.5 if scaling is None else scaling
-    rows = query.unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # heads with common keys one after another
-    hidden = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
-    if mask.ndim == 4:
-        hidden = hidden[:, :, None]  # [n, kv_heads, heads of each, width, length]
-    with torch.autocast("cpu", enabled=False):  # autocast would compute the softmax in float32
-        scores = (rows @ key.transpose(-1, -2)).unflatten(2, (-1, width))
-        shares = torch.add(hidden, scores, alpha=scale).softmax(-1)
-        out = shares.flatten(2, 3) @ value
-    return out.unflatten(2, (-1, width)).flatten(1, 2)
 
 
 def _explicit(
@@ -396,3 +334,77 @@ def _explicit(
     blocked = ~mask if mask.dtype == torch.bool else mask < 0
     scores = scores.float().masked_fill(blocked, torch.finfo(torch.float32).min)
     return scores.softmax(-1).to(query.dtype) @ value
+
+
+def choose_attention(name: str, config: PretrainedConfig | None, device: torch.device) -> tuple[str, str]:
+    """Return the attention implementation of a model and the reason for the choice.
+
+    Args:
+        name: value of ``[model] attention``.
+        config: the model's config; None where it is not known.
+        device: the device that the model runs on.
+
+    Raises:
+        ConfigError: the named implementation would mix packed sequences, cannot train, or is not installed.
+    """
+    if name != "auto":
+        check_attention(name, device)
+        _check_installed(name, device)
+        return name, "model.attention names it"
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) if config is not None else None
+    if kind is None:
+        return ("sdpa" if config is not None else "varlen"), "the model's class is not known here"
+    if not kind._supports_sdpa:
+        return "eager", f"{kind.__name__} has no fused attention (attention sinks, or custom code)"
+    if getattr(kind, "_is_stateful", False) or not attends_only(config):
+        return "sdpa", "recurrent layers: one sequence at a time, nothing is packed"
+    if not kind._supports_attention_backend:
+        return "sdpa", f"{kind.__name__} has custom attention code"
+    if device.type != "cuda":
+        return "varlen", "packed sequences as rectangles of similar lengths, exact"
+    if reason := _no_kernel(config, device):
+        return "sdpa", reason
+    return "varlen", "packed sequences: torch's kernel in half precision, else rectangles of similar lengths"
+
+
+def with_attention(model: ModelConfig, config: PretrainedConfig | None, device: torch.device) -> ModelConfig:
+    """Return ``[model]`` with ``auto`` replaced by the implementation that ``choose_attention`` returns."""
+    name, _ = choose_attention(model.attention, config, device)
+    return model if name == model.attention else model.model_copy(update={"attention": name})
+
+
+def attends_only(config: Any) -> bool:
+    """Return whether a config has attention layers only: recurrent state would run across packed sequences."""
+    layers = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
+    return set(layers) <= ATTENTION_LAYERS
+
+
+def _no_kernel(config: Any, device: torch.device) -> str:
+    """Return why torch's kernel for packed sequences does not run; "" where it does."""
+    if torch.cuda.get_device_capability(device) < KERNEL_CAPABILITY:
+        return (
+            "this device is older than torch's kernel for packed sequences asks for (compute capability 8.0)"
+        )
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_attention_heads", None) or 1
+    size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
+    if size > KERNEL_HEAD:
+        return f"torch's kernel for packed sequences has heads up to {KERNEL_HEAD}, not {size}"
+    return ""
+
+
+def _check_installed(name: str, device: torch.device) -> None:
+    package = PACKAGES.get(name)
+    if package is None:
+        return
+    if device.type != "cuda":
+        raise ConfigError(
+            f"model.attention '{name}' runs on CUDA devices only, and this is {device}. Use 'auto'."
+        )
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"model.attention '{name}' needs the package {package}, which is not installed. Install it, or use "
+            "'auto', which takes torch's own kernel for packed sequences."
+        ) from None

@@ -159,7 +159,7 @@ class MemoryBudget:
             param=types.param,
             compute=types.compute,
             chunk=0 if engine.context.role in VALUE_ROLES else options.log_prob_chunk_tokens,
-            recompute=options.log_prob_recompute is not False,
+            recompute=options.log_prob_recompute,
             wide_chunk=options.sequence_chunk_tokens,
             compiled=engine._compiles,
             kernel=engine.device.type == "cuda" and half,
@@ -191,11 +191,8 @@ class MemoryBudget:
     # -- of engines that shard ----------------------------------------------
 
     def held(self) -> Held:
-        """Return the bytes of the engine's module on this rank; of a spread model, those on the engine's device."""
-        engine = self.engine
-        if engine.spread is not None:
-            return engine.spread.held(engine.module, engine.device)
-        return Held.of(engine.module, engine.trainable)
+        """Return the bytes of the engine's module on this rank."""
+        return Held.of(self.engine.module, self.engine.trainable)
 
     @property
     def token_sharers(self) -> int:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from engine_core.errors import ConfigError
 from engine_core.model_config import VALUE_HEAD as HEAD
 from engine_core.model_config import load_hf_config
-from engine_plugin_torch.attention_choice import choose_attention, with_attention
+from engine_plugin_torch.attention import choose_attention, with_attention
 from engine_plugin_torch.model_loading import adopt_live, cast_parameters, load_model
 from engine_plugin_torch.quantize_model import quantize
 from engine_plugin_torch.value_models import VALUE_ROLES, load_value_model
@@ -67,9 +67,9 @@ class ModelBuilder:
             ConfigError: an actor given from Python would be quantized.
         """
         engine, role = self.engine, self.engine.context.role
-        device, placing = self.load_device, None if engine.spread is None else engine.spread.arguments()
+        device = self.load_device
         if role in VALUE_ROLES:
-            return load_value_model(model, device, engine._param_dtype, live, placing)
+            return load_value_model(model, device, engine._param_dtype, live)
         if live is not None:
             if engine.quantize and role == "actor":
                 raise ConfigError(
@@ -77,7 +77,7 @@ class ModelBuilder:
                     "its own weights. Save it and name the folder (model.path), or leave the key out."
                 )
             return adopt_live(live, model, role, device)
-        return load_model(model, device, engine._param_dtype, placing)
+        return load_model(model, device, engine._param_dtype)
 
     @property
     def load_device(self) -> torch.device:
@@ -87,28 +87,10 @@ class ModelBuilder:
     def place(self, module: nn.Module) -> nn.Module:
         """Cast a model, move it to its device, and quantize its frozen layers if ``quantize`` is set."""
         engine = self.engine
-        if engine.spread is not None:
-            return self._spread_out(module)
         module = cast_parameters(module, engine._param_dtype)
         if not engine.quantize:
             return module.to(engine.device)
         whole = [HEAD, *(engine.config.lora.modules_to_save if engine.config.lora else ())]
-        tokenizer = (engine.context.live or {}).get("tokenizer")
-        how = (engine.quantize, engine.device, engine.precision, engine._table)
-        engine.change = quantize(module.to("cpu"), *how, whole, tokenizer)
+        engine.change = quantize(module.to("cpu"), engine.quantize, engine.device, engine._table, whole)
         log.info("%s: %s, %s", engine.context.role, engine.quantize, engine.change)
-        return module
-
-    def _spread_out(self, module: nn.Module) -> nn.Module:
-        """Return a model that its device map has placed; refuse one that a plugin built."""
-        engine, spread = self.engine, self.engine.spread
-        assert spread is not None
-        if not spread.used:
-            raise ConfigError(
-                f"{engine._table}.device_map: a plugin builds the whole model. Remove the key, or place its layers in "
-                "engine_build_model."
-            )
-        log.info(
-            "%s: %s; layers on disk are read in each pass.", engine.context.role, spread.describe(module)
-        )
         return module

@@ -215,9 +215,7 @@ class StateStore:
         """Wait for files that are still being written (none here)."""
 
     def _move(self, parts: set[str], device: torch.device) -> None:
-        if "weights" in parts and self.engine.spread is not None:
-            self.engine.spread.move(self.engine.module, away=device.type == "cpu")
-        elif "weights" in parts:
+        if "weights" in parts:
             for tensor in (*self.engine.module.parameters(), *self.engine.module.buffers()):
                 tensor.data = tensor.data.to(device)
         if "optimizer" in parts and self.engine.optimizer is not None:

@@ -69,6 +69,18 @@ class SharedBudget(MemoryBudget):
         return False
 
 
+class Root(nn.Module):
+    """A wrapper of the model that runs a function as its forward pass, in which a backend makes weights available."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        """Return ``compute()``, called inside the forward pass."""
+        return compute()
+
+
 class DataParallelEngine(TorchEngine):
     """A train engine of several ranks. Weights are streamed whole, one at a time; a backend defines the gather.
 
@@ -130,10 +142,11 @@ class DataParallelEngine(TorchEngine):
         """Run the forward pass inside the root's. A model that cannot pack runs equally many sequences on all ranks."""
         assert self.root is not None
         if self.forward.packs:
-            return _in_float32(self.root(functools.partial(self.forward, micro, grad, watched)))
+            found: dict[str, Tensor] = self.root(functools.partial(self.forward, micro, grad, watched))
+            return found
         count = int((micro.lengths > 0).sum())
         padded = _with_single_tokens(micro, self.ranks.most(count) - count)
-        found = _in_float32(self.root(functools.partial(self.forward, padded, grad, watched)))
+        found = self.root(functools.partial(self.forward, padded, grad, watched))
         return {name: value[: micro.num_tokens] for name, value in found.items()}
 
     def _learns(self, micro: Batch) -> bool:
@@ -162,6 +175,11 @@ class DataParallelEngine(TorchEngine):
         return TrainOutput(total[0], metrics, output.num_micro_batches)
 
     # -- weights ------------------------------------------------------------
+
+    @property
+    def _limit(self) -> int:
+        """Most bytes of whole weights that are gathered at one time."""
+        return int(self.options.weights_bucket_mb) * 2**20
 
     @property
     def _plain(self) -> nn.Module:
@@ -222,11 +240,6 @@ class DataParallelEngine(TorchEngine):
 
         with self.skeleton.filled(cast()) as module, torch.no_grad():
             yield module
-
-
-def _in_float32(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Cast outputs to float32, the type of the contract; the root has rounded them to `output_dtype`."""
-    return {name: value.float() if value.is_floating_point() else value for name, value in outputs.items()}
 
 
 def filler(like: Batch, learned: bool = False) -> Batch:

@@ -33,10 +33,7 @@ from engine_core.types import StepOutput, TrainOutput
 from engine_plugin_torch.budget import MemoryBudget
 from engine_plugin_torch.build import ModelBuilder
 from engine_plugin_torch.checkpoint import PARTS, StateStore
-from engine_plugin_torch.collectives import measure
-from engine_plugin_torch.device_map import SpreadModel, check_device_map
 from engine_plugin_torch.feed_forward import chunk_feed_forwards
-from engine_plugin_torch.linear_products import use_quicker_products
 from engine_plugin_torch.log_probs import zero_outputs
 from engine_plugin_torch.lora import attach
 from engine_plugin_torch.optimizers import build_optimizer, check_groups, optimizer_problem, set_peak_lr
@@ -70,8 +67,7 @@ class TorchEngine(TrainEngine):
         module: the model, in eval mode.
         adapter: the LoRA adapter in the module; None where the model itself is trained.
         num_skipped_steps: total optimizer steps skipped because of non-finite gradients.
-        change: the effect of quantization on the outputs; None where nothing is quantized.
-        spread: the placement of a frozen model over devices; None where one device holds all layers.
+        change: the effect of quantization; None where nothing is quantized.
     """
 
     options_class: type[Options] = TorchOptions
@@ -81,13 +77,12 @@ class TorchEngine(TrainEngine):
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
-        """Check device, precision, quantization and device map of the role's options."""
+        """Check device, precision and quantization of the role's options."""
         options, table = cls._options(config), f"{context.role}.{config.backend}"
         device = find_device(options.device, context.device, table)
         choose(options, device, table)
         frozen = config.lora is not None or not trainable
         check_quantized(getattr(options, "quantize", None), device, table, frozen)
-        check_device_map(options, context, table, trainable, config.lora is not None)
 
     @classmethod
     def _options(cls, config: RoleConfig) -> Any:
@@ -102,7 +97,6 @@ class TorchEngine(TrainEngine):
         self.device = self._choose_device()
         log.info("%s: %s on %s.", context.role, self.precision, self.device)
         self.change: Change | None = None
-        self.spread = SpreadModel(self.options) if getattr(self.options, "device_map", None) else None
         self.adapter: Adapter | None = None
         self.num_skipped_steps = 0
         self.builder = self.builder_class(self)
@@ -222,8 +216,6 @@ class TorchEngine(TrainEngine):
         chunk_feed_forwards(module, chunk, f"{self._table}.sequence_chunk_tokens", mode)
         if self._compiles:
             compile_units(module, units, self.options.compile_mode)
-        elif self.device.type == "cpu":
-            use_quicker_products(module)
         if self.trainable and self.options.activation_checkpointing:
             checkpoint_units(module, units, lambda: bool(self.budget.recomputed_share))
         return module
@@ -272,7 +264,6 @@ class TorchEngine(TrainEngine):
             compile=self._compiles,
             recompute=self.options.log_prob_recompute,
             mode=self.options.compile_mode,
-            share=self.options.share_prefixes,
         )
 
     @property
@@ -280,7 +271,7 @@ class TorchEngine(TrainEngine):
         """Whether forward passes are compiled."""
         chosen = self.options.compile
         if chosen == "auto":
-            return self.device.type != "cpu" and not self.quantize and self.spread is None
+            return self.device.type != "cpu" and not self.quantize
         return bool(chosen)
 
     @property
@@ -309,9 +300,6 @@ class TorchEngine(TrainEngine):
         return self.adapter
 
     # -- forward and backward -----------------------------------------------
-
-    def measure_collectives(self, sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
-        return measure(self.communicators(), self.device, sizes, repeats)
 
     def infer(self, batch: Batch, outputs: Sequence[str], adapter: bool = True) -> dict[str, Tensor]:
         """Compute outputs [T] or [T, K] without gradient, with half the tokens after an out-of-memory error."""
@@ -495,5 +483,3 @@ class TorchEngine(TrainEngine):
         self.optimizer = self.lr_scheduler = None
         for name in ("module", "forward"):
             self.__dict__.pop(name, None)
-        if self.spread is not None:
-            self.spread.close()

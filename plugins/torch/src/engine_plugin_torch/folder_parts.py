@@ -9,14 +9,14 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from engine_core.contracts.weight_names import converts, near
+from engine_core.contracts.weight_names import converts
 from engine_core.errors import ConfigError, DataError
 from engine_core.model_config import VALUE_HEAD as HEAD
 from engine_plugin_torch.shards import Shards
@@ -50,15 +50,14 @@ class FolderParts:
     """A reader for any part of each weight in a model folder.
 
     Args:
-        module: the model, or a copy with whole shapes.
         model: ``[model]``, with the role's path.
-        shapes: shapes of the model's weights, by name.
-        role: the role that the model is for.
-        key: the option that asks for this, for messages.
-        instead: advice for messages, if the folder cannot be read.
+        shapes: shapes of the role's weights, by name.
+        role: the role that the model is for; a value role gets a fresh head where the folder has none.
+        what: owner of the weights, for messages.
+        unused: patterns of the names that the folder may have and the model lacks.
+        advice: advice for messages, if the folder cannot be read.
 
     Raises:
-        ConfigError: the model's names differ from those in its files.
         DataError: weights are missing, unknown or of another shape.
 
     Attributes:
@@ -67,32 +66,81 @@ class FolderParts:
 
     def __init__(
         self,
+        model: ModelConfig,
+        shapes: Mapping[str, Sequence[int]],
+        role: str,
+        what: str = "this model",
+        unused: Collection[str] = (),
+        advice: str = "",
+    ) -> None:
+        folder, name = Path(model.path), f"{HEAD}.weight"
+        self._shards = Shards(folder, "model", weight_files(folder))
+        self.shapes = {name: list(shape) for name, shape in shapes.items()}
+        self.bytes = 0
+        self._fresh: dict[str, Tensor] = {}
+        patterns = list(unused)
+        if role in VALUE_ROLES:
+            patterns += [rf"^{head}\." for head in LANGUAGE_HEADS]
+            if name not in self._shards.shapes:
+                head = nn.Linear(shapes[name][1], shapes[name][0], bias=False)
+                reset_head(head, model.seed)
+                self._fresh[name] = head.weight.detach()
+        left = [n for n in self._shards.shapes if any(re.search(pattern, n) for pattern in patterns)]
+        read = {name: shape for name, shape in self.shapes.items() if name not in self._fresh}
+        self._shards.check(read, what, set(left) - read.keys(), advice)
+
+    @classmethod
+    def of(
+        cls,
         module: nn.Module,
         model: ModelConfig,
-        shapes: Mapping[str, list[int]],
+        shapes: Mapping[str, Sequence[int]],
         role: str,
         key: str,
-        instead: str,
-    ) -> None:
-        folder = Path(model.path)
-        self._shards = Shards(folder, "model", weight_files(folder))
-        self._fresh = check_names(module, self._shards, shapes, role, key, instead)
-        self._seed, self.shapes, self.bytes = model.seed, shapes, 0
+        advice: str,
+    ) -> FolderParts:
+        """Return the reader for a transformers model.
+
+        Args:
+            module: the model, or a copy with whole shapes.
+            model: as for the class, and so are ``shapes`` and ``role``.
+            shapes: shapes of the model's weights.
+            role: the role that the model is for.
+            key: the option that asks for this, for messages.
+            advice: advice for messages, if the folder cannot be read.
+
+        Raises:
+            ConfigError: the model's names differ from those in its files.
+            DataError: weights are missing, unknown or of another shape.
+        """
+        kind = type(module).__name__
+        if converts(module):
+            raise ConfigError(
+                f"{key} = 'sharded': {kind} is written under other names than its own. {advice}"
+            )
+        unused: Any = [
+            *(re.escape(name) for name in getattr(module, "all_tied_weights_keys", None) or ()),
+            *(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()),
+        ]
+        return cls(model, shapes, role, kind, unused, advice)
 
     def read(self, name: str, wanted: tuple[slice, ...]) -> Tensor:
         """Return a part ``[D0, ...]`` of a weight from the files, or of a fresh value head (equal on every rank)."""
         if name in self._fresh:
-            rows, columns = self.shapes[name]
-            head = nn.Linear(columns, rows, bias=False)
-            reset_head(head, self._seed)
-            return head.weight.detach()[wanted]
+            return self._fresh[name][wanted]
         part = self._shards.read(name, wanted)
         self.bytes += part.numel() * part.element_size()
         return part
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the folder's weights."""
-        return fingerprint(self._shards)
+        """Return a hash of the name, shape and first row of each weight; two models with one config differ in it."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, shape in sorted(self._shards.shapes.items()):
+            row = self._shards.read(
+                name, tuple(slice(0, min(1, n) if not at else n) for at, n in enumerate(shape))
+            )
+            digest.update(f"{name}{shape}".encode() + row.flatten().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
 
 def read_together(read: Callable[[], FolderParts], path: str, role: str, ranks: RankGroup) -> None:
@@ -125,17 +173,6 @@ def read_together(read: Callable[[], FolderParts], path: str, role: str, ranks: 
         )
 
 
-def fingerprint(shards: Shards) -> str:
-    """Return a hash of the name, shape and first row of each weight; two models with one config differ in it."""
-    digest = hashlib.blake2b(digest_size=16)
-    for name, shape in sorted(shards.shapes.items()):
-        row = shards.read(
-            name, tuple(slice(0, size if at else min(1, size)) for at, size in enumerate(shape))
-        )
-        digest.update(f"{name}{shape}".encode() + row.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that ``save_pretrained`` wrote: one file, or those in the index.
 
@@ -155,46 +192,3 @@ def weight_files(folder: Path) -> list[Path]:
     if missing := [file.name for file in files if not file.is_file()]:
         raise DataError(f"{folder} lacks {', '.join(missing[:3])}, which its index names.")
     return files
-
-
-def check_names(
-    module: nn.Module, shards: Shards, shapes: Mapping[str, list[int]], role: str, key: str, instead: str
-) -> set[str]:
-    """Check the names and shapes in a folder; return the names it may lack (a fresh value head).
-
-    Args:
-        module: the model, or a copy with whole shapes.
-        shards: the folder's weights.
-        shapes: shapes of the model's weights, by name.
-        role: the role that the model is for.
-        key: the option that asks for this, for messages.
-        instead: advice for messages, if the folder cannot be read.
-
-    Raises:
-        ConfigError: the model's names differ from those in its files.
-        DataError: weights are missing, unknown or of another shape.
-    """
-    kind, unknown = type(module).__name__, set(shards.shapes) - set(shapes)
-    if converts(module):
-        raise ConfigError(f"{key} = 'sharded': {kind} is written under other names than its own. {instead}")
-    fresh = {f"{HEAD}.weight"} - set(shards.shapes) if role in VALUE_ROLES else set()
-    if missing := sorted(set(shapes) - set(shards.shapes) - fresh):
-        raise DataError(
-            f"{shards.folder} has no weight '{missing[0]}' of {kind}.{near(missing[0], unknown)} {instead}"
-        )
-    free: Any = [
-        *(re.escape(name) for name in getattr(module, "all_tied_weights_keys", None) or ()),
-        *(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()),
-        *((rf"^{name}\." for name in LANGUAGE_HEADS) if role in VALUE_ROLES else ()),
-    ]
-    if left := sorted(n for n in unknown if not any(re.search(pattern, n) for pattern in free)):
-        raise DataError(
-            f"{shards.folder} holds '{left[0]}', which {kind} has not. Is it a folder of another model?"
-        )
-    for name, shape in shapes.items():
-        if name not in fresh and shards.shapes[name] != shape:
-            raise DataError(
-                f"Weight '{name}' has shape {shards.shapes[name]} in {shards.folder}; expected {shape}. "
-                "Is model.override right?"
-            )
-    return fresh

@@ -38,7 +38,7 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Compute logits: [N, H] -> [N, V] float32."""
-        logits = self.project(hidden).to(hidden.device)  # the head of a spread model may be on another device
+        logits = self.project(hidden)
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.cap is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from engine_core.errors import ConfigError, DataError
 from engine_core.model_config import has_no_weights, load_hf_config, unreadable
-from engine_plugin_torch.attention_choice import choose_attention, with_attention
+from engine_plugin_torch.attention import choose_attention, with_attention
 from engine_plugin_torch.lora import base_copy
 
 if TYPE_CHECKING:
@@ -30,10 +30,8 @@ DRAWS = frozenset({"cuda", "xpu"})  # devices whose generators can be seeded and
 transformers_logging.disable_progress_bar()  # its bars would break the display of this project
 
 
-def load_model(
-    model: ModelConfig, device: torch.device, dtype: torch.dtype, placing: Mapping[str, Any] | None = None
-) -> nn.Module:
-    """Load ``AutoModelForCausalLM`` from ``[model]`` to ``device``, or to the devices of ``placing``.
+def load_model(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Load ``AutoModelForCausalLM`` from ``[model]`` to ``device``.
 
     A folder with a config and no weights gives random weights from `model.seed`, drawn on ``device``. They are the same
     for every type, but differ between kinds of devices, which have different generators.
@@ -42,7 +40,6 @@ def load_model(
         model: the ``[model]`` table.
         device: the device of the model.
         dtype: type of the parameters.
-        placing: ``SpreadModel.arguments`` for a model over several devices.
 
     Raises:
         ConfigError: the path, an override, the attention or the folder's own code is refused.
@@ -51,11 +48,8 @@ def load_model(
     config = load_hf_config(model)
     model = with_attention(model, config, device)
     if has_no_weights(model.path):
-        refuse_to_place(model.path, placing)
-        built = cast_parameters(random_model(config, model, device), dtype)
-    else:
-        built, _ = load_weights(AutoModelForCausalLM, config, model, dtype, placing=placing)
-    return built if placing else built.to(device)
+        return cast_parameters(random_model(config, model, device), dtype).to(device)
+    return load_weights(AutoModelForCausalLM, config, model, dtype)[0].to(device)
 
 
 def sampler_module(sampler: RolloutEngine, device: torch.device, dtype: torch.dtype) -> nn.Module | None:
@@ -101,19 +95,6 @@ def adopt_live(module: nn.Module, model: ModelConfig, role: str, device: torch.d
     return module if role == "actor" else base_copy(module)
 
 
-def refuse_to_place(path: str, placing: Mapping[str, Any] | None) -> None:
-    """Refuse to spread a model without weight files over devices.
-
-    Raises:
-        ConfigError: ``placing`` is given.
-    """
-    if placing:
-        raise ConfigError(
-            f"device_map: '{path}' holds a config and no weights, so there is nothing to place. Give a folder with "
-            "weights, or leave the key out."
-        )
-
-
 def load_weights(
     kind: Any,
     config: PretrainedConfig,
@@ -121,7 +102,6 @@ def load_weights(
     dtype: torch.dtype,
     absent: tuple[str, ...] = (),
     unused: tuple[str, ...] = (),
-    placing: Mapping[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a model with the weights of a folder.
 
@@ -132,7 +112,6 @@ def load_weights(
         dtype: type of the parameters.
         absent: modules whose weights the folder may lack.
         unused: modules whose weights the folder may have and the model lacks.
-        placing: as for ``load_model``.
 
     Returns:
         The model, and the names of the weights that the folder lacks; their values are arbitrary.
@@ -155,7 +134,6 @@ def load_weights(
             trust_remote_code=model.trust_remote_code,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # they are reported below, by name
-            **(placing or {}),
         )
     except (OSError, SafetensorError) as error:
         raise ConfigError(damaged_file(model.path) or unreadable(model.path, error)) from error

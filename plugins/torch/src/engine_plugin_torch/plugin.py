@@ -20,6 +20,5 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
                 {"common_checkpoints", "generation_module", "lora", "set_lr", "sleep", "support"}
             ),
             health="engine_plugin_torch.precision:health",
-            check_checkpoint="engine_plugin_torch.shards:check_experts",
         )
     }

@@ -13,11 +13,9 @@ writes it. A file without such a header holds whole tensors: a checkpoint of one
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,6 @@ from torch.distributed.tensor import DTensor
 
 from engine_core.contracts.weight_names import near
 from engine_core.errors import DataError
-from engine_core.runs.state_files import FORMAT, STATE, load_json
 from engine_plugin_torch.sharded import here, is_first_copy, like, span
 
 KEY = "shards"
@@ -164,21 +161,33 @@ class Shards:
             for name, tensor in tensors.items():
                 here(tensor).copy_(self.read(name, span(tensor)))
 
-    def check(self, shapes: Mapping[str, list[int]], what: str) -> None:
+    def check(
+        self, shapes: Mapping[str, list[int]], what: str, unused: Collection[str] = (), advice: str = ""
+    ) -> None:
         """Check that the tensors have these names and shapes.
+
+        Args:
+            shapes: the expected shapes by name.
+            what: owner of the tensors, for messages.
+            unused: names that may be there in addition.
+            advice: a sentence to add to messages.
 
         Raises:
             DataError: names or shapes differ.
         """
+        left = sorted(self.shapes.keys() - shapes.keys() - set(unused))
         for name, shape in shapes.items():
             if name not in self.shapes:
-                raise DataError(f"{self.folder} has no weight '{name}' of {what}." + near(name, self.shapes))
-            if self.shapes[name] != shape:
                 raise DataError(
-                    f"Weight '{name}' has shape {self.shapes[name]} in {self.folder}; expected {shape}."
+                    f"{self.folder} has no weight '{name}' of {what}.{near(name, left or self.shapes)} {advice}".rstrip()
                 )
-        if left := sorted(self.shapes.keys() - shapes.keys()):
-            raise DataError(f"Unknown weight '{left[0]}' for {what}." + near(left[0], shapes))
+            if self.shapes[name] != list(shape):
+                raise DataError(
+                    f"Weight '{name}' has shape {self.shapes[name]} in {self.folder}; expected {list(shape)}. "
+                    f"{advice}".rstrip()
+                )
+        if left:
+            raise DataError(f"Unknown weight '{left[0]}' for {what} in {self.folder}.{near(left[0], shapes)}")
 
 
 def optimizer_tensors(shards: Shards, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -209,39 +218,3 @@ def _entries(file: Path) -> Iterator[tuple[str, list[int], list[int], list[int]]
                 yield name, list(place["shape"]), list(place["at"]), list(size)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file} is no file of sharded tensors: {error}. Take another checkpoint.") from error
-
-
-EXPERT = re.compile(r"\.experts\.(\d+\.)?")
-
-
-def experts_apart(folder: Path) -> bool | None:
-    """Return whether a checkpoint holds each expert's weights separately; None without experts or in another format."""
-    if not (folder / STATE).is_file() or load_json(folder / STATE).get("format") != FORMAT:
-        return None
-    found = [match for name in Shards(folder, "weights").shapes if (match := EXPERT.search(name))]
-    return any(match[1] for match in found) if found else None
-
-
-def check_experts(folder: Path, was: str, now: str, apart: bool = False) -> str:
-    """Return why an engine cannot read a checkpoint with its layout of experts; "" where it can.
-
-    Args:
-        folder: folder of the role, in the common format or another one.
-        was: the engine that wrote the checkpoint.
-        now: the engine that shall read it.
-        apart: ``now`` keeps each expert's weights separately, as Hugging Face folders do; else all experts of a layer
-            are one tensor, as transformers keeps them in memory.
-    """
-    found = experts_apart(folder)
-    if found is None or found == apart:
-        return ""
-    one, each = "all experts of a layer in one tensor", "each expert's weights by themselves"
-    return (
-        f"{folder.parent.name} was written with '{was}' and holds {each if found else one}; '{now}' reads "
-        f"{each if apart else one}. Put '{was}' back, or begin a new run with its weights: `engine export RUN OUT`, "
-        "then model.path = 'OUT'."
-    )
-
-
-check_experts_apart = functools.partial(check_experts, apart=True)
-"""``check_experts`` of an engine that keeps each expert's weights by themselves."""

@@ -11,7 +11,6 @@ Not supported: families that transformers does not know. A plugin builds those (
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,14 +25,13 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from engine_core.errors import ConfigError
 from engine_core.model_config import VALUE_HEAD as HEAD
 from engine_core.model_config import load_hf_config as load_config
-from engine_plugin_torch.attention_choice import with_attention
+from engine_plugin_torch.attention import with_attention
 from engine_plugin_torch.lora import base_copy
 from engine_plugin_torch.model_loading import (
     cast_parameters,
     has_no_weights,
     load_weights,
     random_model,
-    refuse_to_place,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +52,6 @@ def load_value_model(
     device: torch.device,
     dtype: torch.dtype,
     live: nn.Module | None = None,
-    placing: Mapping[str, Any] | None = None,
 ) -> nn.Module:
     """Load the model of a value role to ``device``.
 
@@ -75,24 +72,19 @@ def load_value_model(
                 f"A value head cannot be put on {type(live).__name__}, which is no transformers model. "
                 "Give the role a separate path, or build it in a plugin (engine_build_model)."
             )
-        return _on(with_value_head(base_copy(live), model.seed), device)
+        return with_value_head(base_copy(live), model.seed).to(device)
     config = load_config(model)
     model = with_attention(model, config, device)
     if has_no_weights(model.path):
-        refuse_to_place(model.path, placing)
-        return _on(
-            cast_parameters(with_value_head(random_model(config, model, device), model.seed), dtype), device
-        )
+        built = with_value_head(random_model(config, model, device), model.seed)
+        return cast_parameters(built, dtype).to(device)
     config.num_labels = 1
     kind = value_class(config)
-    absent = () if placing else (HEAD,)
-    built, fresh = load_weights(
-        kind, config, model, dtype, absent=absent, unused=LANGUAGE_HEADS, placing=placing
-    )
+    built, fresh = load_weights(kind, config, model, dtype, absent=(HEAD,), unused=LANGUAGE_HEADS)
     if fresh:
         log.info("%s has no value head: a fresh one from model.seed %d.", model.path, model.seed)
         reset_head(getattr(built, HEAD), model.seed)
-    return built if placing else _on(built, device)
+    return built.to(device)
 
 
 def with_value_head(module: PreTrainedModel, seed: int) -> PreTrainedModel:
@@ -128,10 +120,6 @@ def value_class(config: PretrainedConfig) -> type[PreTrainedModel]:
     name = causal.__name__.replace("ForCausalLM", "").replace("LMHeadModel", "") + "ForSequenceClassification"
     own = {"base_model_prefix": family.base_model_prefix, "__module__": family.__module__}
     return type(name, (GenericForSequenceClassification, family), own)
-
-
-def _on(module: nn.Module, device: torch.device) -> nn.Module:
-    return module.to(device)
 
 
 def reset_head(head: nn.Linear, seed: int) -> None:

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from engine_plugin_megatron.token_group import token_group
+from engine_plugin_megatron.ranks import token_group
 from engine_plugin_torch.attention import varlen
-from engine_plugin_torch.rank_exchange import Exchange
+from engine_plugin_torch.rank_group import Exchange
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams

@@ -12,16 +12,20 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from engine_core.errors import ConfigError
+from engine_plugin_megatron.layout import misfits
 from engine_plugin_megatron.models.architecture import architecture_of
 from engine_plugin_megatron.models.attention import PackedAttention
-from engine_plugin_megatron.models.fit import misfits
-from engine_plugin_megatron.models.norm import HeadNorm, RMSNorm
-from engine_plugin_megatron.models.padding_token import hold_padding_token
-from engine_plugin_megatron.models.positions import StretchRotary
-from engine_plugin_megatron.models.router import Router
-from engine_plugin_megatron.models.value_head import ValueHead
-from engine_plugin_megatron.models.vocabulary import hide_padding, padded_vocabulary
-from engine_plugin_megatron.token_group import token_group
+from engine_plugin_megatron.models.layers import (
+    HeadNorm,
+    RMSNorm,
+    Router,
+    StretchRotary,
+    ValueHead,
+    hide_padding,
+    hold_padding_token,
+    padded_vocabulary,
+)
+from engine_plugin_megatron.ranks import token_group
 
 if TYPE_CHECKING:
     from megatron.core.transformer.spec_utils import ModuleSpec

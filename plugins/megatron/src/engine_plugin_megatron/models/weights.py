@@ -19,8 +19,8 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from engine_core.errors import DataError, PluginError
-from engine_plugin_megatron.models.places import Joined, Piece, boxes, within
-from engine_plugin_megatron.models.vocabulary import padded_vocabulary
+from engine_plugin_megatron.models.layers import padded_vocabulary
+from engine_plugin_megatron.models.places import Joined, Piece, Slices, boxes, within
 
 if TYPE_CHECKING:
     from megatron.core.models.gpt import GPTModel
@@ -131,15 +131,18 @@ def names(chunks: Sequence[GPTModel], hf_config: PretrainedConfig) -> list[Place
 
 @torch.no_grad()
 def load(
-    chunks: Sequence[GPTModel], hf_config: PretrainedConfig, read: Callable[[str], Any], mix: float = 1.0
+    chunks: Sequence[GPTModel],
+    hf_config: PretrainedConfig,
+    read: Callable[[str, Slices], Tensor],
+    mix: float = 1.0,
 ) -> None:
     """Fill this rank's parameters. Padding rows become zero. Not collective.
 
     Args:
         chunks: this rank's chunks.
         hf_config: the model's config.
-        read: returns one tensor of a Hugging Face state dict: whole, or as a slice of a safetensors file, of which only
-            this rank's part is read. It is called with a name once for each parameter that holds a part of the tensor.
+        read: returns a part of one tensor of a Hugging Face state dict. It is called with a name once for each
+            parameter that holds a part of the tensor.
         mix: share of the new values; the rest is kept of the old ones.
 
     Raises:
@@ -155,7 +158,7 @@ def wanted(chunks: Sequence[GPTModel], hf_config: PretrainedConfig) -> Counter[s
 
 
 @torch.no_grad()
-def fill(target: Tensor, place: Place, read: Callable[[str], Any], mix: float = 1.0) -> None:
+def fill(target: Tensor, place: Place, read: Callable[[str, Slices], Tensor], mix: float = 1.0) -> None:
     """Fill a tensor that is sharded like a parameter: the parameter itself, or optimizer state.
 
     Args:
@@ -170,11 +173,9 @@ def fill(target: Tensor, place: Place, read: Callable[[str], Any], mix: float = 
     if mix == 1.0:
         target.zero_()  # rows of padding
     for name, (box, pieces) in boxes(place.pieces).items():
-        tensor = read(name)
-        shape = tuple(tensor.shape if isinstance(tensor, Tensor) else tensor.get_shape())
-        if shape != pieces[0].shape:
-            raise DataError(f"Weight '{name}' has shape {list(shape)}; expected {list(pieces[0].shape)}.")
-        part = tensor[box].to(target)
+        part = read(name, box).to(target)
+        if list(part.shape) != [s.stop - s.start for s in box]:
+            raise DataError(f"Weight '{name}' has another shape than {list(pieces[0].shape)}.")
         for piece in pieces:
             new = part[within(piece.at, box)]
             target[piece.here].copy_(new) if mix == 1.0 else target[piece.here].lerp_(new, mix)

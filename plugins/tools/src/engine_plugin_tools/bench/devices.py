@@ -26,25 +26,23 @@ class Device:
     Attributes:
         flops: dense bf16 operations a second.
         bandwidth: bytes a second of its memory.
-        link: bytes a second to other devices of the host, one way; 0 without a dedicated link.
     """
 
     flops: float
     bandwidth: float
-    link: float = 0.0
 
 
 DEVICES: dict[str, Device] = {
-    "B200": Device(2250e12, 8.0e12, 900e9),
-    "H200": Device(989e12, 4.8e12, 450e9),
-    "H800": Device(989e12, 3.35e12, 200e9),
+    "B200": Device(2250e12, 8.0e12),
+    "H200": Device(989e12, 4.8e12),
+    "H800": Device(989e12, 3.35e12),
     "H100 PCIe": Device(756e12, 2.0e12),
-    "H100 NVL": Device(835e12, 3.9e12, 300e9),
-    "H100": Device(989e12, 3.35e12, 450e9),
+    "H100 NVL": Device(835e12, 3.9e12),
+    "H100": Device(989e12, 3.35e12),
     "A100-PCIE-40GB": Device(312e12, 1.555e12),
-    "A100-SXM4-40GB": Device(312e12, 1.555e12, 300e9),
+    "A100-SXM4-40GB": Device(312e12, 1.555e12),
     "A100 80GB PCIe": Device(312e12, 1.935e12),
-    "A100": Device(312e12, 2.039e12, 300e9),
+    "A100": Device(312e12, 2.039e12),
     "L40S": Device(362e12, 0.864e12),
 }
 """Rates from the vendors' data sheets, by words in the device's name, the longer words first."""

@@ -177,31 +177,6 @@ def bench_step(
     )
 
 
-def bench_comm(config: EngineConfig, sizes: list[int], steps: int) -> dict[str, Any]:
-    """Measure each collective over each axis of the actor's mesh, through the runtime of the run file.
-
-    Returns:
-        ``measured``, in the format of ``engine_plugin_torch.collectives``, with ``percent_of_link`` if the ranks of
-        one host are connected by a link of known rate.
-
-    Raises:
-        ConfigError: the actor's ranks share no collective.
-    """
-    with _workers(config, {"actor": Role("train")}) as (_, groups):
-        processes = groups["actor"].world_size
-        measured = groups["actor"].call("measure_collectives", sizes=sizes, repeats=steps).result()
-    if not measured:
-        raise ConfigError(
-            f"There is nothing to measure: the {processes} process(es) of actor.backend = '{config.actor.backend}' share no "
-            "collective. It takes several ranks: runtime.backend = 'torchrun' and an engine that spreads a model over them."
-        )
-    device = device_of(_device_name())
-    for one in measured:
-        if device and device.link and one["on_one_host"] and one["backend"] != "gloo":
-            one["percent_of_link"] = 100 * one["bus_gb_per_s"] * 1e9 / device.link
-    return _head(config, "comm", processes) | {"measured": measured}
-
-
 def _step_floor(config: EngineConfig, lines: list[dict[str, Any]], processes: int) -> dict[str, Any]:
     """Return the sum of both floors for a step that samples and trains once on its samples."""
     cost = Cost.of(load_hf_config(config.model).get_text_config(decoder=True).to_dict())
@@ -244,7 +219,7 @@ def _workers(
 
 def _head(config: EngineConfig, part: str, processes: int) -> dict[str, Any]:
     """Return what was measured, and on what."""
-    backend = config.actor.backend if part in ("train", "step", "comm") else config.rollout.backend
+    backend = config.actor.backend if part in ("train", "step") else config.rollout.backend
     return {
         "part": part,
         "model": Path(config.model.path).name,

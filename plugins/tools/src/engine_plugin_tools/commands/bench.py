@@ -13,7 +13,6 @@ import typer
 from engine_core.cli.loading import read, trainer_of
 from engine_core.cli.options import AllowCode, File, Json, Sets
 from engine_core.cli.output import print_json, print_table
-from engine_core.errors import ConfigError
 from engine_plugin_tools.packages import require_package
 
 if TYPE_CHECKING:
@@ -110,39 +109,6 @@ def step(
     from engine_plugin_tools.bench.parts import bench_step
 
     _show(bench_step(read([file], sets=sets, allow_code=allow_code), steps, warmup, trainer_of), as_json)
-
-
-def comm(
-    file: File,
-    shape: Shape = None,
-    sizes: Annotated[
-        list[float] | None,
-        typer.Option("--mib", metavar="N", help="Size in MiB, may be repeated; default 1, 16, 256."),
-    ] = None,
-    steps: Steps = 10,
-    sets: Sets = None,
-    allow_code: AllowCode = False,
-    as_json: Json = False,
-) -> None:
-    """Measure collectives over the ranks of the actor: seconds, algorithm and bus bandwidth of each.
-
-    Bus bandwidth is what the busiest link carries, as nccl-tests count it: all_reduce 2(n-1)/n of bytes by seconds,
-    all_gather, reduce_scatter and all_to_all (n-1)/n, broadcast all of it. A size of 0 raises an error.
-    """
-    from engine_plugin_tools.bench.parts import bench_comm
-
-    asked = [round(size * 2**20) for size in sizes or (1, 16, 256)]
-    if min(asked) <= 0:
-        raise ConfigError(f"--mib {min(sizes or ())}: expected a size over 0.")
-    with _config(file, shape, sets, allow_code) as config:
-        found = bench_comm(config, asked, steps)
-    if as_json:
-        print_json(found)
-        return
-    measured = found.pop("measured")
-    _show(found, False)
-    columns = list(dict.fromkeys(name for one in measured for name in one))
-    print_table([[_text(one.get(name, "")) for name in columns] for one in measured], header=columns)
 
 
 def simulate(
