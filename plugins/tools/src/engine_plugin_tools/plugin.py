@@ -46,7 +46,7 @@ def engine_commands() -> Mapping[str, Command]:
         "prune": Command(load=here + "runs:prune"),
         **{
             f"bench.{name}": Command(load=f"{here}bench:{name}", group_help=measure)
-            for name in ("train", "rollout", "sync", "step", "comm", "simulate")
+            for name in ("train", "rollout", "sync", "step", "comm")
         },
         **{f"new.{name}": Command(load=f"{here}new:{name}", group_help=start) for name in ("plugin", "run")},
     }

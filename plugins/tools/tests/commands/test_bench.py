@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 
 import pytest
@@ -138,15 +137,3 @@ def test_comm_needs_ranks_that_talk(engine, sft_run):
     assert "There is nothing to measure" in answer.err
     assert "runtime.backend = 'torchrun'" in answer.err
     assert "--mib -1.0: expected a size over 0" in engine("bench", "comm", "run.toml", "--mib", "-1").err
-
-
-@pytest.mark.parametrize("absent", ["processes", "rewards", "trainers"])
-def test_the_simulator_without_what_it_simulates_says_what_to_install(engine, monkeypatch, absent):
-    find, module = importlib.util.find_spec, f"engine_plugin_{absent}"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name))
-    answer = engine("bench", "simulate")
-    assert answer.code == 3
-    assert answer.err.endswith(
-        f"engine bench simulate needs the package engine-plugin-{absent}, which is not installed. "
-        "Try: pip install 'engine-plugin-tools[simulator]'.\n"
-    )

@@ -14,7 +14,7 @@ from engine_core.types import Batch, Request, Rollout, StepOutput, TrainOutput
 from engine_plugin_trainers.policy_versions import version_runs
 
 if TYPE_CHECKING:
-    from engine_plugin_tools.bench.simulator.speeds import Lengths, Speeds
+    from virtual_cluster.speeds import Lengths, Speeds
 
 
 class SimulatedTrainer:
