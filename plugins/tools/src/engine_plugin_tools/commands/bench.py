@@ -43,7 +43,7 @@ def train(
     allow_code: AllowCode = False,
     as_json: Json = False,
 ) -> None:
-    """Forward, backward and optimizer step of the actor: tokens a second, MFU, share of the floor, memory.
+    """Forward, backward and optimizer step of the actor: tokens a second, MFU, memory.
 
     Tokens are random and the loss is on what follows the prompts. 'actor.max_tokens_per_rank' is the size
     of a micro-batch, as in a run.
