@@ -30,7 +30,7 @@ def test_generate_writes_scored_groups_that_offline_training_can_read(engine, rl
 
 def test_generate_takes_other_prompts(engine, rl_run):
     (rl_run.parent / "few.jsonl").write_text('{"prompt": "7*7="}\n{"prompt": "8-1="}\n')
-    assert engine("generate", "rl.toml", "few.parquet", "--prompts", "few.jsonl").code == 0
+    assert engine("generate", "rl.toml", "few.parquet", "--set", "data.train=few.jsonl").code == 0
     prompts = {r.prompt.text for r in read_rollouts(rl_run.parent / "few.parquet")}
     assert prompts == {"7*7=", "8-1="}
 

@@ -1,4 +1,4 @@
-"""The measurements: training, sampling, weight sync and whole steps, each on the workers of the run file."""
+"""The measurements: training, sampling, weight sync, whole steps and collectives, each on the workers of the run file."""
 
 from __future__ import annotations
 
@@ -121,12 +121,8 @@ def bench_sync(config: EngineConfig, steps: int, warmup: int) -> dict[str, Any]:
                 seconds.append(_now() - start)
         processes = groups["rollout"].world_size
     step_s = statistics.median(seconds[warmup:])
-    found = _head(config, "sync", processes) | {
-        "bytes": moved,
-        "first_step_s": seconds[0],
-        "step_s": step_s,
-    }
-    return found | ({"gb_per_s": moved / step_s / 1e9} if moved else {})
+    found = {"bytes": moved, "first_step_s": seconds[0], "step_s": step_s, "gb_per_s": moved / step_s / 1e9}
+    return _head(config, "sync", processes) | found
 
 
 def bench_step(
@@ -152,16 +148,10 @@ def bench_step(
         finally:
             trainer.close()
     found = [json.loads(line) for line in lines][warmup:]
-    names = [name for name in found[-1] if name.startswith("time/")]
-    medians = {
-        name: statistics.median(line[name] for line in found if name in line) for name in sorted(names)
-    }
-    return (
-        _head(config, "step", processes)
-        | {"first_step_s": json.loads(lines[0]).get("time/step")}
-        | medians
-        | _peak_memory()
-    )
+    names = sorted(name for name in found[-1] if name.startswith("time/"))
+    medians = {name: statistics.median(line[name] for line in found if name in line) for name in names}
+    first = {"first_step_s": json.loads(lines[0]).get("time/step")}
+    return _head(config, "step", processes) | first | medians | _peak_memory()
 
 
 def bench_comm(config: EngineConfig, sizes: list[int], steps: int) -> dict[str, Any]:
@@ -232,15 +222,3 @@ def _peak_memory() -> dict[str, float]:
     """Return the peak memory of this process's device; empty if other processes did the work."""
     peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0
     return {"peak_memory_gib": peak / GIB} if peak else {}
-
-
-def check_lengths(length: int, prompt: int) -> None:
-    """Raise for a prompt that leaves no token to learn.
-
-    Raises:
-        ConfigError: the prompt is as long as the sequence, or longer.
-    """
-    if prompt >= length:
-        raise ConfigError(
-            f"--prompt {prompt} leaves nothing of --length {length} to learn. Give a smaller one."
-        )

@@ -48,9 +48,12 @@ def train(
     Tokens are random and the loss is on what follows the prompts. 'actor.max_tokens_per_rank' is the size
     of a micro-batch, as in a run.
     """
-    from engine_plugin_tools.bench.parts import bench_train, check_lengths
+    from engine_plugin_tools.bench.parts import bench_train
 
-    check_lengths(length, prompt)
+    if prompt >= length:
+        raise ConfigError(
+            f"--prompt {prompt} leaves nothing of --length {length} to learn. Give a smaller one."
+        )
     with _config(file, shape, sets, allow_code) as config:
         _show(bench_train(config, sequences, length, prompt, steps, warmup), as_json)
 
@@ -161,10 +164,6 @@ def _show(found: dict[str, Any], as_json: bool) -> None:
 
 
 def _text(value: Any) -> str:
-    return (
-        f"{value:,.4g}"
-        if isinstance(value, float) and abs(value) < 1000
-        else f"{value:,.0f}"
-        if isinstance(value, (int, float))
-        else str(value)
-    )
+    if isinstance(value, float) and abs(value) < 1000:
+        return f"{value:,.4g}"
+    return f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)

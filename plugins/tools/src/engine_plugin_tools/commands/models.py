@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
@@ -19,10 +18,6 @@ from engine_core.runs.tracking import RunFolder, write_rollouts
 def generate(
     file: File,
     out: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Where the rollouts go.")],
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option("--prompts", metavar="FILE", help="Prompts instead of data.train; may be repeated."),
-    ] = None,
     sets: Sets = None,
     allow_code: AllowCode = False,
 ) -> None:
@@ -34,9 +29,7 @@ def generate(
     if out.suffix != ".parquet":
         raise ConfigError(f"OUT '{out}' must end in .parquet: rollouts are written as Parquet.")
     check_new(out)
-    files = json.dumps([str(path.absolute()) for path in prompts or ()])
-    replaced = [f"data.train={files}", 'data.source=""'] if prompts else []
-    config = read([file], sets=[*(sets or ()), *replaced], allow_code=allow_code)
+    config = read([file], sets=sets, allow_code=allow_code)
     with closing(trainer_of(config)) as trainer:
         if not hasattr(trainer, "generate"):
             raise ConfigError(
