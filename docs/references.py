@@ -403,6 +403,21 @@ def compatibility_page() -> str:
     )
 
 
+def sandbox_page() -> str:
+    """Return the attacks that the sandbox of code rewards stops, with the tier from which on each one fails."""
+    from engine_plugin_rewards.sandbox.probes import PROBES
+
+    return page(
+        "Attacks that the sandbox stops",
+        "For users of [code rewards](../code_reward.md#the-sandbox): each attack of a program, the lowest tier of the sandbox that stops it, and the\n"
+        "mechanisms. The tests run each attack in every tier that promises to stop it. A worker tries the first eight to find the tier of a machine.",
+        table(
+            ["a program tries to", "stopped from", "by"],
+            [[probe.name, probe.tier, probe.how] for probe in PROBES],
+        ),
+    )
+
+
 def install_hints() -> str:
     """Return which of our distributions to install for a name, from the entry points of each."""
     lines = []
@@ -420,6 +435,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "commands.md": commands_page,
     "errors.md": errors_page,
     "compatibility.md": compatibility_page,
+    "sandbox.md": sandbox_page,
     **{api_file(title): partial(api_page, title) for title in public_modules()},
     "../../engine_core/plugins/known_plugins.json": install_hints,
 }

@@ -2,8 +2,8 @@
 
 A probe is a program that prints ``BREACH`` if its attack succeeds. The targets lie outside of the box and belong to
 this process (``Bait``), which checks at the end that they are untouched. The first eight (``ESSENTIAL``) decide on
-every machine which tiers are in force; the others run in the tests. All of them are in a table of docs/code_reward.md
-that a test compares with this list.
+every machine which tiers are in force; the others run in the tests. docs/reference/sandbox.md is
+made of this list.
 """
 
 from __future__ import annotations
