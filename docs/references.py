@@ -25,15 +25,14 @@ from engine_core.cli.main import app
 from engine_core.plugins.metadata import TABLES, Offer, installed
 from engine_core.plugins.modules import spec_class, table_module
 from engine_plugin_tools.commands.schema import installed_specs
-from engine_plugin_tools.commands.schema_text import is_table, type_text
-from engine_plugin_tools.schema import json_schema, schema_at
+from engine_plugin_tools.schema import is_table, json_schema, schema_at, type_text
 
 if TYPE_CHECKING:
     from engine_core.specs import Spec
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-Table = Mapping[str, Any]
+Table = dict[str, Any]
 
 
 def project_files() -> list[Path]:
@@ -164,10 +163,10 @@ def top_level(paths: list[str]) -> list[str]:
 def table_paths(schema: Table, path: str) -> Iterator[str]:
     """Yield the path of a table and of the tables in it; nothing for a plain key or a name without options."""
     parent, _, key = path.rpartition(".")
-    properties = schema_at(dict(schema), parent)["properties"]
+    properties = schema_at(schema, parent)["properties"]
     if key not in properties or not is_table(schema, properties[key]):
         return
-    names = schema_at(dict(schema), path)["properties"]
+    names = schema_at(schema, path)["properties"]
     if names:
         yield path
     for name in names:
@@ -185,13 +184,13 @@ def same_tables(schema: Table, paths: list[str]) -> list[list[str]]:
 def shown(schema: Table, path: str) -> str:
     """Return the header of a table as a run file has it: ``[actor]``, or ``[[reward]]`` for a list of tables."""
     parent, _, key = path.rpartition(".")
-    many = "items" in schema_at(dict(schema), parent)["properties"][key]
+    many = "items" in schema_at(schema, parent)["properties"][key]
     return f"`[[{path}]]`" if many else f"`[{path}]`"
 
 
 def config_part(schema: Table, paths: list[str], title: str | None = None) -> str:
     """Return the section of the first path; the others are named as tables with the same keys."""
-    node = schema_at(dict(schema), paths[0])
+    node = schema_at(schema, paths[0])
     rows = []
     for key, inner in node["properties"].items():
         if is_table(schema, inner):
@@ -404,6 +403,21 @@ def compatibility_page() -> str:
     )
 
 
+def sandbox_page() -> str:
+    """Return the attacks that the sandbox of code rewards stops, with the tier from which on each one fails."""
+    from engine_plugin_rewards.sandbox.probes import PROBES
+
+    return page(
+        "Attacks that the sandbox stops",
+        "For users of [code rewards](../code_reward.md#the-sandbox): each attack of a program, the lowest tier of the sandbox that stops it, and the\n"
+        "mechanisms. The tests run each attack in every tier that promises to stop it. A worker tries the first eight to find the tier of a machine.",
+        table(
+            ["a program tries to", "stopped from", "by"],
+            [[probe.name, probe.tier, probe.how] for probe in PROBES],
+        ),
+    )
+
+
 def install_hints() -> str:
     """Return which of our distributions to install for a name, from the entry points of each."""
     lines = []
@@ -421,6 +435,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "commands.md": commands_page,
     "errors.md": errors_page,
     "compatibility.md": compatibility_page,
+    "sandbox.md": sandbox_page,
     **{api_file(title): partial(api_page, title) for title in public_modules()},
     "../../engine_core/plugins/known_plugins.json": install_hints,
 }

@@ -129,14 +129,12 @@ def plot(curves: Curves, path: Path) -> None:
     """A line for each seed, a colour for each backend."""
     from matplotlib.figure import Figure
 
-    from engine_plugin_tools.report import COLORS
-
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.add_subplot()
-    for (name, runs), color in zip(curves.items(), COLORS, strict=False):
+    for place, (name, runs) in enumerate(curves.items()):
         for number, seed in enumerate(sorted(runs)):
             steps, values = zip(*runs[seed], strict=True)
-            axes.plot(steps, values, color=color, alpha=0.8, label=None if number else name)
+            axes.plot(steps, values, color=f"C{place}", alpha=0.8, label=None if number else name)
     axes.set(xlabel="step", ylabel="held-out accuracy")
     axes.legend()
     figure.savefig(path, dpi=130)

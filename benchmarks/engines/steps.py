@@ -9,8 +9,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from engine_plugin_tools.bench.devices import device_of
-from engine_plugin_tools.bench.shapes import Cost
+from engine_plugin_tools.bench.shapes import Cost, flops_of
 
 GIB = 1024**3
 
@@ -47,9 +46,9 @@ def speed_of(model, lengths, prompt, seconds, device):
     step_s, tokens = statistics.median(seconds), sum(lengths)
     cost = Cost.of(model)
     operations = cost.train(lengths, sum(n - prompt for n in lengths)) if cost else None
-    known = device_of(torch.cuda.get_device_name()) if device.type == "cuda" else None
+    flops = flops_of(torch.cuda.get_device_name()) if device.type == "cuda" else None
     return {
         "step_s": step_s,
         "tokens_per_s_and_gpu": tokens / step_s,
-        "mfu": operations / step_s / known.flops if known and operations else None,
+        "mfu": operations / step_s / flops if flops and operations else None,
     }

@@ -33,7 +33,6 @@ FILE = Path(__file__).parent / "bench.toml"
 COLUMNS = (
     "tokens_per_s",
     "mfu",
-    "percent_of_floor",
     "step_s",
     "optimizer_s",
     "peak_memory_gib",

@@ -43,10 +43,10 @@ def trained(settings, kind=Trainer, rewards=(digits,)):
     return RunFolder.open(run.folder.path)
 
 
-def again(settings, folder, step, only=False, kind=Trainer, rewards=(digits,)):
+def again(settings, folder, step, kind=Trainer, rewards=(digits,)):
     run = kind(load_config(overrides=settings), **({"rewards": list(rewards)} if rewards else {}))
     try:
-        return replay(run, folder, step, find_start(run, folder, step, only))
+        return replay(run, folder, step, find_start(run, folder, step))
     finally:
         run.close()
 
@@ -127,11 +127,6 @@ def test_steps_whose_rollouts_were_not_kept_are_left_out_and_that_is_said(small)
         again(small, folder, 3)
 
 
-def test_only_leaves_the_steps_between_out(small):
-    folder = trained(small)
-    assert again(small, folder, 4, only=True).start.left_out == [3]
-
-
 def test_a_step_that_failed_can_be_done_again(small):
     """The replayed half of its second step is masked, which is more than may be."""
     bad = small | {"stage": [{"name": "replay_cache"}], "algorithm.correction.max_masked_share": 0.1}
@@ -173,8 +168,6 @@ def test_a_trainer_that_samples_nothing_is_replayed_from_its_data(world, tmp_pat
     for step in (2, 4):
         done = again(settings, folder, step, kind=SFTTrainer, rewards=())
         assert_equal(done, ("actor/nll", "actor/grad_norm", "tokens/total"))
-    with pytest.raises(ConfigError, match="--only: trainer 'sft' samples nothing"):
-        again(settings, folder, 4, only=True, kind=SFTTrainer, rewards=())
 
 
 @pytest.fixture
@@ -189,10 +182,10 @@ def run_file(small, tmp_path, monkeypatch):
     return tmp_path / "runs" / "r"
 
 
-def test_the_command_prints_both_numbers_and_where_it_began(run_file, capsys, tmp_path):
+def test_the_command_prints_both_numbers_and_where_it_began(run_file, capsys):
     before = content(run_file)
     capsys.readouterr()
-    assert main(["replay", "r", "--step", "4", "--out", "again"]) == 0
+    assert main(["replay", "r", "--step", "4"]) == 0
     shown = capsys.readouterr()
     assert (
         f"step 4 of {run_file}, from {run_file}/checkpoints/step_00000002; step 3 learned again on the way"
@@ -203,11 +196,11 @@ def test_the_command_prints_both_numbers_and_where_it_began(run_file, capsys, tm
     table = {line.split()[0]: line.split()[1:] for line in lines[1:]}
     assert table["actor/grad_norm"][2] == "equal"
     assert all(cells[-1] == "equal" for cells in table.values())
-    told = json.loads((tmp_path / "again" / "replay.json").read_text())
+    assert main(["replay", "r", "--step", "4", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
     assert (told["step"], told["learned_again"], told["left_out"], told["changed"]) == (4, [3], [], [])
     loss = told["metrics"]["actor/loss"]
     assert loss["recorded"] == loss["again"]
-    assert (tmp_path / "again" / "config.resolved.toml").is_file()
     assert main(["replay", "latest", "--step", "3", "--set", "actor.optim.max_grad_norm=0.5", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["changed"] == ["actor.optim.max_grad_norm: 1.0 -> 0.5"]
@@ -219,13 +212,10 @@ def test_the_command_prints_both_numbers_and_where_it_began(run_file, capsys, tm
     [
         (["--step", "9"], 4, "--step 9: r has come to step 4."),
         (["--step", "0"], 2, "'--step'"),
-        (["--step", "3", "--out", "taken"], 2, "'taken' exists already, and nothing is overwritten"),
         (["--step", "3", "--set", "model.override.num_hidden_layers=1"], 2, "a checkpoint fits the model that wrote it"),
         (["--step", "3", "--set", "actor.optim.lrr=1"], 2, "Did you mean 'lr'?"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_again_is_refused(run_file, capsys, tmp_path, words, code, said):
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "file").touch()
+def test_what_cannot_be_done_again_is_refused(run_file, capsys, words, code, said):
     assert main(["replay", "r", *words]) == code
     assert said in capsys.readouterr().err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 import runpy
 import shlex
@@ -17,13 +16,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine_core import hooks as hookspecs
 from engine_core.algorithms.regularizers import kl_estimate
 from engine_core.builtin import PPOClipOptions
 from engine_core.config.models import AlgorithmConfig
 from engine_core.errors import ConfigError
-from engine_core.plugins.metadata import TABLES, installed, known_names
-from engine_core.plugins.modules import table_module
+from engine_core.plugins.metadata import installed, known_names
 from engine_core.plugins.plugin_set import CAPABILITIES
 from engine_core.specs import TABLE_SPECS
 from engine_core.types import Prompt
@@ -307,29 +304,6 @@ def part(page: str, name: str) -> str:
     return text.split(f"<!-- {name} -->\n")[1].split(f"<!-- end of {name} -->")[0]
 
 
-def hook_table() -> str:
-    rows = ["| hook | sort | arguments | what it decides |", "|---|---|---|---|"]
-    for name, function in inspect.getmembers(hookspecs, inspect.isfunction):
-        if (options := getattr(function, "engine_spec", None)) is None:
-            continue
-        sort = (
-            "step"
-            if options["firstresult"]
-            else "table"
-            if not inspect.signature(function).parameters
-            else "observer"
-        )
-        arguments = ", ".join(f"`{argument}`" for argument in inspect.signature(function).parameters)
-        sentence = re.sub("``", "`", inspect.getdoc(function).split("\n\n")[0]).replace("\n", " ")
-        rows.append(f"| `{name}` | {sort} | {arguments} | {sentence} |")
-    return "\n".join(
-        [
-            *rows[:2],
-            *sorted(rows[2:], key=lambda row: ["step", "table", "observer"].index(row.split("|")[2].strip())),
-        ]
-    )
-
-
 def capability_table() -> str:
     rows = [
         f"| {TABLE_SPECS[kind].noun} | `{capability}` | `{method}` |"
@@ -337,24 +311,6 @@ def capability_table() -> str:
         for capability, method in capabilities.items()
     ]
     return "\n".join(["| of a | capability | method |", "|---|---|---|", *rows])
-
-
-def plugin_hook_table() -> str:
-    """Return the hooks of tables that our plugins define."""
-    ours = {project_of(folder)["name"] for folder in PLUGINS}
-    rows = ["| hook | defined by | what it decides |", "|---|---|---|"]
-    for offer in installed():
-        if offer.kind == TABLES and offer.distribution.name in ours:
-            hook = f"engine_{offer.name}"
-            about = inspect.getdoc(getattr(table_module(offer.name), hook)).split("\n\n")[0]
-            about = about.replace("``", "`").replace("\n", " ")
-            rows.append(f"| `{hook}` | `{offer.distribution.name}` | {about} |")
-    return "\n".join(rows)
-
-
-def test_the_tables_of_hooks_are_those_of_hookspecs_and_plugins():
-    assert part("plugins.md", "hooks").strip() == hook_table()
-    assert part("plugins.md", "hooks of plugins").strip() == plugin_hook_table()
 
 
 def test_the_table_of_capabilities_is_that_of_the_loader():

@@ -11,7 +11,6 @@ STARTS = re.compile(r"Thread\(|clock\.thread\(|LoopThread\(|SamplerThread\(|Scor
 NO_LOOPS = {
     "engine_core/train/clock.py": "makes threads for others",
     "plugins/agents/src/engine_plugin_agents/runner.py": "starts the loop of environments/loop.py",
-    "plugins/tools/src/engine_plugin_tools/bench/simulator/virtual_clock.py": "gives threads of others their turns",
     "plugins/rewards/src/engine_plugin_rewards/sandbox/probes.py": "programs that try to do harm",
 }
 

@@ -18,7 +18,7 @@ from engine_plugin_rewards.sandbox import box as boxes
 from engine_plugin_rewards.sandbox import probes, tiers
 from engine_plugin_rewards.sandbox.box import Box, BoxProblem
 
-PAGE = Path(__file__).parents[3] / "docs" / "code_reward.md"
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "sandbox.md"
 HEADERS = {
     0: ["/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm/unistd_64.h"],
     1: ["/usr/include/asm-generic/unistd.h"],

@@ -11,7 +11,7 @@ import pytest
 from engine_core.config import EngineConfig
 from engine_core.errors import ConfigError
 from engine_plugin_testing import RewardSuite
-from engine_plugin_tools.scaffold import TEMPLATES, new_plugin, new_run, taken
+from engine_plugin_tools.scaffold import TEMPLATES, new_plugin, new_run
 
 ROOT = Path(__file__).parents[3]
 
@@ -94,15 +94,6 @@ def test_a_name_that_the_module_needs_itself_is_refused(tmp_path, name):
         new_plugin(name, tmp_path)
 
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_name_that_another_plugin_has_is_told(install):
-    install("acme", {"rewards": {"polite": "mod"}})
-
-    assert "'polite' is the name of a reward of acme already" in taken("polite")
-    assert "'math' is the name of a reward of engine-plugin-rewards" in taken("math")
-    assert "engine-plugin-fsdp is the name of a plugin already" in taken("fsdp")
-    assert taken("nobodys") == ""
 
 
 def test_an_existing_plugin_is_never_overwritten(tmp_path):

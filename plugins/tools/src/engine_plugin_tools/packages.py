@@ -19,11 +19,7 @@ def require_package(package: str, extra: str, user: str, otherwise: str = "") ->
     Raises:
         PluginError: the package is not installed.
     """
-    try:
-        found = importlib.util.find_spec(package.replace("-", "_")) is not None
-    except ValueError:  # imported already, without a spec
-        found = True
-    if not found:
+    if importlib.util.find_spec(package.replace("-", "_")) is None:
         raise PluginError(
             f"{user} needs the package {package}, which is not installed. "
             f"Try: pip install 'engine-plugin-tools[{extra}]'{otherwise}."

@@ -44,7 +44,7 @@ def engine_commands() -> Mapping[str, Command]:
         "prune": Command(load=here + "runs:prune"),
         **{
             f"bench.{name}": Command(load=f"{here}bench:{name}")
-            for name in ("train", "rollout", "sync", "step", "simulate")
+            for name in ("train", "rollout", "sync", "step")
         },
         **{f"new.{name}": Command(load=f"{here}new:{name}") for name in ("plugin", "run")},
     }

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from engine_core.errors import ConfigError, DataError
+from engine_core.errors import DataError
 from engine_core.runs.checkpoint import Checkpoints, problems
 from engine_core.runs.rollout_files import RolloutFile
 from engine_core.train.checkpointing import Resume
@@ -39,13 +39,13 @@ class Start:
         step: the checkpoint's step; 0: the model itself.
         checkpoint: the checkpoint's folder.
         again: steps between the checkpoint and the replayed step that are replayed first.
-        left_out: such steps that are skipped, because their rollouts were not kept, or by ``only``.
+        left_out: such steps that are skipped, because their rollouts were not kept.
     """
 
     step: int
-    checkpoint: Path | None = None
-    again: Sequence[int] = ()
-    left_out: Sequence[int] = ()
+    checkpoint: Path | None
+    again: Sequence[int]
+    left_out: Sequence[int]
 
     def __str__(self) -> str:
         lines = [f"from {self.checkpoint or 'the model: there is no checkpoint of an earlier step'}"]
@@ -76,35 +76,27 @@ class Replayed:
         return [(name, self.recorded.get(name), self.metrics[name]) for name in names]
 
 
-def find_start(run: TrainingRun, folder: RunFolder, step: int, only: bool = False) -> Start:
+def find_start(run: TrainingRun, folder: RunFolder, step: int) -> Start:
     """Find the state from which ``step`` can be replayed.
 
     Args:
         run: a trainer of the run's config.
         folder: the run's folder.
         step: the step to replay, from 1.
-        only: skip the steps in between, even if their rollouts were kept.
 
     Raises:
         DataError: the rollouts of ``step`` were not kept.
-        ConfigError: the trainer samples nothing, so that steps in between cannot be skipped.
     """
-    if only and not run.samples:
-        raise ConfigError(
-            f"--only: trainer '{run.config.trainer}' samples nothing; which rows a step takes follows from the steps before it."
-        )
     if run.samples:
         RolloutFile(folder.rollout_file(step))  # raises an error that names the existing ones
     checkpoints = Checkpoints(folder.checkpoints)
     good = [s for s in checkpoints.steps() if s < step and not problems(checkpoints.path(s))]
     start = good[-1] if good else 0
-    between = list(range(start + 1, step))
-    if only or (run.samples and not all(folder.rollout_file(s).is_file() for s in between)):
-        again, left_out = [], between
-    else:
-        again, left_out = between, []
     path = checkpoints.path(start) if good else None
-    return Start(step=start, checkpoint=path, again=again, left_out=left_out)
+    between = list(range(start + 1, step))
+    if run.samples and not all(folder.rollout_file(s).is_file() for s in between):
+        return Start(step=start, checkpoint=path, again=[], left_out=between)
+    return Start(step=start, checkpoint=path, again=between, left_out=[])
 
 
 def replay(run: TrainingRun, folder: RunFolder, step: int, start: Start) -> Replayed:

@@ -27,22 +27,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+    from engine_core.types import Rollout
+
 Metrics = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
 
-COLORS = ("#2f6fde", "#e8743b", "#2b9e77", "#9467bd", "#c9a227", "#d1495b", "#6c757d")
 STYLE: Any = {
     "font.size": 9,
     "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.edgecolor": "#9aa3af",
     "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#e7eaee",
+    "grid.alpha": 0.3,
     "legend.frameon": False,
-    "legend.fontsize": 8,
 }
 PHASES = ("generate", "reward", "log_probs", "train", "sync")
 GENERATED, TRAINED = (f"throughput/{kind}_tokens_per_second" for kind in ("generated", "train"))
@@ -145,24 +141,16 @@ def _headline(metrics: Metrics) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _samples(run: RunFolder) -> list[tuple[str, list[dict[str, Any]]]]:
+def _samples(run: RunFolder) -> list[tuple[str, list[Rollout]]]:
     """Return completions of the first and last evaluation, or else of the first and last step."""
     held_out = sorted((run.rollouts_dir / "eval").rglob("step_*.parquet"), key=lambda file: file.name)
     files = held_out or sorted(run.rollouts_dir.glob("step_*.parquet"))
-    shown: list[tuple[str, list[dict[str, Any]]]] = []
+    shown = []
     for file in dict.fromkeys([*files[:1], *files[-1:]]):
         rollouts = read_rollouts(file)
-        rows = [
-            {
-                "prompt": r.prompt.text,
-                "response": r.text,
-                "reward": r.reward,
-                "answer": r.prompt.columns.get("answer"),
-            }
-            for r in rollouts[:: max(1, len(rollouts) // SAMPLES)][:SAMPLES]
-        ]
         number = int(file.stem.removeprefix("step_"))
-        shown.append((f"held-out, after step {number}" if held_out else f"step {number}", rows))
+        title = f"held-out, after step {number}" if held_out else f"step {number}"
+        shown.append((title, rollouts[:: max(1, len(rollouts) // SAMPLES)][:SAMPLES]))
     return shown
 
 
@@ -188,12 +176,10 @@ def _figure(metrics: Metrics) -> Figure:
     rows = math.ceil(len(panels) / columns) or 1
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(4.3 * columns, 2.9 * rows), layout="constrained")
-        spare = rows * columns - len(panels)  # cells that would be empty: the first panel is wider
-        for index, draw in enumerate(panels):
-            axes = figure.add_subplot(rows, columns, index + 1 + spare if index else (1, 1 + spare))
+        for place, draw in enumerate(panels, 1):
+            axes = figure.add_subplot(rows, columns, place)
             draw(axes)
             axes.set_xlabel("step")
-            axes.margins(x=0.01)
     return figure
 
 
@@ -212,16 +198,17 @@ def _points(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
 def _draw_lines(metrics: Metrics, title: str, labels: Mapping[str, str], axes: Axes) -> None:
     """Draw each metric as a faint line and its running mean; evaluations as dots."""
     axes.set_title(title)
-    for color, (name, label) in zip(COLORS, labels.items(), strict=False):
+    for number, (name, label) in enumerate(labels.items()):
         steps, values = _points(metrics, name)
+        color = f"C{number}"
         if name.startswith("eval/"):
-            axes.plot(steps, values, "o-", color=color, markersize=4.5, linewidth=1.4, label=label)
+            axes.plot(steps, values, "o-", color=color, label=label)
             bounds = [_points(metrics, f"{name}_{end}") for end in ("low", "high")]
             if all(found == steps for found, _ in bounds):
-                axes.fill_between(steps, bounds[0][1], bounds[1][1], color=color, alpha=0.12, linewidth=0)
+                axes.fill_between(steps, bounds[0][1], bounds[1][1], color=color, alpha=0.12)
         else:
-            axes.plot(steps, values, color=color, alpha=0.25, linewidth=1)
-            axes.plot(steps, _running_mean(values), color=color, linewidth=1.8, label=label)
+            axes.plot(steps, values, color=color, alpha=0.25)
+            axes.plot(steps, _running_mean(values), color=color, label=label)
         if title in LOGARITHMIC and min(values) > 0:
             axes.set_yscale("log")
     if len(labels) > 1:
@@ -239,8 +226,6 @@ def _draw_phases(metrics: Metrics, phases: Sequence[str], axes: Axes) -> None:
     axes.set_title("Seconds per step, by phase")
     lines = [line for line in metrics if any(f"time/{phase}" in line for phase in phases)]
     seconds = [[line.get(f"time/{phase}") or 0.0 for line in lines] for phase in phases]
-    axes.stackplot(
-        [line["step"] for line in lines], seconds, labels=phases, colors=COLORS, alpha=0.85, linewidth=0
-    )
-    axes.margins(y=0.3)
+    axes.stackplot([line["step"] for line in lines], seconds, labels=phases)
+    axes.margins(y=0.3)  # room for the legend
     axes.legend(ncols=3, loc="upper left")

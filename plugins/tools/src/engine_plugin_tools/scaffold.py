@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 
 from engine_core.errors import ConfigError
-from engine_core.plugins.metadata import installed, our_plugins
 
 TEMPLATES = Path(__file__).parent / "templates"
 USED_IN_TEMPLATE = ("len", "hookimpl", "engine_rewards")  # a function of that name would hide it
@@ -33,7 +32,7 @@ def new_plugin(name: str, folder: Path) -> Path:
         ConfigError: the name is not valid, or a file of the plugin exists; nothing was written.
     """
     python_name = _python_name(name)
-    distribution = _distribution(python_name)
+    distribution = f"engine-plugin-{python_name.replace('_', '-')}"
     camel = python_name.title().replace("_", "")
     words = {
         "engine-plugin-template": distribution,
@@ -43,24 +42,6 @@ def new_plugin(name: str, folder: Path) -> Path:
         "TemplateOptions": f"{camel}Options",
     }
     return _copy("plugin", folder / distribution, words)
-
-
-def taken(name: str) -> str:
-    """Return why a plugin of this name would conflict with another one; empty if it would not."""
-    reward = _python_name(name)
-    own = _distribution(reward)
-    offers = {(offer.kind, offer.name): offer.distribution.name for offer in installed()}
-    known = {**our_plugins(), **offers}
-    if other := known.get(("rewards", reward)):
-        return (
-            f"'{reward}' is the name of a reward of {other} already. With both installed, run files must write "
-            f"'{own}:{reward}'. Another name is easier."
-        )
-    if own in known.values():
-        return (
-            f"{own} is the name of a plugin already; installing one replaces the other. Choose another name."
-        )
-    return ""
 
 
 def _python_name(name: str) -> str:
@@ -76,10 +57,6 @@ def _python_name(name: str) -> str:
             f"Plugin name '{name}' must be another one: its module uses '{found}' for something else."
         )
     return found
-
-
-def _distribution(python_name: str) -> str:
-    return f"engine-plugin-{python_name.replace('_', '-')}"
 
 
 def new_run(folder: Path) -> Path:

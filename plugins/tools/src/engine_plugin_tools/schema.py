@@ -1,8 +1,9 @@
-"""The JSON schema of a run file, for editors: the core's tables with those of every installed plugin."""
+"""The JSON schema of a run file: the core's tables with those of every installed plugin; a part of it as text."""
 
 from __future__ import annotations
 
-import copy
+import json
+import textwrap
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from engine_core.specs import Spec
 
 Schema = dict[str, Any]
+BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
 def json_schema(specs: Mapping[str, Mapping[str, Spec]]) -> Schema:
@@ -86,7 +88,7 @@ def schema_at(schema: Schema, path: str) -> Schema:
             where = f"[{at}]" if at else "A run file"
             raise ConfigError(f"{where} has no table or key '{part}'.{did_you_mean(part, properties)}")
         node, at = properties[part], f"{at}.{part}".lstrip(".")
-    return {**copy.deepcopy(_table(node, schema)), "$defs": schema["$defs"]}
+    return {**_table(node, schema), "$defs": schema["$defs"]}
 
 
 def _table(node: Schema, schema: Schema) -> Schema:
@@ -100,3 +102,66 @@ def _table(node: Schema, schema: Schema) -> Schema:
             node = node["items"]
         else:
             return node
+
+
+def is_table(schema: Schema, node: Schema) -> bool:
+    """Return whether a node is a table, a list of tables, or an optional one."""
+    return "properties" in _table(node, schema)
+
+
+def describe(schema: Schema, path: str) -> str:
+    """Describe the table or the key at ``path`` as text: keys, types, defaults, descriptions.
+
+    Args:
+        schema: the JSON schema of a whole run file.
+        path: such as ``actor.torch`` or ``actor.optim.lr``.
+
+    Raises:
+        ConfigError: the key is unknown.
+    """
+    table = schema_at(schema, path)
+    parent, _, key = path.rpartition(".")
+    holder = schema_at(schema, parent)
+    if not is_table(schema, holder["properties"][key]):
+        return "\n".join(_key_lines(schema, holder, path))
+    lines = [f"[{path}]", *_wrapped(table, indent="")]
+    for name in table["properties"]:
+        lines += ["", *_key_lines(schema, table, f"{path}.{name}")]
+    return "\n".join(lines if table["properties"] else [*lines, "It takes no options."])
+
+
+def _key_lines(schema: Schema, table: Schema, path: str) -> list[str]:
+    """Return the key at ``path`` with its default, type and description."""
+    key = path.rpartition(".")[2]
+    node = table["properties"][key]
+    if is_table(schema, node):
+        return [f"[{path}]  see: engine schema {path}", *_wrapped(node, indent="    ")]
+    default = node.get("default")
+    given = "not set" if default is None else json.dumps(default, ensure_ascii=False)
+    if key in table.get("required", ()):
+        given = "required"
+    return [f"{key} = {given}  ({type_text(node)})", *_wrapped(node, indent="    ")]
+
+
+def type_text(node: Schema) -> str:
+    """Return a type as text: ``integer > 0``, ``"a" | "b"``, ``list of string``."""
+    if "enum" in node:
+        return " | ".join(json.dumps(value) for value in node["enum"]) or "no such name is installed"
+    if "anyOf" in node:
+        options = [
+            option
+            for option in node["anyOf"]
+            if option.get("type") != "null" and option.get("pattern") != ":"
+        ]
+        return " or ".join(type_text(option) for option in options)
+    if "prefixItems" in node:
+        return f"[{', '.join(type_text(item) for item in node['prefixItems'])}]"
+    if node.get("type") == "array":
+        return f"list of {type_text(node.get('items', {}))}"
+    bounds = [f"{sign} {node[name]}" for name, sign in BOUNDS.items() if name in node]
+    return " ".join([node.get("type", "any"), *bounds])
+
+
+def _wrapped(node: Schema, indent: str) -> list[str]:
+    text = node.get("description", "").replace("``", "`")
+    return textwrap.wrap(text, 100, initial_indent=indent, subsequent_indent=indent)

@@ -17,7 +17,6 @@ NAMES = [
     "memory",
     "shared memory",
     "open files",
-    "run file",
     "disk",
     "reward code",
     "plugins",
@@ -35,8 +34,8 @@ def expected_names():
 
 
 @pytest.mark.slow
-def test_a_machine_in_order_ends_with_0_and_each_line_is_a_state_a_name_and_what_was_found(engine, sft_run):
-    answer = engine("doctor", "run.toml")
+def test_a_machine_in_order_ends_with_0_and_each_line_is_a_state_a_name_and_what_was_found(engine):
+    answer = engine("doctor")
     assert answer.code == 0
     lines = answer.out.splitlines()
     assert {line.split()[0] for line in lines} <= {"ok", "warning"}
@@ -49,25 +48,12 @@ def test_a_broken_plugin_is_a_problem_and_ends_with_5(engine, install):
     answer = engine("doctor", "--json")
     assert answer.code == 5
     checks = json.loads(answer.out)
-    assert {check["name"] for check in checks} == {*expected_names()} - {"run file"}
+    assert {check["name"] for check in checks} == {*expected_names()}
     problems = [check["found"] for check in checks if check["state"] == "problem"]
     [found] = [found for found in problems if found.startswith("broken (broken-one 1.0): ")]
     assert "absent_module" in found
     [types] = [check["found"] for check in checks if check["name"] == "train_engine torch"]
     assert types.startswith("precision auto: ")
-
-
-def test_a_run_file_is_checked_with_its_inputs(sft_run):
-    check, config = doctor.check_file(str(sft_run), allow_code=False)
-    assert (check.state, config.run.name) == ("ok", "first")
-    (sft_run.parent / "rows.jsonl").unlink()
-    check, config = doctor.check_file(str(sft_run), allow_code=False)
-    assert (check.state, config.run.name) == ("problem", "first")
-    assert "there is no file" in check.found
-    sft_run.write_text("[run]\nstesp = 2\n")
-    check, config = doctor.check_file(str(sft_run), allow_code=False)
-    assert (check.state, config) == ("problem", None)
-    assert "Did you mean 'steps'?" in check.found
 
 
 def test_a_full_disk_and_a_small_memory_are_warnings_with_advice(monkeypatch, tmp_path):

@@ -30,7 +30,7 @@ def test_generate_writes_scored_groups_that_offline_training_can_read(engine, rl
 
 def test_generate_takes_other_prompts(engine, rl_run):
     (rl_run.parent / "few.jsonl").write_text('{"prompt": "7*7="}\n{"prompt": "8-1="}\n')
-    assert engine("generate", "rl.toml", "few.parquet", "--prompts", "few.jsonl").code == 0
+    assert engine("generate", "rl.toml", "few.parquet", "--set", "data.train=few.jsonl").code == 0
     prompts = {r.prompt.text for r in read_rollouts(rl_run.parent / "few.parquet")}
     assert prompts == {"7*7=", "8-1="}
 
@@ -113,8 +113,7 @@ def with_sets(engine, rl_run):
 
 def test_eval_measures_every_set_as_training_does(engine, with_sets):
     line = json.loads((with_sets / "metrics.jsonl").read_text().splitlines()[-1])
-    checkpoint = with_sets / "checkpoints" / "step_00000001"
-    answer = engine("eval", str(checkpoint), "--json", "--out", "scores")
+    answer = engine("eval", str(with_sets), "--step", "1", "--json", "--out", "scores")
     assert answer.code == 0, answer.err
     metrics = json.loads(answer.out)
     assert metrics == {name: line[name] for name in metrics}
@@ -150,11 +149,6 @@ REFUSED = [
     ("compare first again --score digit", 4, "no rollout has the reward 'digit'. Did you mean 'digits'?"),
     ("compare first nowhere", 4, "No run at 'nowhere'"),
     ("eval run.toml --out new", 2, "--out: trainer = 'sft' samples nothing"),
-    (
-        "eval runs/first/checkpoints/step_00000001 --step 2",
-        2,
-        "is the checkpoint of step 1. Leave --step out",
-    ),
     ("eval first --set eval.score=digit", 2, "eval.score: got 'digit', which is no reward of the run"),
     (
         "eval first --set eval.set.few.majority=digits",

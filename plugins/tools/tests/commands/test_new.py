@@ -12,16 +12,6 @@ def test_a_new_plugin_is_written_where_it_is_asked_for(engine, tmp_path):
     assert "my_reward" in (folder / "pyproject.toml").read_text()
 
 
-def test_a_name_that_another_plugin_has_is_a_warning(engine, tmp_path):
-    answer = engine("new", "plugin", "numeric")
-    assert answer.code == 0
-    assert answer.err.startswith(
-        "engine: warning: 'numeric' is the name of a reward of engine-plugin-rewards"
-    )
-    assert (tmp_path / "engine-plugin-numeric").is_dir()
-    assert engine("new", "plugin", "my-own").err == ""
-
-
 def test_a_name_that_cannot_be_one_is_refused(engine, tmp_path):
     answer = engine("new", "plugin", "My Reward")
     assert answer.code == 2

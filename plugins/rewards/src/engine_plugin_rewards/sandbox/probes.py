@@ -2,7 +2,7 @@
 
 A probe is a program that prints ``BREACH`` if its attack succeeds. The targets lie outside of the box and belong to
 this process (``Bait``), which checks at the end that they are untouched. On every machine the probes decide which tiers
-are in force. They are in a table of docs/code_reward.md that a test compares with this list.
+are in force. docs/reference/sandbox.md is made of this list.
 """
 
 from __future__ import annotations

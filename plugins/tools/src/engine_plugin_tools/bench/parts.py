@@ -1,4 +1,4 @@
-"""The measurements: training, sampling, weight sync and whole steps, each on the workers of the run file."""
+"""The measurements: training, sampling, weight sync, whole steps and collectives, each on the workers of the run file."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from engine_core.data import load_tokenizer
 from engine_core.errors import ConfigError
 from engine_core.model_config import load_hf_config
 from engine_core.types import LossCall
-from engine_plugin_tools.bench.devices import decode_floor, device_of, train_floor
-from engine_plugin_tools.bench.shapes import Cost
+from engine_plugin_tools.bench.shapes import Cost, flops_of
 from engine_plugin_tools.bench.work import requests, train_batch
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def bench_train(
 
     Returns:
         Medians over ``steps``: seconds of a step and its two phases, tokens a second; ``first_step_s``, including
-            compilation; MFU and the share of the floor, if the device is known (``devices``).
+            compilation; MFU, if the device is known (``DENSE_BF16_FLOPS``).
     """
     model = load_hf_config(config.model).get_text_config(decoder=True).to_dict()
     with _workers(config, {"actor": Role("train")}) as (_, groups):
@@ -69,11 +68,10 @@ def bench_train(
         "tokens_per_s": tokens / step_s,
         "tokens_per_s_and_process": tokens / step_s / processes,
     }
-    cost, device = Cost.of(model), device_of(_device_name())
-    if cost and device:
-        lengths, learned = [length] * sequences, sequences * (length - prompt)
-        found["mfu"] = cost.train(lengths, learned) / step_s / device.flops / processes
-        found |= _of_floor(train_floor(cost, device, lengths, learned, _itemsize(config), processes), step_s)
+    cost, flops = Cost.of(model), flops_of(_device_name())
+    if cost and flops:
+        operations = cost.train([length] * sequences, sequences * (length - prompt))
+        found["mfu"] = operations / step_s / flops / processes
     return found | _peak_memory()
 
 
@@ -98,27 +96,17 @@ def bench_rollout(
             generated.append(sum(r.response_length for r in rollouts))
         processes = groups["rollout"].world_size
     rates = [n / s for n, s in zip(generated[warmup:], seconds[warmup:], strict=True)]
-    step_s, count = statistics.median(seconds[warmup:]), prompts * group
-    cost, device = Cost.of(model), device_of(_device_name())
-    floor: dict[str, Any] = {}
-    if cost and device:
-        sampled = statistics.median(generated[warmup:]) / count
-        floor = _of_floor(decode_floor(cost, device, count, prompt, sampled, processes), step_s)
-    return (
-        _head(config, "rollout", processes)
-        | {
-            "prompts": prompts,
-            "group_size": group,
-            "prompt": prompt,
-            "response": response,
-            "first_step_s": seconds[0],
-            "step_s": step_s,
-            "generated_tokens": generated[-1],
-            "tokens_per_s": statistics.median(rates),
-        }
-        | floor
-        | _peak_memory()
-    )
+    found = _head(config, "rollout", processes) | {
+        "prompts": prompts,
+        "group_size": group,
+        "prompt": prompt,
+        "response": response,
+        "first_step_s": seconds[0],
+        "step_s": statistics.median(seconds[warmup:]),
+        "generated_tokens": generated[-1],
+        "tokens_per_s": statistics.median(rates),
+    }
+    return found | _peak_memory()
 
 
 def bench_sync(config: EngineConfig, steps: int, warmup: int) -> dict[str, Any]:
@@ -133,12 +121,8 @@ def bench_sync(config: EngineConfig, steps: int, warmup: int) -> dict[str, Any]:
                 seconds.append(_now() - start)
         processes = groups["rollout"].world_size
     step_s = statistics.median(seconds[warmup:])
-    found = _head(config, "sync", processes) | {
-        "bytes": moved,
-        "first_step_s": seconds[0],
-        "step_s": step_s,
-    }
-    return found | ({"gb_per_s": moved / step_s / 1e9} if moved else {})
+    found = {"bytes": moved, "first_step_s": seconds[0], "step_s": step_s, "gb_per_s": moved / step_s / 1e9}
+    return _head(config, "sync", processes) | found
 
 
 def bench_step(
@@ -164,42 +148,12 @@ def bench_step(
         finally:
             trainer.close()
     found = [json.loads(line) for line in lines][warmup:]
-    names = [name for name in found[-1] if name.startswith("time/")]
-    medians = {
-        name: statistics.median(line[name] for line in found if name in line) for name in sorted(names)
-    }
-    return (
-        _head(config, "step", processes)
-        | {"first_step_s": json.loads(lines[0]).get("time/step")}
-        | medians
-        | _step_floor(config, found, processes)
-        | _peak_memory()
-    )
+    names = sorted(name for name in found[-1] if name.startswith("time/"))
+    medians = {name: statistics.median(line[name] for line in found if name in line) for name in names}
+    first = {"first_step_s": json.loads(lines[0]).get("time/step")}
+    return _head(config, "step", processes) | first | medians | _peak_memory()
 
 
-def _step_floor(config: EngineConfig, lines: list[dict[str, Any]], processes: int) -> dict[str, Any]:
-    """Return the sum of both floors for a step that samples and trains once on its samples."""
-    cost = Cost.of(load_hf_config(config.model).get_text_config(decoder=True).to_dict())
-    device, names = device_of(_device_name()), ("tokens/total", "tokens/generated", "time/step")
-    if not (cost and device and all(name in line for name in names for line in lines)):
-        return {}
-    total, generated, step_s = (statistics.median(line[name] for line in lines) for name in names)
-    count = config.data.prompts_per_step * config.rollout.group_size
-    prompt, response = (total - generated) / count, generated / count
-    decoding = decode_floor(cost, device, count, prompt, response, processes)
-    lengths = [round(total / count)] * count
-    training = train_floor(cost, device, lengths, round(generated), _itemsize(config), processes)
-    return {"decode_floor_s": decoding, "train_floor_s": training} | _of_floor(decoding + training, step_s)
-
-
-def _of_floor(floor: float, seconds: float) -> dict[str, float]:
-    """Return the floor and the share of it that was reached; 100% is the data sheet's limit."""
-    return {"floor_s": floor, "percent_of_floor": 100 * floor / seconds}
-
-
-def _itemsize(config: EngineConfig) -> int:
-    """Return the bytes of a trained weight."""
-    return 2 if getattr(config.actor.options, "param_dtype", "") == "bf16" else 4
 
 
 @contextmanager
@@ -250,15 +204,3 @@ def _peak_memory() -> dict[str, float]:
     """Return the peak memory of this process's device; empty if other processes did the work."""
     peak = torch.accelerator.max_memory_allocated() if torch.accelerator.is_available() else 0
     return {"peak_memory_gib": peak / GIB} if peak else {}
-
-
-def check_lengths(length: int, prompt: int) -> None:
-    """Raise for a prompt that leaves no token to learn.
-
-    Raises:
-        ConfigError: the prompt is as long as the sequence, or longer.
-    """
-    if prompt >= length:
-        raise ConfigError(
-            f"--prompt {prompt} leaves nothing of --length {length} to learn. Give a smaller one."
-        )

@@ -1,4 +1,4 @@
-"""Models by shape: folders with a config and no weights, and the arithmetic cost of a token."""
+"""Models by shape: folders with a config and no weights; the arithmetic of a token, and the rates of devices."""
 
 from __future__ import annotations
 
@@ -78,35 +78,43 @@ class Cost:
     body: int  # weights of the layers, without embeddings and head
     head: int  # V * H
     attention: int  # L * n_q * d
-    keys_values: int = 0  # 2 L n_kv d: keys and values of a token
-    weights: int = 0  # of the layers, the embedding and, if it is untied, the head
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Cost | None:
         """Return the cost of a model by its config; None if it is not a dense decoder of the usual kind."""
+        if config.get("num_experts") or config.get("num_local_experts"):
+            return None
         try:
             hidden, layers = config["hidden_size"], config["num_hidden_layers"]
             heads = config["num_attention_heads"]
-            kv = config.get("num_key_value_heads") or heads
-            size = config.get("head_dim") or hidden // heads
             mlp = 3 * hidden * config["intermediate_size"]
             vocabulary = config["vocab_size"]
-        except (KeyError, TypeError):
+        except KeyError:
             return None
-        if config.get("num_experts") or config.get("num_local_experts"):
-            return None
-        attention = hidden * size * (2 * heads + 2 * kv)
-        body, ends = layers * (attention + mlp), vocabulary * hidden
-        return cls(
-            body,
-            ends,
-            layers * heads * size,
-            2 * layers * kv * size,
-            body + ends * (1 if config.get("tie_word_embeddings") else 2),
-        )
+        size = config.get("head_dim") or hidden // heads
+        projections = hidden * size * 2 * (heads + (config.get("num_key_value_heads") or heads))
+        return cls(layers * (projections + mlp), vocabulary * hidden, layers * heads * size)
 
     def train(self, lengths: list[int], head_tokens: int) -> float:
         """Return the operations of one forward and backward pass over sequences of these lengths."""
         tokens = sum(lengths)
         seen = sum(n * n for n in lengths)  # S * T, summed over sequences
         return 6.0 * (self.body * tokens + self.head * head_tokens + self.attention * seen)
+
+
+DENSE_BF16_FLOPS: dict[str, float] = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H800": 989e12,
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+}
+"""Dense bf16 operations a second from the vendors' data sheets, by words in the device's name, the longer words first."""
+
+
+def flops_of(name: str) -> float | None:
+    """Return the dense bf16 operations a second of a device by its name; None for a device without an entry."""
+    return next((flops for word, flops in DENSE_BF16_FLOPS.items() if word in name), None)

@@ -13,16 +13,10 @@ import typer
 from engine_core.cli.loading import read, trainer_of
 from engine_core.cli.options import AllowCode, File, Json, Sets
 from engine_core.cli.output import print_json, print_table
-from engine_plugin_tools.packages import require_package
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
 
-SIMULATED = (
-    "engine-plugin-processes",
-    "engine-plugin-rewards",
-    "engine-plugin-trainers",
-)  # extra [simulator]
 Shape = Annotated[
     str | None,
     typer.Option(
@@ -48,14 +42,17 @@ def train(
     allow_code: AllowCode = False,
     as_json: Json = False,
 ) -> None:
-    """Forward, backward and optimizer step of the actor: tokens a second, MFU, share of the floor, memory.
+    """Forward, backward and optimizer step of the actor: tokens a second, MFU, memory.
 
     Tokens are random and the loss is on what follows the prompts. 'actor.max_tokens_per_rank' is the size
     of a micro-batch, as in a run.
     """
-    from engine_plugin_tools.bench.parts import bench_train, check_lengths
+    from engine_plugin_tools.bench.parts import bench_train
 
-    check_lengths(length, prompt)
+    if prompt >= length:
+        raise ConfigError(
+            f"--prompt {prompt} leaves nothing of --length {length} to learn. Give a smaller one."
+        )
     with _config(file, shape, sets, allow_code) as config:
         _show(bench_train(config, sequences, length, prompt, steps, warmup), as_json)
 
@@ -111,67 +108,6 @@ def step(
     _show(bench_step(read([file], sets=sets, allow_code=allow_code), steps, warmup, trainer_of), as_json)
 
 
-def simulate(
-    workers: Annotated[
-        list[int] | None,
-        typer.Option("--workers", metavar="N", help="Devices, may be repeated; default 8, 16, 64."),
-    ] = None,
-    mode: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--mode",
-            metavar="NAME",
-            help="sync, early-stop, early-stop-rounds, async-1, async-2, async-4; default all.",
-        ),
-    ] = None,
-    speeds: Annotated[
-        str, typer.Option("--speeds", metavar="NAME", help="Of which model: qwen3-0.6b, qwen3-8b.")
-    ] = "qwen3-8b",
-    prompts: Annotated[
-        float, typer.Option("--prompts", metavar="X", help="Of a step, for each worker.")
-    ] = 2.0,
-    group_size: Annotated[int, typer.Option("--group-size", min=1, help="Responses of a prompt.")] = 8,
-    median: Annotated[float, typer.Option("--median", help="Tokens of a response: the median.")] = 300.0,
-    p99: Annotated[float, typer.Option("--p99", help="The 99th percentile.")] = 4096.0,
-    most: Annotated[int, typer.Option("--max-response-tokens", help="rollout.max_response_tokens.")] = 8192,
-    trainer_share: Annotated[
-        float, typer.Option("--trainer-share", metavar="X", help="Of the workers, where sampling runs ahead.")
-    ] = 0.25,
-    weights: Annotated[
-        str, typer.Option("--weights", metavar="WAY", help="star: from one rank to each; relay: handed on.")
-    ] = "relay",
-    steps: Annotated[
-        int,
-        typer.Option(
-            "--steps", min=1, metavar="N", help="Steps that count; of async-N best a multiple of N + 1."
-        ),
-    ] = 6,
-    as_json: Json = False,
-) -> None:
-    """A run on many workers, in virtual time and without any: step time, who is idle, staleness, the controller's cost.
-
-    The trainers, queues and threads are those of a run; only the workers are made up, from measured rates.
-    """
-    for package in SIMULATED:
-        require_package(package, "simulator", "engine bench simulate")
-    from engine_plugin_tools.bench.simulator.runs import Setting
-    from engine_plugin_tools.bench.simulator.speeds import Lengths, speeds_of
-    from engine_plugin_tools.bench.simulator.sweep import COLUMNS, about, every_mode, sweep, table
-
-    setting = Setting(
-        speeds=speeds_of(speeds),
-        lengths=Lengths(median, p99, most),
-        prompts_per_worker=prompts,
-        group_size=group_size,
-        trainer_share=trainer_share,
-        weights=weights,
-        steps=steps,
-    )
-    found = sweep(setting, workers or [8, 16, 64], mode or every_mode())
-    if as_json:
-        print_json({"setting": about(setting), "results": found})
-    else:
-        print_table(table(found), header=list(COLUMNS))
 
 
 @contextmanager
@@ -196,10 +132,6 @@ def _show(found: dict[str, Any], as_json: bool) -> None:
 
 
 def _text(value: Any) -> str:
-    return (
-        f"{value:,.4g}"
-        if isinstance(value, float) and abs(value) < 1000
-        else f"{value:,.0f}"
-        if isinstance(value, (int, float))
-        else str(value)
-    )
+    if isinstance(value, float) and abs(value) < 1000:
+        return f"{value:,.4g}"
+    return f"{value:,.0f}" if isinstance(value, (int, float)) else str(value)

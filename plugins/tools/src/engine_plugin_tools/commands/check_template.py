@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from engine_core.cli.options import Json
-from engine_core.cli.output import print_json, print_table
 from engine_core.config import ModelConfig
 from engine_core.data import load_tokenizer
-from engine_core.data.chat import ChatFormat, Rendered
+from engine_core.data.chat import ChatFormat
 from engine_core.data.rows import BadRow
 from engine_core.errors import DataError
+from engine_plugin_tools.commands.checks import Check, show_checks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,14 +37,6 @@ SCHEMA = {
 THOUGHT = "<think>\nhm\n</think>\n\n"
 
 
-class Line(NamedTuple):
-    """A line of the table."""
-
-    state: str  # ok, warning (handled in another way), problem (refused)
-    name: str  # of the check
-    found: str  # the template's output, or why it is refused
-
-
 def check_template(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Model folder or hub name, for its tokenizer.")
@@ -54,15 +48,11 @@ def check_template(
     Each line is ok, a warning where the engine handles it in another way, or a problem where such rows are
     refused; exit code 4 when there is a problem.
     """
-    lines = list(check_lines(load_tokenizer(ModelConfig(path=model), "MODEL")))
-    if as_json:
-        print_json([line._asdict() for line in lines])
-    else:
-        print_table(lines)
-    return DataError.exit_code if any(line.state == "problem" for line in lines) else 0
+    tokenizer = load_tokenizer(ModelConfig(path=model), "MODEL")
+    return show_checks(check_lines(tokenizer), as_json, DataError.exit_code)
 
 
-def check_lines(tokenizer: PreTrainedTokenizerBase) -> Iterator[Line]:
+def check_lines(tokenizer: PreTrainedTokenizerBase) -> Iterator[Check]:
     """Yield all lines; a failed check does not stop the others.
 
     Raises:
@@ -71,17 +61,17 @@ def check_lines(tokenizer: PreTrainedTokenizerBase) -> Iterator[Line]:
     decode: Any = tokenizer.decode
     end, ids = tokenizer.eos_token_id, tokenizer.encode("A1", add_special_tokens=False)
 
-    def tried(name: str, show: Callable[[ChatFormat], str]) -> Line:
+    def tried(name: str, show: Callable[[ChatFormat], str]) -> Check:
         """Run one check and return its line."""
         form = ChatFormat(tokenizer)
         try:
             found = show(form)
         except BadRow as error:
-            return Line("problem", name, str(error))
+            return Check("problem", name, str(error))
         except DataError as error:
-            return Line("problem", name, str(error.__cause__ or error))
+            return Check("problem", name, str(error.__cause__ or error))
         notes = "; ".join(sorted(form.notes))
-        return Line("warning" if notes else "ok", name, f"{notes}: {found}" if notes else found)
+        return Check("warning" if notes else "ok", name, f"{notes}: {found}" if notes else found)
 
     if not tokenizer.chat_template:
         raise DataError("MODEL has no chat template: its rows are plain text. Name an instruct model.")
@@ -99,50 +89,45 @@ def check_lines(tokenizer: PreTrainedTokenizerBase) -> Iterator[Line]:
     yield control_tokens(tokenizer)
 
 
-def end_token(tokenizer: PreTrainedTokenizerBase) -> Line:
+def end_token(tokenizer: PreTrainedTokenizerBase) -> Check:
     """Return the token that ends a turn, and whether sampling stops there."""
     form = ChatFormat(tokenizer)
     try:
         rendered = form.conversation([QUESTION, FIRST])
     except (BadRow, DataError) as error:
-        return Line("problem", "end token", str(error))
+        return Check("problem", "end token", str(error))
     learned = [i for i, mask in zip(rendered.token_ids, rendered.loss_mask, strict=True) if mask]
     last = [i for i in learned[-2:] if i in tokenizer.added_tokens_decoder][-1:]  # a line break may follow
     written = tokenizer.convert_ids_to_tokens(last)
     if not last:
-        return Line("warning", "end token", "the template writes none, so SFT does not teach when to stop")
+        return Check("warning", "end token", "the template writes none, so SFT does not teach when to stop")
     if written[0] in form.ends:
-        return Line("ok", "end token", f"{written[0]} = {last[0]}")
+        return Check("ok", "end token", f"{written[0]} = {last[0]}")
     advice = f"sampling does not stop there: set rollout.stop_token_ids = {last}"
-    return Line("warning", "end token", f"{written[0]} = {last[0]}; {advice}")
+    return Check("warning", "end token", f"{written[0]} = {last[0]}; {advice}")
 
 
-def control_tokens(tokenizer: PreTrainedTokenizerBase) -> Line:
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> Check:
     """Return whether text can contain the spelling of each control token without producing the token."""
-    form, special = ChatFormat(tokenizer), sorted({*tokenizer.all_special_tokens})
-    added = sorted(
-        {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special} | {*special}
-    )
+    form = ChatFormat(tokenizer)
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    added = sorted(added | set(tokenizer.all_special_tokens))
     known = {i for i in tokenizer.convert_tokens_to_ids(added) if i != tokenizer.unk_token_id}
     for token in added:
         try:
             if not known.isdisjoint(form.text(f"a {token} b")):
-                return Line("problem", "control tokens", f"text can write {token!r}")
+                return Check("problem", "control tokens", f"text can write {token!r}")
         except BadRow as error:
-            return Line("problem", "control tokens", str(error))
-    return Line("ok", "control tokens", f"{len(added)}; text cannot write them")
+            return Check("problem", "control tokens", str(error))
+    return Check("ok", "control tokens", f"{len(added)}; text cannot write them")
 
 
 def _learned(tokenizer: PreTrainedTokenizerBase, form: ChatFormat, *messages: dict[str, Any]) -> str:
     """Return the learned parts of a conversation, in order."""
-    rendered: Rendered = form.conversation(list(messages))
-    runs: list[list[int]] = []
-    for i, (token, mask) in enumerate(zip(rendered.token_ids, rendered.loss_mask, strict=True)):
-        if mask and not (i and rendered.loss_mask[i - 1]):
-            runs.append([])
-        if mask:
-            runs[-1].append(token)
-    return " ".join(repr(tokenizer.decode(run)) for run in runs)
+    rendered = form.conversation(list(messages))
+    pairs = zip(rendered.token_ids, rendered.loss_mask, strict=True)
+    spans = [[token for token, _ in span] for learned, span in groupby(pairs, key=itemgetter(1)) if learned]
+    return " ".join(repr(tokenizer.decode(span)) for span in spans)
 
 
 def _thinking(form: ChatFormat) -> str:

@@ -50,12 +50,7 @@ def compare(
         raise DataError(
             f"'{first}' and '{second}' have no set in common: {', '.join(ours)} against {', '.join(theirs)}."
         )
-    found = {
-        name: dict(
-            zip(("first", "second", "difference"), paired(ours[name], theirs[name], score), strict=True)
-        )
-        for name in common
-    }
+    found = {name: paired(ours[name], theirs[name], score) for name in common}
     if as_json:
         print_json({name: {part: _as_json(e) for part, e in parts.items()} for name, parts in found.items()})
         return
@@ -87,7 +82,7 @@ def evaluations(target: str) -> dict[str, Path]:
     return {UNNAMED if parent == folder else parent.name: file for parent, file in newest.items()}
 
 
-def paired(first: Path, second: Path, score: str | None) -> tuple[Estimate, Estimate, Estimate]:
+def paired(first: Path, second: Path, score: str | None) -> dict[str, Estimate]:
     """Return the mean scores of both over their common prompts, and of the difference on each prompt.
 
     Raises:
@@ -99,9 +94,9 @@ def paired(first: Path, second: Path, score: str | None) -> tuple[Estimate, Esti
     common = [prompt for prompt in ours if prompt in theirs]
     if not common:
         raise DataError(f"{first} and {second} have no prompt in common: they are evaluations of other rows.")
-    columns = [ours[prompt] for prompt in common], [theirs[prompt] for prompt in common]
-    differences = [a - b for a, b in zip(*columns, strict=True)]
-    return mean_interval(columns[0]), mean_interval(columns[1]), mean_interval(differences)
+    columns = {"first": [ours[prompt] for prompt in common], "second": [theirs[prompt] for prompt in common]}
+    columns["difference"] = [a - b for a, b in zip(*columns.values(), strict=True)]
+    return {name: mean_interval(values) for name, values in columns.items()}
 
 
 def _by_prompt(file: Path, score: str | None) -> dict[tuple[Any, ...], float]:

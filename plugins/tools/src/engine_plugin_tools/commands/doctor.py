@@ -8,54 +8,41 @@ import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 
 from engine_core import __version__
-from engine_core.cli.loading import read
-from engine_core.cli.options import AllowCode, Json
-from engine_core.cli.output import print_json, print_table, writing_problem
-from engine_core.config.assemble import check_inputs
-from engine_core.errors import EngineError, EnvironmentProblem
+from engine_core.cli.options import Json
+from engine_core.cli.output import writing_problem
+from engine_core.errors import EnvironmentProblem
 from engine_core.plugins.listing import list_plugins
 from engine_core.runs import machine
 from engine_core.runs.machine import GIB
-
-if TYPE_CHECKING:
-    from engine_core.config import EngineConfig
+from engine_plugin_tools.commands.checks import Check, show_checks
 
 MIN_MEMORY = 2 * GIB
 
 
-class Check(NamedTuple):
-    """A line of the answer."""
-
-    state: str  # ok, warning, problem
-    name: str  # what was checked
-    found: str  # with the fix, if it is not ok
-
-
 def doctor(
-    file: Annotated[str | None, typer.Argument(metavar="[FILE]", help="Also check this run file.")] = None,
+    folder: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Where runs are written; its disk is checked.")
+    ] = Path("runs"),
     as_json: Json = False,
-    allow_code: AllowCode = False,
 ) -> int:
     """Look at Python, memory, shared memory, open files, disk, plugins and torch.
 
     Each line is ok, a warning, or a problem with what to do; exit code 5 when there is a problem.
     """
-    checks = list(all_checks(file, allow_code))
-    if as_json:
-        print_json([check._asdict() for check in checks])
-    else:
-        print_table(checks)
-    return EnvironmentProblem.exit_code if any(check.state == "problem" for check in checks) else 0
+    return show_checks(all_checks(folder), as_json, EnvironmentProblem.exit_code)
 
 
-def all_checks(file: str | None, allow_code: bool = False) -> Iterator[Check]:
-    """Yield all checks; a failed check does not stop the others."""
-    runs = Path("runs")
+def all_checks(runs: Path) -> Iterator[Check]:
+    """Yield all checks; a failed check does not stop the others.
+
+    Args:
+        runs: the folder of runs.
+    """
     yield Check(
         "ok", "python", f"{platform.python_version()}, engine-core-rl {__version__}, {platform.platform()}"
     )
@@ -68,10 +55,6 @@ def all_checks(file: str | None, allow_code: bool = False) -> Iterator[Check]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limits = f"soft limit {soft}, hard limit {hard}; a run raises the soft one"
     yield _judged("open files", limits, machine.raise_open_file_limit())
-    if file is not None:
-        check, config = check_file(file, allow_code)
-        yield check
-        runs = Path(config.run.dir) if config else runs
     yield from check_runs_folder(runs)
     yield from check_plugins()
     yield check_torch()
@@ -87,17 +70,6 @@ def check_memory() -> Check:
         return Check("ok", "memory", found)
     advice = f"{MIN_MEMORY / GIB:.0f} GiB or more are expected. End other programs, or use a smaller model."
     return Check("warning", "memory", f"{found}. {advice}")
-
-
-def check_file(file: str, allow_code: bool) -> tuple[Check, EngineConfig | None]:
-    """Check the run file; return its config if it is valid."""
-    try:
-        config = read([file], allow_code=allow_code)
-    except EngineError as error:
-        return Check("problem", "run file", " ".join(str(error).splitlines())), None
-    if problems := check_inputs(config):
-        return Check("problem", "run file", " ".join(problems)), config
-    return Check("ok", "run file", f"{file} is valid"), config
 
 
 def check_runs_folder(path: Path) -> Iterator[Check]:

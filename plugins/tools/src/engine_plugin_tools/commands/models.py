@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated
@@ -19,10 +18,6 @@ from engine_core.runs.tracking import RunFolder, write_rollouts
 def generate(
     file: File,
     out: Annotated[Path, typer.Argument(metavar="OUT.parquet", help="Where the rollouts go.")],
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option("--prompts", metavar="FILE", help="Prompts instead of data.train; may be repeated."),
-    ] = None,
     sets: Sets = None,
     allow_code: AllowCode = False,
 ) -> None:
@@ -34,9 +29,7 @@ def generate(
     if out.suffix != ".parquet":
         raise ConfigError(f"OUT '{out}' must end in .parquet: rollouts are written as Parquet.")
     check_new(out)
-    files = json.dumps([str(path.absolute()) for path in prompts or ()])
-    replaced = [f"data.train={files}", 'data.source=""'] if prompts else []
-    config = read([file], sets=[*(sets or ()), *replaced], allow_code=allow_code)
+    config = read([file], sets=sets, allow_code=allow_code)
     with closing(trainer_of(config)) as trainer:
         if not hasattr(trainer, "generate"):
             raise ConfigError(
@@ -50,10 +43,7 @@ def generate(
 def evaluate(
     target: Annotated[
         str,
-        typer.Argument(
-            metavar="FILE|RUN|CHECKPOINT",
-            help="Run file, a run (its newest checkpoint), or a checkpoint folder.",
-        ),
+        typer.Argument(metavar="FILE|RUN", help="Run file, or a run: its newest checkpoint."),
     ],
     step: Step = None,
     out: Annotated[
@@ -79,8 +69,7 @@ def evaluate(
             )
         config, checkpoint = read([target], sets=sets, allow_code=allow_code), None
     else:
-        run, step = _run_of(target, step)
-        folder = RunFolder.open(run)
+        folder = RunFolder.open(target)
         checkpoint = checkpoint_of(folder, step)
         config = read_run(folder, sets)
     with closing(trainer_of(config)) as trainer:
@@ -91,16 +80,3 @@ def evaluate(
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint)
         print_metrics(trainer.evaluate(out) if out is not None else trainer.evaluate(), as_json)
-
-
-def _run_of(target: str, step: int | None) -> tuple[str, int | None]:
-    """Return the run and the step of a target: for ``RUN/checkpoints/step_00000010`` RUN and 10."""
-    path = Path(target)
-    number = path.name.removeprefix("step_")
-    if path.parent.name != "checkpoints" or not number.isdigit():
-        return target, step
-    if step not in (None, int(number)):
-        raise ConfigError(
-            f"--step {step}: '{target}' is the checkpoint of step {int(number)}. Leave --step out."
-        )
-    return str(path.parent.parent), int(number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 
 from engine_core.cli.output import writing_problem
 from engine_core.errors import EnvironmentProblem
-from engine_plugin_tools.scaffold import new_plugin, new_run, taken
+from engine_plugin_tools.scaffold import new_plugin, new_run
 
 
 def plugin(
@@ -24,8 +23,6 @@ def plugin(
     """Write a complete plugin with a reward, its tests and its packaging; prints its folder."""
     check_writable(folder)
     path = new_plugin(name, folder)
-    if warning := taken(name):
-        print(f"engine: warning: {warning}", file=sys.stderr)
     print(f"{path}\nInstall it: pip install -e {path}")
 
 

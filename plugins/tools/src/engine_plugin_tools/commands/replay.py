@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import closing
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from engine_core.cli.loading import read_run, trainer_of
 from engine_core.cli.options import Json, Run, Sets
-from engine_core.cli.output import check_new, print_json, print_table
-from engine_core.config.dump import as_data, differences, dump_toml
+from engine_core.cli.output import print_json, print_table
+from engine_core.config.dump import as_data, differences
 from engine_core.redaction import Redactor
 from engine_core.runs.tracking import RunFolder
 
@@ -25,15 +23,6 @@ if TYPE_CHECKING:
 def replay(
     run: Run,
     step: Annotated[int, typer.Option("--step", min=1, metavar="N", help="The step that is done again.")],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="FOLDER", help="Also write replay.json and the config there; a new folder."
-        ),
-    ] = None,
-    only: Annotated[
-        bool, typer.Option("--only", help="Leave out the steps between the checkpoint and step N.")
-    ] = False,
     sets: Sets = None,
     as_json: Json = False,
 ) -> None:
@@ -43,8 +32,6 @@ def replay(
     from their rollouts first. With unchanged settings on the same machine the numbers are equal. Nothing is
     sampled, and nothing is written into RUN.
     """
-    if out is not None:
-        check_new(out)
     from engine_plugin_tools.replaying import check_step, find_start
     from engine_plugin_tools.replaying import replay as do_again
 
@@ -52,19 +39,14 @@ def replay(
     check_step(step, folder)
     config = read_run(folder, sets)
     with closing(trainer_of(config)) as trainer:
-        start = find_start(trainer, folder, step, only)
+        start = find_start(trainer, folder, step)
         print(
             f"step {step} of {folder.path}, {start}", file=sys.stderr if as_json else sys.stdout, flush=True
         )
         done = do_again(trainer, folder, step, start)
     changed = _changed(folder, config)
-    report = _plain(folder, step, done, changed)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "replay.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-        (out / "config.resolved.toml").write_text(dump_toml(config, masked=True), encoding="utf-8")
     if as_json:
-        print_json(report)
+        print_json(_plain(folder, step, done, changed))
         return
     for difference in changed:
         print(f"changed: {difference}")

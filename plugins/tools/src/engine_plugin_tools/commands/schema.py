@@ -13,8 +13,7 @@ from engine_core.errors import PluginError
 from engine_core.plugins.metadata import TABLES, known_names
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.specs import TABLE_SPECS, Spec
-from engine_plugin_tools.commands.schema_text import describe
-from engine_plugin_tools.schema import json_schema, schema_at
+from engine_plugin_tools.schema import describe, json_schema, schema_at
 
 
 def schema(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 
-from engine_plugin_tools.demo.pairs import make_pairs
-from engine_plugin_tools.demo.problems import Problem, draw_many
+from engine_plugin_tools.demo.problems import Problem, draw, draw_many
 
 ROWS = {"sft": 12000, "train": 6000, "heldout": 400}
+PAIRS = {"pairs": 2000, "pairs_heldout": 200}
 SLIP = 0.6  # of the steps in the warm start's solutions count one too many
 
 
@@ -28,6 +29,26 @@ def make_data(folder: Path, seed: int = 0) -> list[Problem]:
         write_rows(folder / f"{name}.jsonl", drawn)
         problems += drawn
     return problems
+
+
+def pairs(count: int, seed: int) -> list[dict[str, str]]:
+    """Return rows for DPO, whose solutions differ in every sum: both are drawn from one state of the generator."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        state = rng.getstate()
+        wrong = draw(rng, slip=1.0)
+        rng.setstate(state)
+        right = draw(rng, slip=0.0)
+        rows.append({"prompt": right.question + "\n", "chosen": right.solution, "rejected": wrong.solution})
+    return rows
+
+
+def make_pairs(folder: Path) -> None:
+    """Write ``pairs.jsonl`` and ``pairs_heldout.jsonl`` with the columns ``prompt``, ``chosen``, ``rejected``."""
+    for seed, (name, count) in enumerate(PAIRS.items(), 7):
+        lines = [json.dumps(row) + "\n" for row in pairs(count, seed)]
+        (folder / f"{name}.jsonl").write_text("".join(lines))
 
 
 def make_tokenizer(folder: Path, problems: list[Problem], vocab_size: int = 384) -> int:

@@ -15,7 +15,7 @@ from engine_plugin_rewards.worker_pool.pool import Pool
 if TYPE_CHECKING:
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.rewards.models import OnFailure
-    from engine_plugin_tools.bench.simulator.virtual_clock import VirtualClock
+    from virtual_cluster.virtual_clock import VirtualClock
 
 NAME = "simulated"
 

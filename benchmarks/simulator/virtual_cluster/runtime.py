@@ -23,12 +23,12 @@ from engine_plugin_processes.engine_flow import GroupBuffer
 from engine_plugin_processes.placement import Slice
 from engine_plugin_processes.worker_group import RemoteWorkerGroup
 from engine_plugin_processes.worker_pool import Command, Reply, WorkerPool, message_to
-from engine_plugin_tools.bench.simulator.workers import SimulatedSampler, SimulatedTrainer
+from virtual_cluster.workers import SimulatedSampler, SimulatedTrainer
 
 if TYPE_CHECKING:
     from engine_plugin_processes.split import Merge
-    from engine_plugin_tools.bench.simulator.speeds import Lengths, Speeds
-    from engine_plugin_tools.bench.simulator.virtual_clock import VirtualClock
+    from virtual_cluster.speeds import Lengths, Speeds
+    from virtual_cluster.virtual_clock import VirtualClock
 
 
 @dataclass

@@ -4,10 +4,10 @@ import dataclasses
 import re
 
 import pytest
+from virtual_cluster.runs import Setting, simulate
+from virtual_cluster.speeds import Lengths, Speeds
 
 from engine_plugin_tools.advice import advice
-from engine_plugin_tools.bench.simulator.runs import Setting, simulate
-from engine_plugin_tools.bench.simulator.speeds import Lengths, Speeds
 
 SPEED = Speeds(
     "test", "", token_seconds=0.01, token_seconds_each=0.0005, prefill_rate=1e5, train_rate=1000.0,

@@ -1,6 +1,6 @@
 """Times of simulated workers, from a few measured rates, and lengths of responses.
 
-``docs/scaling.md`` says where and how the rates of ``SPEEDS`` were measured. All other times follow from them:
+``benchmarks/simulator/README.md`` says where and how the rates of ``SPEEDS`` were measured. All other times follow from them:
 
 - A sampler with b responses in flight takes ``token_seconds + b * token_seconds_each`` for one token of each: a line
   through the rate of one response alone and the rate of a full batch.
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from engine_core.errors import ConfigError, did_you_mean
+from engine_core.errors import ConfigError
 
 WAYS = ("relay", "star")
 """Ways of an update of weights to samplers on separate devices."""
@@ -106,19 +106,6 @@ SPEEDS: Mapping[str, Speeds] = {
     )
 }
 """Speeds by name of the model."""
-
-
-def speeds_of(name: str) -> Speeds:
-    """Return the speeds of a model.
-
-    Raises:
-        ConfigError: the model has none.
-    """
-    if name not in SPEEDS:
-        raise ConfigError(
-            f"--speeds: there are none of '{name}'. Expected one of {', '.join(SPEEDS)}.{did_you_mean(name, SPEEDS)}"
-        )
-    return SPEEDS[name]
 
 
 @dataclass(frozen=True, slots=True)

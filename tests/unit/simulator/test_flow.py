@@ -3,10 +3,9 @@
 import dataclasses
 
 import pytest
-
-from engine_plugin_tools.bench.simulator.runs import Setting, simulate
-from engine_plugin_tools.bench.simulator.runtime import Stretch
-from engine_plugin_tools.bench.simulator.speeds import Lengths
+from virtual_cluster.runs import Setting, simulate
+from virtual_cluster.runtime import Stretch
+from virtual_cluster.speeds import Lengths
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from engine_core.types import Batch, Request, Rollout, StepOutput, TrainOutput
 
 if TYPE_CHECKING:
-    from engine_plugin_tools.bench.simulator.speeds import Lengths, Speeds
+    from virtual_cluster.speeds import Lengths, Speeds
 
 
 class SimulatedTrainer:

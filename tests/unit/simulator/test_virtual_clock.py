@@ -4,8 +4,7 @@ import threading
 import time
 
 import pytest
-
-from engine_plugin_tools.bench.simulator.virtual_clock import StandsStill, VirtualClock
+from virtual_cluster.virtual_clock import StandsStill, VirtualClock
 
 
 def test_hours_pass_at_once_and_threads_meet_in_the_order_of_time():

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from engine_core.hooks import hookimpl
 from engine_core.specs import RolloutBackend, RuntimeSpec, TrainBackend
 
-HERE = "engine_plugin_tools.bench.simulator"
+HERE = "virtual_cluster"
 
 
 @hookimpl
