@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from engine_core.tables import BASE_SAMPLING
+
 
 class Options(BaseModel):
     """The base class of option tables: unknown keys are refused, each field has a docstring below it.
@@ -118,12 +120,14 @@ class RolloutBackend(Spec):
     * a field ``max_model_len``: the maximum tokens of a prompt with its response; a run with longer ones is refused.
 
     Args:
+        sampling: the supported ``engine_core.tables.SamplingOptions``; a run that sets another one is refused.
         frozen_only: the weights cannot be updated: the engine samples only for a judge.
     """
 
     kind = "rollout_engines"
     noun = "rollout engine"
     capabilities: frozenset[str] = frozenset()
+    sampling: frozenset[str] = BASE_SAMPLING
     frozen_only: bool = False
 
 
