@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from engine_core.tables import BASE_SAMPLING
+
 
 class Options(BaseModel):
     """The base class of option tables: unknown keys are refused, each field has a docstring below it.

@@ -83,3 +83,5 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingOp
 """Every sampling option and its default."""
 DISTRIBUTION = tuple(field.name for field in dataclasses.fields(Distribution))
 CUTTING = DISTRIBUTION[1:]
+BASE_SAMPLING = frozenset({"temperature", "top_p", "top_k", "max_response_tokens", "stop", "stop_token_ids"})
+"""Options that a sampler supports unless its spec says otherwise. Options added later are not in this set."""

@@ -28,12 +28,15 @@ from engine_core.config.choices import (
     places,
     prepared,
 )
+from engine_core.config.evaluation import held_out_sets
 from engine_core.config.models import EngineConfig
 from engine_core.config.read import Path_, RawConfig, key_text
 from engine_core.config.roles import CriticConfig
+from engine_core.config.schedule import boundaries, config_at
 from engine_core.config.wording import Problem, in_order, located, sentence
 from engine_core.errors import ConfigError, did_you_mean
-from engine_core.specs import Advantage, Loss, Spec, TrainerSpec
+from engine_core.specs import Advantage, Loss, RolloutBackend, Spec, TrainerSpec
+from engine_core.tables import DEFAULTS
 
 Model = TypeVar("Model", bound=BaseModel)
 SpecOf = Callable[[str, str], Spec | None]
@@ -106,6 +109,7 @@ class _Validation:
         if config is not None:
             self.attach(config)
             self.judge_algorithm(config, sections)
+            self.judge_sampler(config, sections)
             self.problems += cross_problems(config, sections)
         if self.problems or config is None:
             raise ConfigError(in_order(self.problems, self.raw))
@@ -214,6 +218,21 @@ class _Validation:
         if "teacher" in sections and config.teacher is not None and not needs & asking:
             self.unread.append(f"[teacher]: algorithm.advantage = '{name}' asks none")
             config.teacher = None
+
+    def judge_sampler(self, config: EngineConfig, sections: Collection[str]) -> None:
+        """Refuse a sampling option that the sampler does not implement."""
+        backend = config.rollout.backend
+        spec = self.spec_of("rollout_engines", backend) if "rollout" in sections else None
+        if not isinstance(spec, RolloutBackend):
+            return
+        for name in sorted(DEFAULTS.keys() - spec.sampling):
+            asked: list[tuple[Path_, Any]]
+            asked = [(("rollout", name), config_at(config, step).rollout) for step in boundaries(config)]
+            asked += [(each.key(name), each) for each in held_out_sets(config) if "eval" in sections]
+            for key, value in {key: getattr(table, name, DEFAULTS[name]) for key, table in asked}.items():
+                if value != DEFAULTS[name]:
+                    text = f"got {value}, but rollout.backend = '{backend}' does not implement this sampling option."
+                    self.problems.append(Problem(key, f"{text} Remove it, or use another backend."))
 
     def unknown(self, path: Path_, owner: str = "") -> None:
         """Report an unknown key: the nearest known one, the tables that have it, and its owner."""

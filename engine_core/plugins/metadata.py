@@ -142,6 +142,7 @@ def offer_problem(offer: Offer) -> str | None:
     return _version_problem(offer.distribution)
 
 
+@functools.lru_cache(maxsize=256)
 def _version_problem(distribution: Distribution) -> str | None:
     """Return why a distribution does not fit this core, by its ``Requires-Dist``; None if it fits."""
     ours = Version(engine_core.__version__)

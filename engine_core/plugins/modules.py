@@ -214,7 +214,7 @@ def _run_file(name: str, path: Path, source: bytes, label: str) -> None:
 
 def hook_problems(manager: pluggy.PluginManager, module: ModuleType, label: str) -> Iterator[str]:
     """Yield the problems of a module's hooks: a misspelt name, a wrong argument, a missing marker."""
-    for name, function in vars(module).items():
+    for name, function in sorted(vars(module).items(), key=lambda item: item[0]):
         marked = manager.parse_hookimpl_opts(module, name) is not None
         if not marked and not (name.startswith("engine_") and inspect.isfunction(function)):
             continue

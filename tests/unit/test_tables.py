@@ -9,7 +9,7 @@ import pytest
 import engine_core
 from engine_core.config.evaluation import EvalConfig, EvalSetConfig, HeldOut
 from engine_core.config.roles import RolloutConfig
-from engine_core.tables import DEFAULTS, DISTRIBUTION, Distribution, SamplingOptions
+from engine_core.tables import BASE_SAMPLING, DEFAULTS, DISTRIBUTION, Distribution, SamplingOptions
 from engine_core.types import Sampling
 
 CORE = Path(engine_core.__file__).parent
@@ -50,6 +50,12 @@ def test_the_tables_and_requests_have_the_options_with_their_bounds_and_texts():
     assert {*DISTRIBUTION, "max_response_tokens"} <= set(EvalSetConfig.model_fields)
     assert EvalConfig().temperature == 0.0
     assert RolloutConfig().temperature == 1.0
+
+
+def test_a_sampler_implements_every_option_of_today_unless_its_entry_says_otherwise():
+    """An option that is added is not in ``BASE_SAMPLING``: each sampler says so itself."""
+    assert {"temperature", "top_p", "top_k", "max_response_tokens", "stop", "stop_token_ids"} == BASE_SAMPLING
+    assert set(DEFAULTS) >= BASE_SAMPLING
 
 
 @pytest.mark.parametrize(

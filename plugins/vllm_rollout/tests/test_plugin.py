@@ -134,7 +134,11 @@ max_model_len = {held}
             r"lower data\.max_prompt_tokens or rollout\.max_response_tokens\.",
         ),
         (30, "", r"Set it to 48, or lower data\.max_prompt_tokens or"),
-        (48, "validation = 'v.jsonl'\n[eval]\nmax_response_tokens = 40", r"\(eval\.max_response_tokens = 40\) have 52 tokens"),
+        (
+            48,
+            "validation = 'v.jsonl'\n[eval]\nmax_response_tokens = 40",
+            r"\(eval\.max_response_tokens = 40\) have 52 tokens",
+        ),
         (
             48,
             "[[eval.set]]\nname = 'hard'\npath = 'hard.jsonl'\nmax_response_tokens = 40",

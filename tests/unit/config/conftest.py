@@ -94,6 +94,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "rollout_engines": {
         "hf": RolloutBackend(load=load),
         "vllm": RolloutBackend(load=load),
+        "whole": RolloutBackend(load=load, sampling=frozenset({"temperature", "max_response_tokens"})),
     },
     "rewards": {
         "math": Reward(load=load, config=NoOptions),

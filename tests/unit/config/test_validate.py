@@ -339,3 +339,25 @@ def test_habits_from_elsewhere_are_led_to_the_right_key(problems_of, text, expec
 )
 def test_the_nearest_name_is_found_in_any_case_and_by_what_others_call_it(name, known, meant):
     assert nearest(name, known) == meant
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("top_p = 0.5", "rollout.top_p: got 0.5, "),
+        ("stop = ['x']", "rollout.stop: got ('x',), "),
+        ("[schedule]\n'rollout.top_k' = [[0, 0], [9, 3]]", "rollout.top_k: got 3, "),
+        ("[data]\nvalidation = 'v'\n[eval]\ntop_k = 7", "eval.top_k: got 7, "),
+        ("[[eval.set]]\nname = 'v'\npath = 'v'\ntop_k = 8", "eval.set.v.top_k: got 8, "),
+    ],
+)
+def test_a_sampling_option_that_the_sampler_does_not_implement_is_refused(problems_of, text, expected):
+    (problem,) = problems_of(f"[rollout]\nbackend = 'whole'\n{text}\n")
+    assert expected in problem
+    assert "but rollout.backend = 'whole' does not implement this sampling option. Remove it" in problem
+
+
+def test_an_option_at_its_default_or_that_is_not_read_asks_nothing_of_the_sampler(config_of):
+    config_of("[rollout]\nbackend = 'whole'\ntop_p = 1.0\ntemperature = 0.5\nmax_response_tokens = 9\n")
+    config_of("[rollout]\nbackend = 'whole'\n[[eval.set]]\nname = 'v'\npath = 'v'\ntemperature = 0.5\n")
+    config_of("trainer = 'sft'\n[rollout]\nbackend = 'whole'\ntop_p = 0.5\n")
