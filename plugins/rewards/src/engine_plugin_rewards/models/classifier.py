@@ -90,8 +90,8 @@ class ClassifierReward(TokenReward):
         reuse_token_ids: take the sampled tokens, because the tokenizer is the actor's.
     """
 
-    names = ("prompts", "completions", "messages", "token_ids")
-    required = ("completions",)
+    names: tuple[str, ...] = ("prompts", "completions", "messages", "token_ids")
+    required: tuple[str, ...] = ("completions",)
 
     def __init__(self, sequences: Sequences, infer: Infer, limit: int, reuse_token_ids: bool) -> None:
         super().__init__(limit)

@@ -102,7 +102,7 @@ class Box:
         with inner:
             self.popen = subprocess.Popen(
                 command,
-                stdin=inner,
+                stdin=inner.fileno(),
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 env={},

@@ -104,7 +104,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         """Set the time limit of the connection."""
-        self.timeout = self.server.idle_seconds
+        self.request.settimeout(self.server.idle_seconds)
         super().setup()
 
     def do_GET(self) -> None:
