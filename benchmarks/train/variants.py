@@ -1,7 +1,7 @@
 """Variants of one training step, one after another in one process: what raises tokens a second on this device?
 
     python benchmarks/train/variants.py                                # all, on the shape and work of README.md
-    python benchmarks/train/variants.py --only base,autotune --json
+    python benchmarks/train/variants.py --only base,coordinate_descent --json
     python benchmarks/train/variants.py --shape tiny --sequences 4 --length 32 --prompt 8 --only base,eager
 
 A variant that fails has its error in the table, and the others go on. Each builds its own model; what is compiled is
@@ -79,7 +79,6 @@ VARIANTS = {
     "budget_24576": Variant({"max_tokens_per_rank": 24576}),
     "budget_98304": Variant({"max_tokens_per_rank": 98304}),
     "budget_auto": Variant({"max_tokens_per_rank": "auto"}),
-    "autotune": Variant({"compile_mode": "max-autotune-no-cudagraphs"}),
     "coordinate_descent": Variant({}, inductor(coordinate_descent_tuning=True)),
     "one_length": Variant({}, one_length),
     "one_length_autotuned": Variant({}, lambda: _both(one_length, inductor(max_autotune_gemm=True))),
@@ -87,7 +86,6 @@ VARIANTS = {
     "sdpa": Variant({"attention": "sdpa"}),
     "checkpointing": Variant({"activation_checkpointing": True}),
     "checkpointing_98304": Variant({"activation_checkpointing": True, "max_tokens_per_rank": 98304}),
-    "feed_forward_chunks": Variant({"sequence_chunk_tokens": 16384}),
     "fp32_weights": Variant({"param_dtype": "fp32", "compute_dtype": "bf16"}),
     "fp32_weights_auto": Variant(
         {"param_dtype": "fp32", "compute_dtype": "bf16", "max_tokens_per_rank": "auto"}

@@ -222,9 +222,9 @@ def another_optimizer_is_refused(bench):
     engine = bench.engine(optim=OPTIM)
     bench.step(engine, bench.batch())
     names = list(engine.partitions.state_names())[:2]
-    values = {name: {"step": torch.tensor(float(number))} for number, name in enumerate(names)}
+    values = {f"{name}/step": torch.tensor(float(number)) for number, name in enumerate(names)}
     with refused("different numbers of steps", "'step'", names[1]):
-        engine.partitions.set_state(values)
+        engine.partitions.set_state({name: ["step"] for name in names}, values.__getitem__)
 
 
 def asleep_it_holds_no_memory(bench):

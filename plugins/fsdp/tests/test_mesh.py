@@ -73,7 +73,7 @@ def quickly(name, value):
         quickly("params_offload", {"cpu_offload": "params"}),
         slowly("full_recompute", {"activation_checkpointing": "full"}),
         quickly("every_second_unit", {"activation_checkpointing": 2, "activation_offload": True}),
-        quickly("two_layers_a_unit", {"wrap": {"layers_per_unit": 2}, "sequence_chunk_tokens": 5}),
+        quickly("two_layers_a_unit", {"wrap": {"layers_per_unit": 2}}),
         quickly("inner_units", {"wrap": {"layer_classes": ["Qwen3MLP", "Qwen3Attention"]}}),
         slowly("every_rank_reads", {"loading": "every_rank"}),
     ],

@@ -52,11 +52,6 @@ OPTIONS = {
     "two_layers_a_unit": {"wrap": {"layers_per_unit": 2}},
     "inner_units": {"wrap": {"layer_classes": ["Qwen3MLP", "Qwen3Attention"]}},
     "every_rank_reads": {"loading": "every_rank"},
-    "chunks": {"sequence_chunk_tokens": 4, "activation_checkpointing": "full"},
-    "chunks_of_units": {
-        "sequence_chunk_tokens": 4,
-        "wrap": {"layer_classes": ["Qwen3MLP", "Qwen3Attention"]},
-    },
 }
 
 
@@ -69,7 +64,6 @@ QUICK = (
     "params_offload",
     "every_second_unit",
     "two_layers_a_unit",
-    "chunks",
 )
 
 

@@ -23,7 +23,6 @@ def test_a_resolved_table_which_sets_every_key_reads_back():
         ({"virtual_pp": 2}, "virtual_pp 2 has no effect with pp 1"),
         ({"sequence_parallel": True}, "sequence_parallel has no effect with tp 1"),
         ({"overlap_param_gather": True}, "overlap_param_gather needs"),
-        ({"bucket_size": 10}, "bucket_size has no effect"),
         ({"compute_dtype": "fp32", "grad_reduce_dtype": "bf16"}, "grad_reduce_dtype 'bf16'"),
         ({"compute_dtype": "fp16", "grad_reduce_dtype": "bf16"}, "over compute_dtype 'fp16'"),
         ({"loss_scale": 2.0}, "loss_scale has no effect without compute_dtype = 'fp16'"),

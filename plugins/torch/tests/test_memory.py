@@ -104,16 +104,6 @@ def test_with_checkpointing_a_layer_keeps_its_input_and_one_at_a_time_the_rest(e
     assert act.layer > 5 * act.carried
 
 
-def test_feed_forwards_in_chunks_keep_nothing_wide(engine_of, batch_of):
-    engine = engine_of("qwen3", sequence_chunk_tokens=30)
-    batch = batch_of(LENGTHS)
-    engine.forward(batch, ("log_probs",))
-    act = activations(Decoder.of(engine.module), engine.budget.settings)
-    with Kept(engine.module) as kept:
-        engine.forward(batch, ("log_probs",))
-    assert kept.bytes == pytest.approx(act.token(False) * batch.num_tokens, rel=0.05)
-
-
 @pytest.mark.parametrize("lora", [None, {"rank": 4}])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_weights_gradients_and_optimizer_are_counted_to_the_byte(engine_of, batch_of, family, lora):

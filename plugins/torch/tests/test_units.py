@@ -144,14 +144,3 @@ def test_outside_of_a_packed_forward_a_unit_is_not_compiled(no_compiler):
     unit = units.CompiledForward(lambda x: 2 * x, "layers.3")
     assert unit(21) == 42
     assert not no_compiler
-
-
-def test_the_mode_of_the_compiler_reaches_layers_and_log_probs(make_engine, batch_of, monkeypatch):
-    modes = []
-    monkeypatch.setattr(
-        torch, "compile", lambda function, **settings: modes.append(settings.get("mode")) or function
-    )
-    engine = make_engine("qwen3", compile=True, compile_mode="max-autotune-no-cudagraphs")
-    engine.forward_backward(batch_of([5]), NLL)
-    assert len(modes) == 3  # two layers, log-probs
-    assert set(modes) == {"max-autotune-no-cudagraphs"}

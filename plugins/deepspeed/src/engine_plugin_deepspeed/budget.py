@@ -12,7 +12,6 @@ from engine_plugin_torch.units import decoder_layers
 if TYPE_CHECKING:
     from torch import nn
 
-    from engine_core.types import Batch
     from engine_plugin_deepspeed.engine import DeepSpeedEngine
     from engine_plugin_deepspeed.options import DeepSpeedOptions
     from engine_plugin_torch.precision import Precision
@@ -34,11 +33,10 @@ class DeepSpeedBudget(SharedBudget):
             engine.module, engine.options, engine.precision, engine.ranks.size, engine.trainable
         )
 
-    def halve(self, batch: Batch, error: Exception) -> bool:
-        """Refuse to retry under ZeRO: a failed attempt's gradients stay in DeepSpeed's buffers and count twice."""
-        if self.engine.zero is None:
-            return super().halve(batch, error)
-        return self.refuse_retry("What DeepSpeed has summed so far cannot be taken back.")
+    @property
+    def retries(self) -> bool:  # type: ignore[override]
+        """False under ZeRO: a failed attempt's gradients stay in DeepSpeed's buffers and would count twice."""
+        return self.engine.zero is None
 
 
 def held_by_rank(

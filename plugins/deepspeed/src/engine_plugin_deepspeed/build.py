@@ -19,6 +19,7 @@ from engine_core.contracts.weight_names import own_parameters
 from engine_plugin_deepspeed.partitions import shape_of
 from engine_plugin_torch.build import ModelBuilder
 from engine_plugin_torch.folder_parts import FolderParts, read_together
+from engine_plugin_torch.model_loading import cast_parameters
 from engine_plugin_torch.skeleton import blank_model, fresh_model
 
 if TYPE_CHECKING:
@@ -68,10 +69,7 @@ class DeepSpeedBuilder(ModelBuilder):
             return module
         if not self.engine._under_zero:
             return super().place(module)
-        for parameter in module.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(self.engine._param_dtype)
-        return module
+        return cast_parameters(module, self.engine.precision.param)
 
 
 def model_in_parts(

@@ -6,15 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from engine_core.errors import DataError
 from engine_core.runs import state_files
 from engine_plugin_torch import state
 from engine_plugin_torch.sharded_checkpoint import BufferStore, ShardedStore
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from engine_plugin_deepspeed.engine import DeepSpeedEngine
     from engine_plugin_torch.sharded_checkpoint import Parts
     from engine_plugin_torch.shards import Shards
@@ -115,13 +115,13 @@ class DeepSpeedStore(BufferStore):
             return
         members = [group["params"] for group in saved["groups"]]
         state.check_members(self.engine._members, members)
-        values: dict[str, _OnDemand] = {}
+        keys: dict[str, list[str]] = {}
         for path in shards.shapes:
             name, _, key = path.rpartition("/")
-            values.setdefault(name, _OnDemand(shards, name)).keys_.append(key)
-        if self.engine.partitions.own.keys() < values.keys():
+            keys.setdefault(name, []).append(key)
+        if self.engine.partitions.own.keys() < keys.keys():
             raise DataError("The checkpoint's optimizer keeps state of weights that this model has not.")
-        self.engine.partitions.set_state(values)
+        self.engine.partitions.set_state(keys, shards.whole)
         self.engine.partitions.set_plain_values(saved["values"])
 
     # -- device memory ------------------------------------------------------
@@ -142,20 +142,3 @@ class DeepSpeedStore(BufferStore):
 
     def _memory_of(self, part: str) -> list[Tensor]:
         return self.engine.partitions.memory(part, self.engine.device)
-
-
-class _OnDemand(Mapping[str, Tensor]):
-    """A mapping of one weight's optimizer tensors in a checkpoint, each read on access."""
-
-    def __init__(self, shards: Shards, name: str) -> None:
-        self.shards, self.name = shards, name
-        self.keys_: list[str] = []
-
-    def __getitem__(self, key: str) -> Tensor:
-        return self.shards.whole(f"{self.name}/{key}")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.keys_)
-
-    def __len__(self) -> int:
-        return len(self.keys_)

@@ -13,7 +13,7 @@ frozen weights are partitioned too.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -88,9 +88,7 @@ class Partitions:
             if self._is_kept(tensor):
                 yield name, safe_get_full_fp32_param(tensor).detach()
             else:
-                with gathered([tensor]):
-                    whole = tensor.detach().clone()
-                yield name, whole
+                yield name, _copied(tensor)
 
     def _chosen(self, only: Collection[str] | None) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor) for name, tensor in self.own.items() if only is None or name in only)
@@ -150,25 +148,25 @@ class Partitions:
         return found.detach()
 
     @torch.no_grad()
-    def set_state(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def set_state(self, names: Mapping[str, Sequence[str]], read: Callable[[str], Tensor]) -> None:
         """Replace the optimizer's tensors.
 
         Args:
-            values: by weight and key, whole tensors (``[OUT, IN]`` of a linear layer) or scalars. A mapping may read
-                each tensor lazily.
+            names: the keys of the state of each weight.
+            read: returns the tensor of ``name/key``: whole (``[OUT, IN]`` of a linear layer), or a scalar.
 
         Raises:
             DataError: a scalar, such as the step count, differs between weights of one optimizer group.
         """
         from deepspeed.utils import safe_set_full_optimizer_state
 
-        self._allocate(values)
+        self._allocate(names, read)
         numbers: dict[tuple[int, str], float] = {}
-        for name, keys in values.items():
+        for name, keys in names.items():
             tensor = self.own[name]
             state = self._state(tensor)
             for key in keys:
-                value = keys[key]
+                value = read(f"{name}/{key}")
                 if value.ndim:
                     safe_set_full_optimizer_state(tensor, value.to(tensor.device).contiguous(), key)
                     continue
@@ -230,19 +228,19 @@ class Partitions:
         """Return DeepSpeed's buffers of these attribute names; a stage may lack some of them."""
         return _flat(getattr(self.zero, name, None) for name in names)
 
-    def _allocate(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def _allocate(self, names: Mapping[str, Sequence[str]], read: Callable[[str], Tensor]) -> None:
         """Create the optimizer's missing state: before its first step it has none."""
         assert self.plain is not None
-        for name, keys in values.items():
+        for name, keys in names.items():
             flat = self._flat(self.own[name])
             state = self.plain.state[flat]
             for key in keys:
                 if key not in state:
-                    single = keys[key].ndim == 0
+                    single = read(f"{name}/{key}").ndim == 0
                     state[key] = torch.zeros((), dtype=torch.float32) if single else torch.zeros_like(flat)
                     if single and getattr(self.plain, "defaults", {}).get("fused"):
                         state[key] = state[key].to(flat.device)
-        if values:
+        if names:
             self._link()
 
     def _link(self) -> None:
@@ -371,19 +369,15 @@ class AdapterInParts(Adapter):
             with gathered(layer.parameters()):
                 return merged_weight(layer)
         if SAVED in name:
-            return self._whole(name.replace(SAVED, TRAINED_WHOLE)).to(tensor.dtype)
-        return self._whole(name)
-
-    def _whole(self, name: str) -> Tensor:
-        """Return a whole copy of one weight, in its compute type."""
-        tensor = self.partitions.own[name]
-        with gathered([tensor]):
-            return tensor.detach().clone()
+            return _copied(self.partitions.own[name.replace(SAVED, TRAINED_WHOLE)]).to(tensor.dtype)
+        return _copied(tensor)
 
     def base_identity(self) -> str:
         """Return the hash of the base's weights, gathered one at a time; the hash is cached."""
         if self._base is None:
-            self._base = identity(_Base(self))
+            own = self.partitions.own.items()
+            base = {base_name(name): tensor for name, tensor in own if not OF_ADAPTER.search(name)}
+            self._base = identity(base, _copied)
         return self._base
 
     def _base_places(self) -> dict[str, Place]:
@@ -399,7 +393,7 @@ class AdapterInParts(Adapter):
             if any(f".{factor}" in name for factor in FACTORS):
                 place.store(torch.zeros(place.shape))
             elif TRAINED_WHOLE in name:
-                place.store(self._whole(name.replace(TRAINED_WHOLE, SAVED)))
+                place.store(_copied(self.partitions.own[name.replace(TRAINED_WHOLE, SAVED)]))
             elif LENGTHS in name:
                 layer = self.module.get_submodule(name.partition(LENGTHS)[0])
                 with gathered(layer.parameters()):
@@ -407,19 +401,7 @@ class AdapterInParts(Adapter):
                 place.store(lengths)
 
 
-class _Base(Mapping[str, Tensor]):
-    """A mapping of the base model's weights by their names without the adapter, each gathered when read."""
-
-    def __init__(self, adapter: AdapterInParts) -> None:
-        self.adapter = adapter
-        own = adapter.partitions.own
-        self.names = {base_name(name): name for name in own if not OF_ADAPTER.search(name)}
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.adapter._whole(self.names[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.names)
-
-    def __len__(self) -> int:
-        return len(self.names)
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a whole copy ``[D0, ...]`` of one weight, in its compute type."""
+    with gathered([tensor]):
+        return tensor.detach().clone()

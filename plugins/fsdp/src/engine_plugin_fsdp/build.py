@@ -59,7 +59,7 @@ class FSDPBuilder(ModelBuilder):
             if self.engine.ranks.rank == 0 and self.first_reads:
                 module = super().load(model, live)
             else:
-                module = blank_model(model, self.engine.context.role, self.engine._param_dtype)
+                module = blank_model(model, self.engine.context.role, self.engine.precision.param)
         except Exception as problem:
             error = problem
         self.engine.ranks.share(error, f"Building the model of '{model.path}'", DataError)
@@ -68,7 +68,7 @@ class FSDPBuilder(ModelBuilder):
 
     def place(self, module: nn.Module) -> nn.Module:
         """Cast parameters; the model stays on the CPU, from which units move when they are sharded."""
-        return cast_parameters(module, self.engine._param_dtype)
+        return cast_parameters(module, self.engine.precision.param)
 
 
 def allocate(root: nn.Module, device: torch.device) -> None:

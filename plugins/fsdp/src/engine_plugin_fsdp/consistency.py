@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import ConfigError, PluginError
 from engine_core.types import Batch
-from engine_plugin_torch.packed_forward import PackedForward
-from engine_plugin_torch.value_forward import ValueForward
+from engine_plugin_torch.packed_forward import PackedForward, ValueForward
 from engine_plugin_torch.value_models import VALUE_ROLES
 from engine_plugin_torch.weights import identity
 

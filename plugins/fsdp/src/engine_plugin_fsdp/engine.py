@@ -37,7 +37,6 @@ from engine_plugin_fsdp.slices import SliceForward, SliceValueForward, check_hea
 from engine_plugin_fsdp.start import check_distributed, check_types, tell, tell_of_no_units
 from engine_plugin_fsdp.tensor_parallel import check_config, check_units, plan_of
 from engine_plugin_torch.data_parallel import DataParallelEngine, Root
-from engine_plugin_torch.feed_forward import chunk_feed_forwards
 from engine_plugin_torch.folder_parts import check_folder, read_together
 from engine_plugin_torch.optimizers import LossScale
 from engine_plugin_torch.sharded import copies, here
@@ -170,12 +169,9 @@ class FSDPEngine(DataParallelEngine):
             use_fp8(module, options.fp8, f"{self._table}.fp8", self.emulates_fp8)
         if self.ranks.sequence is not None:
             share_sequences(module, self.ranks.sequence, role, tp)
-        chunk = options.sequence_chunk_tokens
-        mode = options.compile_mode if self._compiles else None
         full = own_weights(module) if self.builder.first_reads and self.ranks.rank == 0 else {}
-        chunk_feed_forwards(module, chunk, f"{self._table}.sequence_chunk_tokens", mode)
         if self._compiles:
-            compile_units(module, units, options.compile_mode)
+            compile_units(module, units)
         if self.trainable:
             how = options.activation_checkpointing
             if how != "none":

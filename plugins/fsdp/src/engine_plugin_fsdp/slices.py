@@ -27,10 +27,9 @@ from engine_plugin_fsdp.ranks import nearest_fit
 from engine_plugin_fsdp.tensor_parallel import SumGradient
 from engine_plugin_torch.attention import packed, packed_arguments, register, varlen
 from engine_plugin_torch.log_probs import zero_outputs
-from engine_plugin_torch.packed_forward import PackedForward
+from engine_plugin_torch.packed_forward import PackedForward, ValueForward
 from engine_plugin_torch.rank_group import Exchange, Together
 from engine_plugin_torch.transfer import on_host, predicted, send
-from engine_plugin_torch.value_forward import ValueForward
 
 if TYPE_CHECKING:
     from engine_core.types import Batch

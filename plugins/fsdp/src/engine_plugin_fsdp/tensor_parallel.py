@@ -33,6 +33,7 @@ from transformers import PreTrainedModel
 from engine_core.errors import ConfigError
 from engine_core.model_config import VALUE_HEAD as HEAD
 from engine_plugin_fsdp.ranks import nearest_fit
+from engine_plugin_torch.rank_group import Together, gather_last
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -332,7 +333,9 @@ def _around(part: nn.Module, style: Style, group: dist.ProcessGroup) -> None:
 
     def columns(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run a layer that is split over its inputs: ``[..., I / tp]``, or ``[..., I]`` to cut, -> ``[..., O]``."""
-        out = Sum.apply(forward(Cut.apply(hidden, group) if style.cuts else hidden, *args, **kwargs), group)
+        out = Together.apply(
+            forward(Cut.apply(hidden, group) if style.cuts else hidden, *args, **kwargs), group
+        )
         return out if base.bias is None else out + _plain(base.bias)
 
     if style.dim == 1 and base.bias is not None:
@@ -346,20 +349,6 @@ def _plain(parameter: Tensor) -> Tensor:
 
 
 # -- over ranks ---------------------------------------------------------------
-
-
-class Sum(torch.autograd.Function):
-    """The sum over a group. Later computation is the same on all its ranks, so the gradient passes unchanged."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Sum ``[D0, ...]`` over the group."""
-        return _summed(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """Return the gradient ``[D0, ...]`` unchanged."""
-        return gradients[0], None
 
 
 class SumGradient(torch.autograd.Function):
@@ -399,7 +388,7 @@ class Gather(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         """Gather ``[..., D / size]`` to ``[..., D]``."""
         ctx.group = group
-        return _gathered(tensor, group)
+        return gather_last(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -419,19 +408,13 @@ class Cut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """Gather the gradient ``[..., D / size]`` to ``[..., D]``."""
-        return _gathered(gradients[0], ctx.group), None
+        return gather_last(gradients[0], ctx.group), None
 
 
 def _summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = tensor.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total
-
-
-def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, tensor.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)
 
 
 def _cut(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -71,24 +71,20 @@ class MegatronStore(BufferStore):
                 held[name + suffix] = part.to("cpu", copy=True).contiguous()
                 places[name + suffix] = {"shape": list(shape), "at": at}
 
-        stepped = self.engine.steps is not None and self.engine.steps.count > 0
-        if self.engine.steps is not None:
+        steps = self.engine.steps
+        count = 0 if steps is None else steps.count
+        if steps is not None:
             files["optimizer"] = ({}, {})
         for place in weights.names(self.engine.chunks, self.engine.hf_config):
-            own = (
-                place.tensor.detach()
-                if self.engine.steps is None
-                else self.engine.steps.read(place.tensor, MAIN)
-            )
+            own = place.tensor.detach() if steps is None else steps.read(place.tensor, MAIN)
             keep("weights", place, own, "")
-            for key in MOMENTS if stepped else ():
-                assert self.engine.steps is not None
-                keep("optimizer", place, self.engine.steps.read(place.tensor, key), f"/{key}")
-        if stepped and self.engine.ranks.rank == 0:
-            assert self.engine.steps is not None
+            if steps is not None and count:
+                for key in MOMENTS:
+                    keep("optimizer", place, steps.read(place.tensor, key), f"/{key}")
+        if count and self.engine.ranks.rank == 0:
             held, places = files["optimizer"]
             for name in self.engine.shapes:
-                held[f"{name}/step"] = torch.tensor(float(self.engine.steps.count))
+                held[f"{name}/step"] = torch.tensor(float(count))
                 places[f"{name}/step"] = {"shape": [], "at": []}
         return files
 

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from engine_plugin_torch.log_probs import OUTPUTS, Distribution, columns_at, gather_outputs, zero_outputs
-from engine_plugin_torch.rank_group import Together
+from engine_plugin_torch.rank_group import Together, gather_last
 from engine_plugin_torch.transfer import on_host, predicted, send
 
 if TYPE_CHECKING:
@@ -156,7 +156,7 @@ class TokenHead(Head):
 
 
 class ValueHead(Head):
-    """The head of value models: ``values`` and ``scores``, as defined in ``engine_plugin_torch.value_forward``."""
+    """The head of value models: ``values`` and ``scores``, as defined in ``engine_plugin_torch.packed_forward``."""
 
     outputs = ("values", "scores")
 
@@ -228,7 +228,7 @@ class ShardedDistribution(Distribution):
         with torch.no_grad():
             found = self.logits.topk(min(count, self.logits.shape[-1]), dim=-1)
             values, ids = (
-                _gathered(part, self.group) for part in (found.values, found.indices + self._first)
+                gather_last(part, self.group) for part in (found.values, found.indices + self._first)
             )
             return ids.gather(-1, values.topk(count, dim=-1).indices)
 
@@ -247,10 +247,3 @@ class ShardedDistribution(Distribution):
         return (
             self.sum_over((self.logits - shift[:, None]).exp() * self.logits) * (shift - self.log_sum).exp()
         )
-
-
-def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather [n, k] of every rank into [n, ranks * k]."""
-    every = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(every, tensor.contiguous(), group=group)
-    return torch.cat(every, -1)

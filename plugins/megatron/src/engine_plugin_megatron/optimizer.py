@@ -35,7 +35,6 @@ def with_gradients(chunks: Sequence[Any], options: MegatronOptions) -> list[Dist
         overlap_grad_reduce=options.overlap_grad_reduce,
         overlap_param_gather=options.overlap_param_gather,
         use_distributed_optimizer=options.distributed_optimizer,
-        bucket_size=options.bucket_size,
     )
     # as in megatron's own training, chunks after the first reduce their gradients in one message, without buckets
     return [

@@ -34,8 +34,6 @@ class MegatronOptions(Options):
     """Gradients are summed over data-parallel ranks while the last micro-batch is still going backward."""
     overlap_param_gather: bool = False
     """With `distributed_optimizer`: new weights are gathered while the next forward pass begins. Needs `overlap_grad_reduce`."""
-    bucket_size: int | None = Field(default=None, gt=0)
-    """Parameters in one message of gradients, with `overlap_grad_reduce`; none: megatron-core's choice (40 million, or a million for each data-parallel rank)."""
     recompute: Literal["none", "selective", "full"] = "none"
     """``full``: the activations of each layer are computed again in the backward pass (less memory, about a quarter more time). ``selective``: those of attention's core alone."""
     compute_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -67,8 +65,4 @@ class MegatronOptions(Options):
             )
         if self.loss_scale != LOSS_SCALE and self.compute_dtype != "fp16":
             raise ValueError("loss_scale has no effect without compute_dtype = 'fp16'.")
-        if self.bucket_size is not None and not self.overlap_grad_reduce:
-            raise ValueError(
-                "bucket_size has no effect without overlap_grad_reduce: set that, or leave it out."
-            )
         return self

@@ -54,7 +54,7 @@ def first_weights(
             whole = load_value_model(model, CPU, torch.float32, live)
         else:
             whole = live if live is not None else load_model(model, CPU, torch.float32)
-        return in_memory(dict(published_weights(whole)))
+        return in_memory(dict(published_weights(whole)), shapes)
     folder = model.path
     if not Path(folder).is_dir():
         folder = snapshot_download(folder, allow_patterns=["*.safetensors", "*.json"])
@@ -62,8 +62,15 @@ def first_weights(
     return FolderParts(model.model_copy(update={"path": folder}), shapes, role, unused=unused).read
 
 
-def in_memory(weights: Mapping[str, Tensor]) -> Read:
-    """Return a reader of whole tensors ``[D0, ...]``."""
+def in_memory(weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> Read:
+    """Return a reader of whole tensors ``[D0, ...]``.
+
+    Raises:
+        DataError: a tensor has another shape than in ``shapes``.
+    """
+    for name, tensor in weights.items():
+        if tuple(tensor.shape) != tuple(shapes.get(name, tensor.shape)):
+            raise DataError(f"Weight '{name}' has shape {list(tensor.shape)}; expected {list(shapes[name])}.")
     return lambda name, box: weights[name][box]
 
 

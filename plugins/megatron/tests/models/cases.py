@@ -219,7 +219,7 @@ def computes_as_transformers(bench):
     """Logits and all gradients of packs are those of each sequence alone in transformers."""
     model = bench.reference()
     chunks = bench.chunks(model.config)
-    weights.load(chunks, model.config, in_memory(dict(published_weights(model))))
+    weights.load(chunks, model.config, in_memory(dict(published_weights(model)), {}))
     made = packs(model.config.vocab_size)
     compare(bench, chunks, model.config, made, expected(model, made))
 
@@ -235,7 +235,7 @@ def values_compute_as_in_transformers(bench):
 
     state = {f"model.{name}": tensor for name, tensor in decoder.state_dict().items()}
     chunks = bench.chunks(config, value_head=True)
-    weights.load(chunks, config, in_memory({**state, "score.weight": head.detach()}))
+    weights.load(chunks, config, in_memory({**state, "score.weight": head.detach()}, {}))
     same(dict(weights.stream(chunks, config)), {**state, "score.weight": head.detach()})
     made = packs(config.vocab_size)
     logits, loss, gradient = expected(model, made, values)
@@ -264,7 +264,7 @@ def padding_of_the_vocabulary_takes_no_part(bench):
     computes_as_transformers(bench)
     model = bench.reference()
     chunks = bench.chunks(model.config)
-    weights.load(chunks, model.config, in_memory(dict(published_weights(model))))
+    weights.load(chunks, model.config, in_memory(dict(published_weights(model)), {}))
     found(chunks, model.config, packs(model.config.vocab_size))
     size, tp = model.config.vocab_size, bench.layout.tp
     own = -(-size // tp)
@@ -281,7 +281,7 @@ def a_norm_that_is_not_marked_learns_wrong(bench):
     """What marks on the norms are for: without them each rank has the gradient of its own tokens alone."""
     model = bench.reference()
     chunks = bench.chunks(model.config)
-    weights.load(chunks, model.config, in_memory(dict(published_weights(model))))
+    weights.load(chunks, model.config, in_memory(dict(published_weights(model)), {}))
     made = packs(model.config.vocab_size)
     gradient = expected(model, made)[2]
     norms = [p for name, p in chunks[0].named_parameters() if "layernorm" in name and p.sequence_parallel]
@@ -297,7 +297,7 @@ def a_rectangle_computes_as_its_rows(bench):
     """Without packing: [batch, length], padding behind."""
     model = bench.reference()
     chunks = bench.chunks(model.config)
-    weights.load(chunks, model.config, in_memory(dict(published_weights(model))))
+    weights.load(chunks, model.config, in_memory(dict(published_weights(model)), {}))
     ids = torch.randint(3, model.config.vocab_size, (3, 12), generator=torch.Generator().manual_seed(5))
     positions = torch.arange(12).expand(3, 12)
     with torch.no_grad():
@@ -311,7 +311,7 @@ def half_precision_is_that_of_transformers(bench):
     model = bench.reference().to(torch.bfloat16)
     chunks = bench.chunks(model.config, dtype=torch.bfloat16)
     state = dict(published_weights(model))
-    weights.load(chunks, model.config, in_memory(state))
+    weights.load(chunks, model.config, in_memory(state, {}))
     assert {p.dtype for p in chunks[0].parameters()} == {torch.bfloat16}
     same(dict(weights.stream(chunks, model.config)), state)
     for ids, _, _, sizes in packs(model.config.vocab_size)[:2]:
@@ -334,7 +334,7 @@ def loads_and_streams_exactly(bench):
     for chunk in chunks:
         for parameter in chunk.parameters():
             parameter.data.fill_(math.nan)
-    weights.load(chunks, model.config, in_memory(state))
+    weights.load(chunks, model.config, in_memory(state, {}))
     same(dict(weights.stream(chunks, model.config)), state)
     own = [
         (name, shape, at, part.tolist())
@@ -360,8 +360,8 @@ def mixes_what_is_loaded(bench):
     chunks = bench.chunks(model.config)
     new, old = dict(published_weights(other)), dict(published_weights(model))
     new = {name: tensor * 3 - 0.5 for name, tensor in new.items()}
-    weights.load(chunks, model.config, in_memory(old))
-    weights.load(chunks, model.config, in_memory(new), mix=0.25)
+    weights.load(chunks, model.config, in_memory(old, {}))
+    weights.load(chunks, model.config, in_memory(new, {}), mix=0.25)
     for name, tensor in weights.stream(chunks, model.config):
         close(tensor, 0.75 * old[name] + 0.25 * new[name], name)
 
@@ -372,8 +372,10 @@ def refuses_another_shape(bench):
     chunks = bench.chunks(model.config)
     state = dict(published_weights(model))
     name = "model.layers.1.mlp.down_proj.weight"
-    with refused("another model's tensor", f"'{name}' has another shape than [64, 96]"):
-        weights.load(chunks, model.config, in_memory({**state, name: state[name].T}))
+    with refused("another model's tensor", f"'{name}' has shape [96, 64]; expected [64, 96]"):
+        weights.load(
+            chunks, model.config, in_memory({**state, name: state[name].T}, {name: state[name].shape})
+        )
 
 
 def no_group_is_left(bench):

@@ -160,7 +160,6 @@ class MemoryBudget:
             compute=types.compute,
             chunk=0 if engine.context.role in VALUE_ROLES else options.log_prob_chunk_tokens,
             recompute=options.log_prob_recompute,
-            wide_chunk=options.sequence_chunk_tokens,
             compiled=engine._compiles,
             kernel=engine.device.type == "cuda" and half,
         )

@@ -69,7 +69,7 @@ class ModelBuilder:
         engine, role = self.engine, self.engine.context.role
         device = self.load_device
         if role in VALUE_ROLES:
-            return load_value_model(model, device, engine._param_dtype, live)
+            return load_value_model(model, device, engine.precision.param, live)
         if live is not None:
             if engine.quantize and role == "actor":
                 raise ConfigError(
@@ -77,7 +77,7 @@ class ModelBuilder:
                     "its own weights. Save it and name the folder (model.path), or leave the key out."
                 )
             return adopt_live(live, model, role, device)
-        return load_model(model, device, engine._param_dtype)
+        return load_model(model, device, engine.precision.param)
 
     @property
     def load_device(self) -> torch.device:
@@ -87,7 +87,7 @@ class ModelBuilder:
     def place(self, module: nn.Module) -> nn.Module:
         """Cast a model, move it to its device, and quantize its frozen layers if ``quantize`` is set."""
         engine = self.engine
-        module = cast_parameters(module, engine._param_dtype)
+        module = cast_parameters(module, engine.precision.param)
         if not engine.quantize:
             return module.to(engine.device)
         whole = [HEAD, *(engine.config.lora.modules_to_save if engine.config.lora else ())]

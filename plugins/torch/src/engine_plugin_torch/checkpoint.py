@@ -185,11 +185,12 @@ class StateStore:
         if hasattr(getattr(self.engine.module, "config", None), "save_pretrained"):
             self.engine.module.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
         else:
-            state.copy_config(
-                self.engine.config.path or self.engine.model_config.path,
-                self.engine.model_config.override,
-                folder,
-            )
+            self._copy_config(folder)
+
+    def _copy_config(self, folder: Path) -> None:
+        """Write the config of the role's folder next to an export of a module that has none."""
+        model = self.engine.model_config
+        state.copy_config(self.engine.config.path or model.path, model.override, folder)
 
     # -- device memory ------------------------------------------------------
 

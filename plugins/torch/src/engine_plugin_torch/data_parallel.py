@@ -37,9 +37,14 @@ log = logging.getLogger("engine")
 
 
 class SharedBudget(MemoryBudget):
-    """The memory budget of an engine of several ranks: the smallest over the ranks."""
+    """The memory budget of an engine of several ranks: the smallest over the ranks.
+
+    Attributes:
+        retries: whether a failed pass leaves nothing behind, so that a single rank can try again with less.
+    """
 
     engine: DataParallelEngine
+    retries = True
 
     def agreed(self, number: int) -> int:
         """Return the smallest ``number`` over the ranks. Collective."""
@@ -51,20 +56,13 @@ class SharedBudget(MemoryBudget):
         The ranks that have memory wait in a gather for the rank that has none. That rank cannot notify them, because
         anything it sent would be taken for its part of the gather.
         """
-        if self.engine.ranks.size == 1:
+        if self.engine.ranks.size == 1 and self.retries:
             return super().halve(batch, error)
-        return self.refuse_retry(
-            "Several ranks cannot try again with less, since the others wait inside of a gather."
-        )
-
-    def refuse_retry(self, reason: str) -> bool:
-        """Log that this rank has no memory, and why it does not try again; return False."""
         log.error(
-            "Out of memory on rank %d, with at most %d tokens in a micro-batch: set %s.max_tokens_per_rank lower. %s",
+            "Out of memory on rank %d, with at most %d tokens in a micro-batch: set %s.max_tokens_per_rank lower.",
             self.engine.ranks.rank,
             self.tokens,
             self.engine.context.role,
-            reason,
         )
         return False
 

@@ -33,17 +33,15 @@ from engine_core.types import StepOutput, TrainOutput
 from engine_plugin_torch.budget import MemoryBudget
 from engine_plugin_torch.build import ModelBuilder
 from engine_plugin_torch.checkpoint import PARTS, StateStore
-from engine_plugin_torch.feed_forward import chunk_feed_forwards
 from engine_plugin_torch.log_probs import zero_outputs
 from engine_plugin_torch.lora import attach
 from engine_plugin_torch.optimizers import build_optimizer, check_groups, optimizer_problem, set_peak_lr
 from engine_plugin_torch.options import TorchOptions
-from engine_plugin_torch.packed_forward import PackedForward
+from engine_plugin_torch.packed_forward import PackedForward, ValueForward
 from engine_plugin_torch.precision import Precision, choose, find_device
 from engine_plugin_torch.quantize_model import Change, check_quantized
 from engine_plugin_torch.transfer import Fetched, numbers, on_host, send_batch
 from engine_plugin_torch.units import checkpoint_units, compile_units, decoder_layers, units_problem
-from engine_plugin_torch.value_forward import ValueForward
 from engine_plugin_torch.value_models import VALUE_ROLES
 from engine_plugin_torch.weights import identity, published_weights, take_weights, to_own_names
 
@@ -211,11 +209,8 @@ class TorchEngine(TrainEngine):
 
     def _shard(self, module: nn.Module, units: Sequence[str]) -> nn.Module:
         """Compile and checkpoint the units as the options say; there is no sharding here."""
-        chunk = self.options.sequence_chunk_tokens
-        mode = self.options.compile_mode if self._compiles else None
-        chunk_feed_forwards(module, chunk, f"{self._table}.sequence_chunk_tokens", mode)
         if self._compiles:
-            compile_units(module, units, self.options.compile_mode)
+            compile_units(module, units)
         if self.trainable and self.options.activation_checkpointing:
             checkpoint_units(module, units, lambda: bool(self.budget.recomputed_share))
         return module
@@ -245,10 +240,6 @@ class TorchEngine(TrainEngine):
         return choose(self.options, self.device, self._table, frozen)
 
     @property
-    def _param_dtype(self) -> torch.dtype:
-        return self.precision.param
-
-    @property
     def _compute_dtype(self) -> torch.dtype:
         return self.precision.compute
 
@@ -263,7 +254,6 @@ class TorchEngine(TrainEngine):
             chunk=self.options.log_prob_chunk_tokens,
             compile=self._compiles,
             recompute=self.options.log_prob_recompute,
-            mode=self.options.compile_mode,
         )
 
     @property

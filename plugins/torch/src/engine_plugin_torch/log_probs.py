@@ -171,7 +171,6 @@ def gather_outputs(
     top_k: int = 0,
     compile: bool = False,
     recompute: bool = True,
-    mode: str = "default",
     kind: Callable[..., Distribution] = Distribution,
 ) -> dict[str, Tensor]:
     """Compute the outputs of a train engine from the distribution ``p = softmax(logits / temperature)``.
@@ -189,7 +188,6 @@ def gather_outputs(
         top_k: K of the outputs ``top_...``.
         compile: use ``torch.compile``; if that fails, log it and run without.
         recompute: compute logits again in the backward pass, a chunk at a time, instead of keeping them.
-        mode: mode of ``torch.compile``, see ``units.compiled``.
         kind: class that reads the logits; a subclass where each rank holds a part of the vocabulary.
 
     Returns:
@@ -235,7 +233,7 @@ def gather_outputs(
         )
 
     name = "What computes log-probs"
-    run = compiled_where_possible(one, name, around, mode) if compile else around(one)
+    run = compiled_where_possible(one, name, around) if compile else around(one)
     pieces = [run(*part) for part in parts if len(part[1])]
     if not pieces:  # no row: zero of them, still part of the graph
         empty = zeros_of(names, 0, read, top_k, rows.device)

@@ -126,7 +126,6 @@ class Settings:
         compute: type of the forward pass.
         chunk: rows of logits at one time; 0 for a role without logits.
         recompute: logits are computed again in the backward pass.
-        wide_chunk: tokens that a feed-forward runs on at a time; 0: all.
         compiled: layers and log-probs are compiled.
         kernel: attention uses the kernel for packed sequences, with keys and values repeated to the number of query
             heads; else it uses rectangles.
@@ -136,7 +135,6 @@ class Settings:
     compute: torch.dtype = torch.float32
     chunk: int = 1024
     recompute: bool = True
-    wide_chunk: int = 0
     compiled: bool = False
     kernel: bool = False
 
@@ -150,7 +148,7 @@ class Activations:
         carried: bytes kept per layer and token with activation checkpointing.
         layers: number of layers.
         ends: bytes per token before the first and behind the last layer.
-        chunks: constant bytes of one chunk of logits and one chunk of a feed-forward.
+        chunks: constant bytes of one chunk of logits.
         copies: bytes of the layers' weights in the compute type, if autocast copies them.
         passing: bytes per token that exist at one time in a pass without gradient.
     """
@@ -189,17 +187,16 @@ def activations(shape: Decoder, how: Settings) -> Activations:
     if not how.kernel:
         attention = e * (3 * shape.queries + 2 * shape.keys) + 4 * shape.heads
     wide = e * shape.wide * _wide(shape, how.compiled)
-    kept = 0 if how.wide_chunk else wide
     logits = how.chunk * shape.vocabulary * (e if how.compiled else 12 + e)
     rows = (2 + shape.rms) * s * shape.hidden  # the last norm, and the input of the head
     return Activations(
-        layer=stream + normed + attention + kept,
+        layer=stream + normed + attention + wide,
         carried=s * shape.hidden,
         layers=shape.layers,
         ends=rows + 24 + (0 if how.recompute or not how.chunk else e * shape.vocabulary),
-        chunks=logits + how.wide_chunk * wide,
+        chunks=logits,
         copies=cast * e * _matrices(shape),
-        passing=4 * s * shape.hidden + attention + kept,
+        passing=4 * s * shape.hidden + attention + wide,
     )
 
 

@@ -18,10 +18,6 @@ class ForwardOptions(Options):
     """Number of response tokens whose logits exist at one time (each has the size of the vocabulary, in float32)."""
     log_prob_recompute: bool = True
     """Compute logits again in the backward pass. If memory suffices for the logits of a whole micro-batch in the compute type, ``false`` saves 2.5% to 5% of a step."""
-    sequence_chunk_tokens: int = Field(default=0, ge=0)
-    """Most tokens that feed-forward layers process at a time; they are recomputed in the backward pass. For long sequences this saves memory for about 10% more time. 0: all at once."""
-    compile_mode: Literal["default", "max-autotune-no-cudagraphs"] = "default"
-    """Mode of torch.compile. ``max-autotune-no-cudagraphs`` tries several kernels for each matrix product, which takes minutes in the first steps, and keeps the fastest."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each unit (decoder layers, see engine_wrap_policy) and the log-probs with torch.compile: ``auto``: on an accelerator, if nothing is quantized. Compiling takes seconds in the first step; then a small model is twice as fast."""
 

@@ -171,3 +171,10 @@ def _exchange(tensor: Tensor, group: dist.ProcessGroup, given: int, taken: int) 
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent, group=group)
     return torch.cat(list(received), dim=taken)
+
+
+def gather_last(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather ``[..., D]`` of every rank into ``[..., ranks * D]``; not differentiable."""
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(parts, tensor.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)

@@ -98,11 +98,7 @@ class ShardedStore(StateStore):
         """Write the model's folder; called on rank 0."""
         write_model(folder, self.engine._plain, stream)
         if not hasattr(getattr(self.engine._plain, "config", None), "save_pretrained"):
-            state.copy_config(
-                self.engine.config.path or self.engine.model_config.path,
-                self.engine.model_config.override,
-                folder,
-            )
+            self._copy_config(folder)
 
     def close(self) -> None:
         """Wait for the checkpoint in progress."""

@@ -62,11 +62,11 @@ def as_before() -> tuple[AbstractContextManager[None], AbstractContextManager[No
     return contextlib.nullcontext(), packed() if is_packed() else contextlib.nullcontext()
 
 
-def compile_units(module: nn.Module, units: Sequence[str], mode: str = "default") -> None:
+def compile_units(module: nn.Module, units: Sequence[str]) -> None:
     """Compile each unit for packed forward passes. Parameter names stay the same."""
     for name in units:
         unit = module.get_submodule(name)
-        unit.forward = CompiledForward(unit.forward, name, mode)
+        unit.forward = CompiledForward(unit.forward, name)
 
 
 class CompiledForward:
@@ -78,12 +78,11 @@ class CompiledForward:
     Args:
         plain: the function.
         name: name of the unit, for the log.
-        mode: see ``compiled``.
     """
 
-    def __init__(self, plain: Callable[..., Any], name: str, mode: str = "default") -> None:
+    def __init__(self, plain: Callable[..., Any], name: str) -> None:
         self.plain, self.name = plain, name
-        self.compiled: Callable[..., Any] | None = compiled(plain, mode)
+        self.compiled: Callable[..., Any] | None = compiled(plain)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.compiled is None or not is_packed():
@@ -100,7 +99,6 @@ def compiled_where_possible(
     function: Callable[..., Any],
     name: str,
     around: Callable[[Callable[..., Any]], Callable[..., Any]],
-    mode: str = "default",
 ) -> Callable[..., Any]:
     """Return ``around(function)`` compiled, with a fallback to ``around(function)`` after a failure.
 
@@ -111,9 +109,8 @@ def compiled_where_possible(
         function: a function from a ``def``.
         name: name for the log.
         around: a wrapper such as ``checkpoint``; the fallback uses a fresh one without the state of the failed call.
-        mode: see ``compiled``.
     """
-    run, plain, code = around(compiled(function, mode)), around(function), function.__code__
+    run, plain, code = around(compiled(function)), around(function), function.__code__
 
     def call(*args: Any) -> Any:
         """Call the compiled function, or the plain one once compilation has failed."""
@@ -138,17 +135,12 @@ def _say_that_it_runs_plain(name: str, error: Exception) -> None:
     )
 
 
-def compiled(function: Callable[..., Any], mode: str = "default") -> Callable[..., Any]:
-    """Return ``function`` wrapped in ``torch.compile`` for inputs of any length; the first call compiles it.
-
-    Args:
-        function: the function.
-        mode: a mode of ``torch.compile`` without CUDA graphs, which would need inputs at fixed addresses.
-    """
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``function`` wrapped in ``torch.compile`` for inputs of any length; the first call compiles it."""
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VARIANTS)
-    return torch.compile(function, dynamic=True, mode=None if mode == "default" else mode)
+    return torch.compile(function, dynamic=True)
 
 
 def units_problem(units: Any, module: nn.Module) -> str:

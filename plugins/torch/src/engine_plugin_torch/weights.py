@@ -9,7 +9,7 @@ holds pieces, but publishes and takes its whole weight. Weights have any shape `
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -131,14 +131,15 @@ def _refuse(name: str, info: Mapping[str, Any]) -> None:
         )
 
 
-def identity(tensors: Mapping[str, Tensor]) -> str:
+def identity(tensors: Mapping[str, Tensor], whole_of: Callable[[Tensor], Tensor] = whole) -> str:
     """Return a hash that identifies weights ``[D0, ...]`` by names, shapes and some values of each tensor.
 
-    Values are rounded to bfloat16 first, so the hash is the same for every type and device.
+    Values are rounded to bfloat16 first, so the hash is the same for every type and device. ``whole_of`` gathers a
+    tensor.
     """
     digest = hashlib.blake2b(digest_size=16)
     for name in sorted(tensors):
-        tensor = whole(tensors[name])
+        tensor = whole_of(tensors[name])
         digest.update(f"{name}{list(tensor.shape)}".encode())
         digest.update(
             some_values(tensor, SAMPLES).to(torch.bfloat16).cpu().view(torch.int16).numpy().tobytes()
