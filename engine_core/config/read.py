@@ -150,6 +150,7 @@ class RawConfig:
     files: list[Path] = field(default_factory=list)  # those that were named, not those that they extend
     allow_code: bool = False
     unread: list[str] = field(default_factory=list)  # tables that are present and that the run does not read
+    strays: list[str] = field(default_factory=list)  # environment variables ENGINE_... that are no key's
 
     @property
     def folder(self) -> Path:
@@ -201,11 +202,12 @@ def read_config(
         if variable.upper().startswith(ENV_PREFIX):
             path = tuple(variable[len(ENV_PREFIX) :].lower().split("__"))
             tree.assign(path, _parse_value(environment[variable]), Origin(env=variable))
+    strays = [name for name in sorted(environment) if name.upper().startswith(ENV_PREFIX[:-1])]
     for path, value in _override_items(overrides):
         tree.assign(path, value, Origin(override=key_text(path)))
     kept = set(_paths(tree.data))  # a later file may have replaced a table by a value
     origins = {key_text(path): origin for path, origin in tree.origins.items() if path in kept}
-    return RawConfig(tree.data, origins, tree.files, allow_code)
+    return RawConfig(tree.data, origins, tree.files, allow_code, strays=strays)
 
 
 class _Tree:

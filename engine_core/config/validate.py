@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from engine_core.config.choices import (
 )
 from engine_core.config.evaluation import held_out_sets
 from engine_core.config.models import EngineConfig
-from engine_core.config.read import Path_, RawConfig, key_text
+from engine_core.config.read import ENV_PREFIX, Path_, RawConfig, key_text
 from engine_core.config.roles import CriticConfig
 from engine_core.config.schedule import boundaries, config_at
 from engine_core.config.wording import Problem, in_order, located, sentence
@@ -113,8 +114,21 @@ class _Validation:
             self.problems += cross_problems(config, sections)
         if self.problems or config is None:
             raise ConfigError(in_order(self.problems, self.raw))
-        config._source = dataclasses.replace(self.raw, unread=self.unread)
+        config._source = dataclasses.replace(self.raw, unread=[*self.unread, *self.misnamed()])
         return config
+
+    def misnamed(self) -> Iterator[str]:
+        """Yield an entry for each environment variable that is a key's except for its underscores."""
+        keys = {
+            "_".join((*table, key)): (*table, key)
+            for table, model in self.tables.items()
+            for key in keys_of(model)
+        }
+        for variable in self.raw.strays:
+            if path := keys.get(re.sub("_+", "_", variable[len(ENV_PREFIX) - 1 :].lower())):
+                right = ENV_PREFIX + "__".join(path).upper()
+                if variable.upper() != right:
+                    yield f"{variable}: the environment variable of {key_text(path)} is {right}"
 
     def sections_read(self) -> Collection[str]:
         """Return the core's tables that the trainer reads; record others that are present."""

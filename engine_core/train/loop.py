@@ -94,7 +94,7 @@ def start(run: TrainingRun, resume: Resume | None, attempt: ExitStack) -> Loop:
     elif before := folder.attempt:
         said = "The run's folder was left by a start in which nothing was trained; its log is in logs/attempt_%d."
         log.info(said, before - 1)
-    for message in (*machine.check_start(folder.path), *run.config.warnings):
+    for message in machine.check_start(folder.path):
         log.warning("%s", message)
     for unread in run.config.unread:
         log.info("Not read: %s", unread)

@@ -361,3 +361,23 @@ def test_an_option_at_its_default_or_that_is_not_read_asks_nothing_of_the_sample
     config_of("[rollout]\nbackend = 'whole'\ntop_p = 1.0\ntemperature = 0.5\nmax_response_tokens = 9\n")
     config_of("[rollout]\nbackend = 'whole'\n[[eval.set]]\nname = 'v'\npath = 'v'\ntemperature = 0.5\n")
     config_of("trainer = 'sft'\n[rollout]\nbackend = 'whole'\ntop_p = 0.5\n")
+
+
+@pytest.mark.parametrize(
+    ("variable", "unread"),
+    [
+        (
+            "ENGINE_RUN_STEPS",
+            ["ENGINE_RUN_STEPS: the environment variable of run.steps is ENGINE__RUN__STEPS"],
+        ),
+        (
+            "engine_actor__optim_lr",
+            [
+                "engine_actor__optim_lr: the environment variable of actor.optim.lr is ENGINE__ACTOR__OPTIM__LR"
+            ],
+        ),
+        ("ENGINE_TEST_FORK", []),
+    ],
+)
+def test_an_environment_variable_with_too_few_underscores_is_listed_as_not_read(config_of, variable, unread):
+    assert config_of("", env={variable: "3"})._source.unread == unread

@@ -110,5 +110,3 @@ def test_train_says_how_much_of_a_known_device_it_uses(engine, sft_run, monkeypa
     operations = 6 * (body * 64 + head * 40 + seen)
     assert found["mfu"] == pytest.approx(operations / 1e12 / found["step_s"])
     assert found["forward_backward_s"] + found["optimizer_s"] == pytest.approx(found["step_s"])
-
-

@@ -5,6 +5,7 @@ Loss scaling, which keeps small gradients from vanishing in fp16 (https://arxiv.
 
 from __future__ import annotations
 
+import logging
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from engine_core.errors import ConfigError, PluginError
 
 if TYPE_CHECKING:
     from engine_core.config import OptimConfig
+
+log = logging.getLogger("engine")
 
 FUSED_DEVICES = frozenset({"cuda", "cpu", "mps", "xpu"})
 
@@ -34,6 +37,8 @@ def build_optimizer(
     Raises:
         ConfigError: the schedule needs the number of steps, which is not known.
     """
+    if config.lr == 0:
+        log.warning("%s.optim.lr is 0: the weights do not change until [schedule] raises it.", role)
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},

@@ -17,7 +17,6 @@ from engine_core.config.assemble import plugins_for
 from engine_core.config.models import CheckpointConfig
 from engine_core.contracts.runtime import Role
 from engine_core.data import load_tokenizer
-from engine_core.errors import ConfigError
 from engine_core.model_config import load_hf_config
 from engine_core.types import LossCall
 from engine_plugin_tools.bench.shapes import Cost, flops_of
@@ -152,8 +151,6 @@ def bench_step(
     medians = {name: statistics.median(line[name] for line in found if name in line) for name in names}
     first = {"first_step_s": json.loads(lines[0]).get("time/step")}
     return _head(config, "step", processes) | first | medians | _peak_memory()
-
-
 
 
 @contextmanager

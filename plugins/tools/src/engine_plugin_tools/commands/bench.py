@@ -13,6 +13,7 @@ import typer
 from engine_core.cli.loading import read, trainer_of
 from engine_core.cli.options import AllowCode, File, Json, Sets
 from engine_core.cli.output import print_json, print_table
+from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -106,8 +107,6 @@ def step(
     from engine_plugin_tools.bench.parts import bench_step
 
     _show(bench_step(read([file], sets=sets, allow_code=allow_code), steps, warmup, trainer_of), as_json)
-
-
 
 
 @contextmanager
