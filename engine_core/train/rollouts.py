@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,7 +210,7 @@ class Rounds:
         options = [stage.options for stage in self.refill]
         if self.closed or self.count >= min((each.max_rounds for each in options), default=1):
             return 0
-        lacking = max(self.wanted - groups_in(self.kept), 0)
+        lacking = max(self.wanted - len(groups_of(self.kept)), 0)
         return math.ceil(lacking * max((each.oversample for each in options), default=1.0))
 
     def add(
@@ -228,7 +228,7 @@ class Rounds:
             overlapped: seconds in which they were scored while others were sampled.
             greedy: scored greedy responses, one for each group, as baselines.
         """
-        self.count, self.groups = self.count + 1, self.groups + groups_in(rollouts)
+        self.count, self.groups = self.count + 1, self.groups + len(groups_of(rollouts))
         self.scored.append((len(rollouts), scored))
         self.overlapped += overlapped
         self.sampled += rollouts
@@ -283,9 +283,12 @@ class Rounds:
             )  # fmt: skip
 
 
-def groups_in(rollouts: Sequence[Rollout]) -> int:
-    """Return the number of groups in these rollouts."""
-    return len({rollout.group_id for rollout in rollouts})
+def groups_of(rollouts: Iterable[Rollout]) -> list[list[Rollout]]:
+    """Return the rollouts by ``group_id``, in the order of each group's first rollout."""
+    found: dict[int, list[Rollout]] = {}
+    for rollout in rollouts:
+        found.setdefault(rollout.group_id, []).append(rollout)
+    return list(found.values())
 
 
 def combined(scored: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]:

@@ -35,6 +35,7 @@ from engine_core.tables import DISTRIBUTION
 from engine_core.train.capabilities import has_capability
 from engine_core.train.trainer import Trainer
 from engine_plugin_trainers.ahead_groups import AheadGroups
+from engine_plugin_trainers.cores import shared_cores
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -87,7 +88,7 @@ class AsyncTrainer(Trainer):
         return ("keep" if self._can("pause") else "drain") if wanted == "auto" else wanted
 
     def prepare(self) -> None:
-        """Refuse greedy baselines.
+        """Refuse greedy baselines, and share the cores with a sampler process on CPU.
 
         Raises:
             ConfigError: the advantage estimator needs greedy responses.
@@ -106,6 +107,10 @@ class AsyncTrainer(Trainer):
                 "algorithm.correction.level = 'off': rollouts that were sampled ahead are used as if the current policy "
                 "had sampled them."
             )
+        process = self.config.rollout.process
+        runtime = self.plugins.resolve("runtimes", self.config.runtime.backend)
+        if process and self.runs_ahead and self.training and runtime.in_process:
+            self._cleanup.enter_context(shared_cores(1 + process.engines))
 
     def start(self) -> None:
         """Start to sample ahead, if the run trains.

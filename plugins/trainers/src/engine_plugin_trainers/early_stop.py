@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from engine_core.contracts.parts import CARRIED
 from engine_core.runs.rollout_files import read_rollouts, write_rollouts
 from engine_core.sampler_session import SamplerSession
+from engine_core.train.rollouts import groups_of
 from engine_core.types import Prompt, Request, Rollout
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Stragglers:
         self._wanted = wanted
         self._forget_old(version)
         under_way = math.ceil(wanted * self.config.over_sampling)
-        return max(under_way - len(_groups(self.carried)), 0)
+        return max(under_way - len(groups_of(self.carried)), 0)
 
     def sample(
         self, prompts: Sequence[Prompt], step: int, first_group: int, request_of: RequestOf
@@ -155,7 +156,7 @@ class Stragglers:
         """
         self.carried = read_rollouts(folder / CARRIED) if (folder / CARRIED).is_file() else []
         if self.carried and not self.off_policy:
-            groups = len(_groups(self.carried))
+            groups = len(groups_of(self.carried))
             log.warning(
                 "%d groups that an earlier attempt had carried over are dropped: rollout.partial_rollouts is off now.",
                 groups,
@@ -177,7 +178,7 @@ class Stragglers:
 
     def _resumed(self, request_of: RequestOf) -> Iterator[Group]:
         """Yield the carried groups with requests that continue unfinished responses; request ids stay the same."""
-        for members in _groups(self.carried):
+        for members in groups_of(self.carried):
             group = Group(
                 members[0].prompt, {r.request_id: request_of(r.prompt, r.request_id) for r in members}
             )
@@ -244,7 +245,7 @@ class Stragglers:
         }
         self._counts["sampling/stale_groups"] += len(old)
         self.carried = [
-            rollout for group in _groups(self.carried) for rollout in group if rollout.group_id not in old
+            rollout for group in groups_of(self.carried) for rollout in group if rollout.group_id not in old
         ]
 
 
@@ -259,11 +260,3 @@ def _settle(finished: Sequence[Rollout], running: dict[str, Group]) -> int:
             group.done[rollout.request_id] = rollout
             completed += group.complete
     return completed
-
-
-def _groups(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """Return the rollouts by ``group_id``, in the order of each group's first rollout."""
-    found: dict[int, list[Rollout]] = {}
-    for rollout in rollouts:
-        found.setdefault(rollout.group_id, []).append(rollout)
-    return list(found.values())

@@ -8,12 +8,13 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from engine_core.train.rollouts import groups_of
 from engine_core.types import StageState
 
 if TYPE_CHECKING:
     from engine_core.types import Rollout
 
-Group = tuple["Rollout", ...]
+Group = Sequence["Rollout"]
 
 
 class ReplayCache:
@@ -50,7 +51,7 @@ class ReplayCache:
             The rollouts, and metrics. Of the batch: ``share`` of replayed rollouts, their ``age_mean`` and ``age_max``
             in policy versions. Of the cache: ``size`` in groups, and ``too_old``, the groups dropped now for their age.
         """
-        fresh = _groups(rollouts)
+        fresh = groups_of(rollouts)
         versions = [version for group in fresh for version in _versions(group)]
         newest = max(versions, default=0)
         too_old = self._forget(newest) if versions else 0
@@ -73,7 +74,7 @@ class ReplayCache:
     def load_state(self, state: StageState) -> None:
         """Restore the result of ``state``; of a larger cache, the newest groups."""
         self.stored = int(state.values["stored"])
-        self.groups = _groups(state.rollouts)[-self.size :]
+        self.groups = groups_of(state.rollouts)[-self.size :]
 
     def _forget(self, newest: int) -> int:
         """Drop groups that are more than ``max_staleness`` versions older than ``newest``; return their number."""
@@ -95,14 +96,6 @@ class ReplayCache:
                 self.groups.append(tuple(_copy(rollout, number) for rollout in group))
                 self.stored += 1
         del self.groups[: -self.size]
-
-
-def _groups(rollouts: Iterable[Rollout]) -> list[Group]:
-    """Return the rollouts by ``group_id``, in the order of each group's first rollout."""
-    found: dict[int, list[Rollout]] = {}
-    for rollout in rollouts:
-        found.setdefault(rollout.group_id, []).append(rollout)
-    return [tuple(members) for members in found.values()]
 
 
 def _versions(group: Iterable[Rollout]) -> list[int]:
