@@ -23,7 +23,6 @@ DDP_MIXED = {"param_dtype": "fp32", "compute_dtype": "bf16"}
 DDP_PURE = {"param_dtype": "bf16"}
 SPREAD = {  # ways of one and the same sharding
     "full": {},
-    "full, two ahead": {"forward_prefetch": 2, "backward_prefetch": 2},
     "full, two layers a unit": {"wrap": {"layers_per_unit": 2}},
 }
 EVERY = {"compile": True, "log_prob_chunk_tokens": 4096}

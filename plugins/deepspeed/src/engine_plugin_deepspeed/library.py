@@ -1,8 +1,6 @@
-"""Import of DeepSpeed for this worker's device, with its logging reduced to errors, and its process group.
+"""DeepSpeed itself: its import for this worker's device, its process group, and its config from the option table.
 
 Nothing is compiled: DeepSpeed builds operators at their first use, and this engine uses none of them.
-
-Conversion of the option table to DeepSpeed's config.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Access to the weights and the optimizer's state that ZeRO partitions: one whole tensor at a time.
+"""Access to the weights, the optimizer's state and the adapter that ZeRO partitions: one whole tensor at a time.
 
 DeepSpeed concatenates all parameters of a group and cuts the result into one part per rank, so a rank's part does not
 have the shape of a tensor. This module reads and writes parameters through DeepSpeed's own functions
 (``deepspeed.utils.safe_get_full_...``). All methods are collective.
 
-A LoRA adapter under ZeRO: the adapter and its base model are partitioned and gathered one layer at a time.
-
-Everything here is collective. Only the adapter is trained, so ZeRO's optimizer holds nothing else. At stage 3 the
-frozen weights are partitioned too.
+Of a model with a LoRA adapter only the adapter is trained, so ZeRO's optimizer holds nothing else. At stage 3 the
+frozen weights are partitioned too, and gathered one layer at a time.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Checkpoints and offloading of the FSDP engine.
+"""Checkpoints and offloading of the FSDP engine, and the gather of whole weights, a bucket at a time.
 
-Moves of optimizer state between device and host memory, through pinned buffers that are kept.
-
-A copy to pageable host memory waits for the device and runs at a tenth of the link's speed.
-
-The gather of whole weights from sharded ones, a bucket at a time.
+Optimizer state moves between device and host memory through pinned buffers that are kept: a copy to pageable host
+memory waits for the device and runs at a tenth of the link's speed.
 """
 
 from __future__ import annotations

@@ -4,11 +4,9 @@ These ranks form a slice. The head runs on each rank's own rows: the rows of its
 ranks that share layers. Then the outputs are combined on all ranks, so that a loss sees whole sequences. Each rank
 differentiates the loss through its own rows only, and the sum of the gradients over ranks is the whole gradient.
 
-Sequence parallelism: several ranks share the tokens of each micro-batch.
-
-It is DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509). Each rank runs the decoder on its contiguous chunk of the
-pack. Attention exchanges tokens for heads: a rank gets all tokens with its share of the heads, and afterwards its own
-tokens with all heads. ``slices`` runs the forward pass on a chunk.
+Sequence parallelism is DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509). Each rank runs the decoder on its
+contiguous chunk of the pack. Attention exchanges tokens for heads: a rank gets all tokens with its share of the heads,
+and afterwards its own tokens with all heads.
 """
 
 from __future__ import annotations

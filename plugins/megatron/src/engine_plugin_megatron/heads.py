@@ -4,11 +4,10 @@ The head runs only on rows that predict loss tokens, a chunk at a time. A micro-
 multiplies its result by 0. So every weight has a gradient in every micro-batch, which the overlapped reduction of
 gradients needs.
 
-Outputs of a distribution whose vocabulary is sharded: each rank has the logits of its part of the vocabulary.
-
-No rank ever holds a whole row of logits. Reductions over the vocabulary (the normalizer, sums, the most likely tokens)
-exchange one number per row, or a few candidates. Every rank gets the same outputs and computes the same loss, so the
-gradient of a sum over ranks is, for each rank's own term, the gradient of the sum itself.
+With `tp` each rank has the logits of its part of the vocabulary, and no rank ever holds a whole row. Reductions over
+the vocabulary (the normalizer, sums, the most likely tokens) exchange one number per row, or a few candidates. Every
+rank gets the same outputs and computes the same loss, so the gradient of a sum over ranks is, for each rank's own term,
+the gradient of the sum itself.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Layouts: the number of ranks along each axis, and the check that they fit the ranks of a run (no torch here).
-
-The check that a model fits a layout, made before anything is allocated.
-"""
+"""Layouts: the number of ranks along each axis, and the checks that they fit the run and the model (no torch here)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The plugin's registration. It imports neither torch nor megatron, since ``engine validate`` reads it.
+"""The plugin's registration, and the check of ``engine doctor``.
 
-The check of ``engine doctor`` for megatron-core and the optional packages that it uses. None of them is imported.
+It imports neither torch nor megatron, since ``engine validate`` reads it.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
 megatron-core keeps its groups in global variables, so roles that share processes share a layout. The groups are reused
 by the next engine of the same layout, since creating groups is slow.
 
-The group of ranks that share the tokens of each sequence (`cp`), separate from megatron-core's groups.
-
-megatron-core treats these ranks as copies of the model: it sums their gradients and shards the optimizer state over
-them, which is right for ranks with different tokens. megatron-core's own context parallelism is not used. It cuts each
-sequence into twice as many parts as ranks and needs Transformer Engine's attention.
+The ranks that share the tokens of each sequence (`cp`) have a group that megatron-core does not know. It treats these
+ranks as copies of the model: it sums their gradients and shards the optimizer state over them, which is right for ranks
+with different tokens. megatron-core's own context parallelism is not used. It cuts each sequence into twice as many
+parts as ranks and needs Transformer Engine's attention.
 """
 
 from __future__ import annotations

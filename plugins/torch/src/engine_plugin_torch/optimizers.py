@@ -1,7 +1,4 @@
-"""The default optimizer and learning-rate schedules.
-
-Loss scaling, which keeps small gradients from vanishing in fp16 (https://arxiv.org/abs/1710.03740).
-"""
+"""The default optimizer, learning-rate schedules, and the scale of the loss in fp16."""
 
 from __future__ import annotations
 

@@ -1,21 +1,16 @@
-"""The forward pass over packed sequences, from token ids to log-probs at the predicted tokens.
+"""The forward passes over packed sequences: from token ids to log-probs, or with a value head to one number per token.
 
 Where a model can be split into decoder and head, the head runs only on the positions that predict
 loss tokens. Where it cannot, its own ``forward`` gives the logits. A model that is not known to keep
 packed sequences separate (custom modules, recurrent layers) gets one sequence at a time.
 
 Both properties are tested on a few tokens before the first use. A model that fails a test gets the
-slower path, which is right for every model, and the log says so.
+slower path, which is right for every model, and the log says so. Rounding differs between kernels and
+shapes and grows with depth: two ways to compute the same value in bfloat16 differ by several percent in
+a model of 8B weights. The strict tests therefore compare runs of the same kernels on the same shapes,
+where rounding is the same. Comparisons between kernels have a loose tolerance.
 
-Tests of a model on a few tokens: whether it keeps packed sequences separate, and whether a head is its own.
-
-Rounding differs between kernels and shapes and grows with depth: two ways to compute the same value in bfloat16 differ
-by several percent in a model of 8B weights. The strict tests therefore compare runs of the same kernels on the same
-shapes, where rounding is the same. Comparisons between kernels have a loose tolerance.
-
-The forward pass of a model with a value head, from token ids to one number per token.
-
-It has two outputs, which are read from different hidden states:
+A model with a value head has two outputs, which are read from different hidden states:
 
 * ``values[t]`` is read from the hidden state of token t - 1: the expected return before token t is sampled.
   It is the critic's V(s_t), at the same position as the log-prob of token t.

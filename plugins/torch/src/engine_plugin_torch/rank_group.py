@@ -1,9 +1,8 @@
-"""The ranks of one engine: their small messages and their process group.
+"""The ranks of one engine: their process group, small messages, and differentiable collectives.
 
 The runtime creates the process group. A run of one process gets a group without a socket here, so that one
-rank runs the same code as several.
-
-Two differentiable collectives for ranks that share the tokens of a pack: an all-to-all and a sum.
+rank runs the same code as several. The differentiable collectives, an all-to-all and a sum, are for ranks that share
+the tokens of a pack.
 """
 
 from __future__ import annotations

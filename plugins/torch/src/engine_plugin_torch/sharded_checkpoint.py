@@ -1,16 +1,12 @@
-"""Checkpoints and exports of an engine whose model is sharded over ranks.
+"""Checkpoints, exports and offloading of an engine whose model is sharded over ranks.
 
-Each rank writes its part of a checkpoint in a thread. Rank 0 writes an export.
+Each rank writes its part of a checkpoint in a thread while training continues. Rank 0 writes an export.
 
-The writer of one rank's part of a checkpoint, in a thread while training continues.
+``PartSaver`` consumes: copies of the rank's state; waits for: the disk; unblocked by: the disk; produces: files, and a
+future that is done with them.
 
-consumes: copies of the rank's state; waits for: the disk; unblocked by: the disk; produces: files, and a future that is
-done with them.
-
-Offloading of device memory by whole storages.
-
-A library may keep several lists of views of the same large buffers. Only the memory below the views is freed and
-restored, so every view stays valid and the library needs no change.
+``OffloadedBuffers`` frees device memory by whole storages: a library may keep several lists of views of the same large
+buffers. Only the memory below the views is freed and restored, so every view stays valid.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The skeleton of a model: names, shapes and code of the module before sharding, without weights.
+"""Models without weights: the model of a role before it is read, and the skeleton of a module before sharding.
 
-A sampler uses it with whole weights put in for a while; exports use its names and config.
-
-The model of a role without its weights, so that it can be sharded before anything is read.
+A sampler uses a skeleton (names, shapes and code) with whole weights put in for a while; exports use its names and
+config. A model that is built without weights can be sharded before anything is read.
 """
 
 from __future__ import annotations

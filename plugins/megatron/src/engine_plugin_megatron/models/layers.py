@@ -1,24 +1,16 @@
-"""RMS norm of a decoder layer with sequence parallelism, which megatron-core lacks without Transformer Engine.
+"""Parts of a decoder that megatron-core lacks without Transformer Engine, or computes otherwise than transformers.
 
-With `sequence_parallel` each tensor-parallel rank normalizes its own tokens, so its gradient of the norm's weight is
-only a part of the sum. Megatron sums the gradients of parameters that are marked ``sequence_parallel``. An unmarked
-parameter would silently train with a wrong gradient. Megatron's ``WrappedTorchNorm`` refuses sequence parallelism.
+**Norms.** With `sequence_parallel` each tensor-parallel rank normalizes its own tokens, so its gradient of the norm's
+weight is only a part of the sum. Megatron sums the gradients of parameters that are marked ``sequence_parallel``. An
+unmarked parameter would silently train with a wrong gradient. Megatron's ``WrappedTorchNorm`` refuses sequence
+parallelism.
 
-The router of a mixture of experts without Transformer Engine.
+**Padding of vocabularies** that tensor parallelism does not divide. Padding logits are so small that their probability
+is 0 at any temperature, so they do not affect log-probs, entropies or gradients. The padding rows are zero and stay
+zero.
 
-The value head of critics and reward models: one number per token, instead of the output layer.
-
-Padding of vocabularies that tensor parallelism does not divide.
-
-Padding logits are so small that their probability is 0 at any temperature, so they do not affect log-probs, entropies
-or gradients. The padding rows are zero and stay zero.
-
-The padding token as in transformers: its embedding gets no gradient from input tokens.
-
-transformers' embeddings have ``padding_idx``: the row of `pad_token_id` gets no gradient from the tokens of a sequence,
-not even where the token was sampled. Only a tied output layer gives it a gradient.
-
-Rotary positions of a rank's part of a pack, which may begin in the middle of a sequence.
+**The padding token.** transformers' embeddings have ``padding_idx``: the row of `pad_token_id` gets no gradient from
+the tokens of a sequence, not even where the token was sampled. Only a tied output layer gives it a gradient.
 """
 
 from __future__ import annotations
