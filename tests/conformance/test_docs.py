@@ -19,7 +19,7 @@ def test_the_table_of_contracts_is_that_of_the_suite(name):
 
 
 def test_the_attributes_in_the_text_are_those_of_the_suites():
-    section = TABLES.split("## Attributes of a suite")[1].split("## Contracts")[0]
+    section = TABLES.split("## Attributes of a suite")[1].split("\n## ")[0]
     said = {
         name
         for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
