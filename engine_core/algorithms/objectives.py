@@ -36,6 +36,7 @@ from engine_core.algorithms.correction import Correction
 from engine_core.algorithms.losses import old_log_probs
 from engine_core.algorithms.losses import value as value_loss
 from engine_core.algorithms.regularizers import kl_estimate
+from engine_core.errors import PluginError
 from engine_core.metrics import over_tokens
 from engine_core.types import counted
 
@@ -124,8 +125,41 @@ def make_policy(
         correction: fields of ``Correction``.
         parameters: the other keyword arguments of ``policy``.
     """
-    token_loss = partial(plugins.function("losses", loss), **loss_options)
+    found = partial(plugins.function("losses", loss), **loss_options)
+
+    def token_loss(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Call the loss and check its result."""
+        made = found(outputs, batch)
+        _check_token_loss(loss, made, outputs["log_probs"])
+        return made
+
     return partial(policy, token_loss=token_loss, correction=Correction(**correction or {}), **parameters)
+
+
+def _check_token_loss(name: str, made: Any, log_probs: Tensor) -> None:
+    """Refuse a result that is not the loss of each token and metrics: a mean would be trained on with another gradient.
+
+    Args:
+        name: of the policy loss.
+        made: its result.
+        log_probs: [T], the output that it differentiates.
+
+    Raises:
+        PluginError: the result is no pair, its loss is no tensor [T], or it has no gradient.
+    """
+    losses, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    shape = list(losses.shape) if torch.is_tensor(losses) else type(losses).__name__
+    if shape != list(log_probs.shape) or not isinstance(metrics, Mapping):
+        raise PluginError(
+            f"algorithm.loss = '{name}' must return (losses, metrics): losses [T] = {list(log_probs.shape)}, one value a "
+            f"token, which the engine weighs and sums, and a dict of metrics [T]. It returned {shape}"
+            f"{'' if isinstance(metrics, Mapping) else ' and no dict of metrics'}."
+        )
+    if log_probs.requires_grad and not losses.requires_grad:
+        raise PluginError(
+            f"algorithm.loss = '{name}' returned losses without a gradient: nothing would be learned. Compute them from "
+            "outputs['log_probs'] without detach() or no_grad()."
+        )
 
 
 def policy(

@@ -198,3 +198,34 @@ def test_an_objective_of_ours_that_is_absent_comes_with_its_install_command(with
     with pytest.raises(PluginError) as caught:
         resolve_loss(LossCall("kto"), PluginSet())
     assert str(caught.value) == "Objective 'kto' is not installed. Try: pip install engine-plugin-trainers"
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("return losses.mean(), {}", r"losses \[T\] = \[4\], one value a token.*It returned \[\]\.$"),
+        ("return losses", r"It returned \[4\] and no dict of metrics"),
+        ("return losses[:2], {}", r"It returned \[2\]\.$"),
+        ("return None", "It returned NoneType and no dict"),
+        ("return losses.detach(), {}", "without a gradient: nothing would be learned"),
+    ],
+)
+def test_a_policy_loss_that_is_no_loss_of_each_token_is_refused_by_name(install, body, said):
+    source = f"""
+        from engine_core import hookimpl
+        from engine_core.specs import Loss
+
+        def odd(outputs, batch):
+            losses = -outputs["log_probs"] * batch["advantages"]
+            {body}
+
+        @hookimpl
+        def engine_losses():
+            return {{"odd": Loss(load=odd)}}
+    """
+    install("acme", {"losses": {"odd": "mod_odd"}}, {"mod_odd": source})
+    objective = resolve_loss(
+        LossCall("policy", {"loss": "odd", "loss_options": {}}), PluginSet.load({"losses": ["odd"]})
+    )
+    with pytest.raises(PluginError, match=rf"algorithm\.loss = 'odd' .*{said}"):
+        objective({"log_probs": LOG_PROBS.clone().requires_grad_()}, batch())
