@@ -111,7 +111,7 @@ def settings(case: str, given: argparse.Namespace) -> tuple[str, int, int]:
         micro=(49152 if apart else 32768) if gpu else 4096,
         param="bf16" if gpu else "fp32",
         compile="true" if gpu else "false",
-        recompute="false" if gpu else '"auto"',
+        recompute="false" if gpu else "true",
         sharding='sharding = "none"' if engine == "fsdp" else "",
         sampler=given.sampler,
         transport=given.transport if apart else "auto",

@@ -124,6 +124,11 @@ def _stored_problems(key: str, path: Path) -> Iterator[str]:
         yield f"{key}: there is no file or folder '{path}'.{_neighbour(path)}"
     elif not stored_files(path):
         yield f"{key}: '{path}' holds no Parquet file. Expected rollouts: a file, a folder of them, or a run."
+    for file in stored_files(path) if path.exists() else ():
+        if file.suffix != ".parquet":
+            yield f"{key}: '{file}' has the ending '{file.suffix}'. Expected a Parquet file of rollouts."
+        elif not _is_parquet(file):
+            yield f"{file}: no Parquet file (it does not begin and end with PAR1). Was it cut off?"
 
 
 def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[str]:

@@ -186,7 +186,7 @@ REFUSED = {
         {"eval.score": "sort", "eval.at_end": False},
         r"eval.score: got 'sort', which is no reward of the run. Did you mean 'short'",
     ),
-    "kind": ({"environment.name": "grpo"}, r"'grpo' is an advantage estimator, not an environment"),
+    "kind": ({"environment.name": "grpo"}, r"'grpo' is known as advantage estimator, not as environment"),
 }
 
 

@@ -1,5 +1,6 @@
 """Sampling from a sharded actor: two ranks of one launch, beside the same engines in this process."""
 
+import itertools
 import json
 
 import pytest
@@ -150,8 +151,8 @@ def test_whole_weights_are_there_while_samples_are_drawn_and_no_longer(crew):
             pass
     finally:
         del runtime.crew.send
-    first, second = ["lend", "generate", "generate", "take_back"], ["lend", "generate", "take_back"]
-    assert told == [*first, "infer", "mark", *second]
+    lent = ["lend", "generate", "take_back"]
+    assert [what for what, _ in itertools.groupby(told)] == [*lent, "infer", "mark", *lent]
 
 
 def test_requests_that_come_one_by_one_are_sampled_and_can_be_dropped(crew):

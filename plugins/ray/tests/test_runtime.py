@@ -14,6 +14,7 @@ from engine_core.contracts.runtime import Role
 from engine_core.errors import ConfigError
 from engine_core.train.trainer import Trainer
 from engine_plugin_processes.placement import plan_pools
+from engine_plugin_processes.transports.choice import choose
 from engine_plugin_ray import runtime as module
 from engine_plugin_ray.runtime import RayRuntime
 
@@ -64,7 +65,8 @@ def placed(no_cluster, settings):
 def test_a_transport_that_the_file_names_is_taken_in_a_cluster_of_the_runs_own(placed, name):
     runtime = placed(**{"rollout.transport": name})
     runtime._check_transport(ROLES)
-    assert runtime._transport == name
+    topology = runtime._topology(runtime._pool("actor"), runtime._pool("rollout"))
+    assert choose(runtime.config, topology) == name
 
 
 def test_memory_that_all_ends_see_is_refused_in_a_cluster_that_is_joined(placed):

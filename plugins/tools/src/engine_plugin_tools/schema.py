@@ -119,6 +119,7 @@ def describe(schema: Schema, path: str) -> str:
     Raises:
         ConfigError: the key is unknown.
     """
+    path = path.strip(".")
     table = schema_at(schema, path)
     parent, _, key = path.rpartition(".")
     holder = schema_at(schema, parent)
