@@ -410,7 +410,7 @@ def sandbox_page() -> str:
     return page(
         "Attacks that the sandbox stops",
         "For users of [code rewards](../code_reward.md#the-sandbox): each attack of a program, the lowest tier of the sandbox that stops it, and the\n"
-        "mechanisms. The tests run each attack in every tier that promises to stop it. A worker tries the first eight to find the tier of a machine.",
+        "mechanisms. The tests run each attack in every tier that promises to stop it. A worker runs them to find the tier of a machine.",
         table(
             ["a program tries to", "stopped from", "by"],
             [[probe.name, probe.tier, probe.how] for probe in PROBES],
