@@ -43,11 +43,11 @@ INTRO = """<!-- Written by docs/scoreboard.py from docs/reference/contracts.json
 Which promises of the [conformance kit](../conformance.md) each backend kept, on real ranks on a CPU over gloo, against an unsharded
 reference. Nothing here was run on GPUs: the pages of [fsdp](../fsdp.md#what-has-run-where), [megatron](../megatron.md#what-has-run-where) and
 [deepspeed](../deepspeed.md#what-has-run) tell what was. A setting is one layout of ranks and options; what stands here is what its last run
-gave, on the day and with the versions below. `passes`: in every setting of the backend. Else the settings are told by number: `cannot` is a gap that the suite
+gave, on the day and with the versions below. `passes`: in every setting of the backend. Else the settings are listed by number: `cannot` is a gap that the suite
 declares, with its reason; `not yet` a capability that the backend does not declare, so that a run file that needs it is refused;
-`not tested` has no other number of ranks to go on with; `not run` has no outcome yet."""
+`not tested` has no other number of ranks to resume with; `not run` has no outcome yet."""
 
-BESIDE_INTRO = """What no contract asks. `tested`: by tests of the plugin, on CPUs. `experimental`: a run file can ask for it, and nobody has run it for this
+BESIDE_INTRO = """What no contract asks. `tested`: by tests of the plugin, on CPUs. `experimental`: a run file can ask for it, and no run of it is known for this
 project. `refused`: with what to do instead. `no option`: nothing in the table asks for it."""
 BESIDE = {
     "float16 with a scaled loss": ["no option", "tested", "tested", "tested: stages 1 to 3"],
@@ -178,7 +178,7 @@ def page() -> str:
         rows(["backend", "ran with"], ran_with(record)),
         "## Contracts",
         rows(["contract", *suites], contracts),
-        "## Beside the contracts",
+        "## In addition to the contracts",
         BESIDE_INTRO,
         rows(["what", *suites], [[what, *states] for what, states in BESIDE.items()]),
     ]

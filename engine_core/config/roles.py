@@ -184,7 +184,7 @@ class RolloutConfig(ChoosingTable, SamplingOptions):  # type: ignore[misc]  # a 
     weights: Literal["auto", "shared", "own"] = "auto"
     """``shared``: the sampler uses the actor's module, which a sharded actor gathers on each rank while samples are drawn. ``own``: it has a copy, updated after each step. ``auto``: shared, where both backends can, they are on the same processes and the whole model fits in addition to what the actor holds."""
     transport: str = "auto"
-    """How weights are sent to a sampler with a separate copy, by name, options in the table of that name: ``same_process`` (it is in the actor's processes), ``tcp``, ``broadcast`` (a process group), ``ipc`` (memory that both see), ``folder`` (a disk that both see). ``auto`` chooses by where the two are, and the log says what and why."""
+    """How weights are sent to a sampler with a separate copy, by name, options in the table of that name: ``same_process`` (it is in the actor's processes), ``tcp``, ``broadcast`` (a process group), ``ipc`` (memory of a GPU that both see). ``auto`` chooses by where the two are, and the log says what and why."""
     overlap_rewards: bool = True
     """Rewards of a group are worked out as soon as it is complete, while others are still sampled. The results are the same; rewards that see all samples at once (``group_ids``), those of a model and those with `workers = 0` wait."""
     request_timeout_seconds: NonNegativeFloat = 0.0

@@ -1,4 +1,4 @@
-"""A rollout engine: one request at a time, the whole sequence anew for each token."""
+"""A rollout engine: one request at a time, the whole sequence again for each token."""
 
 import hashlib
 
@@ -51,7 +51,7 @@ class PlainRollout(RolloutEngine):
         if len(ids) >= room:
             return f"has a prompt of {len(ids)} tokens, and the model holds {room}, response included"
         if request.id in taken:
-            return "waits already: each needs an id of its own"
+            return "waits already: each needs a separate id"
         if request.sampling.temperature < 0:
             return f"has the temperature {request.sampling.temperature}; expected 0 or more"
         return ""

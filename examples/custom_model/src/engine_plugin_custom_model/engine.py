@@ -40,7 +40,7 @@ def build(model_path, override, seed):
 class GRUEngine(TorchEngine):
     def _build_model_optimizer(self, *, model_path, optim_config, override_model_config, role, **_):
         module, self.sizes = build(model_path, override_model_config, self.model_config.seed)
-        if optim_config is None:  # a reference model is not trained: the engine goes on alone
+        if optim_config is None:  # a reference model is not trained: the engine continues alone
             return module
         module = self._place(module)  # on the device, in the type that is trained
         lr, decay = optim_config.lr, optim_config.weight_decay

@@ -31,7 +31,7 @@ def engine_rollout_engines():
 
 @hookimpl
 def engine_build_model(role, model_config):
-    """The model of a sampler with weights of its own, in any process; that of the other roles GRUEngine builds."""
+    """The model of a sampler with separate weights, in any process; that of the other roles GRUEngine builds."""
     if role != "rollout":
         return None
     from engine_plugin_custom_model.engine import build

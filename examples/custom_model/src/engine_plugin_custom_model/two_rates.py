@@ -7,11 +7,11 @@ from engine_plugin_torch.optimizers import build_schedule
 
 
 class TwoRates:
-    """Before an engine among the bases: norms and biases learn at a rate of their own, and do not decay."""
+    """Before an engine among the bases: norms and biases learn at a separate rate, and do not decay."""
 
     def _build_model_optimizer(self, *, optim_config, role, **rest):
         module = super()._build_model_optimizer(optim_config=optim_config, role=role, **rest)
-        if optim_config is None:  # a reference model is not trained: the engine goes on alone
+        if optim_config is None:  # a reference model is not trained: the engine continues alone
             return module
         module = self._distribute(module)  # placed, wrapped, sharded: the parameters that are trained here
         matrices = [p for p in module.parameters() if p.ndim >= 2]
