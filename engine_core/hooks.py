@@ -132,8 +132,8 @@ def engine_register_model(sampler: str, model_config: ModelConfig, options: Any)
 
     Stops at the first answer. Default: the library finds the architecture that the model's config names.
 
-    Called once in such a sampler's process, before its library starts, and in each process that the library starts for
-    parts of a model, on every rank of its pool; not for a sampler that calls ``engine_build_model``. Not collective.
+    Called once in such a sampler's process, before its library starts, on every rank of its pool; not for a sampler that
+    calls ``engine_build_model``. Not collective.
     """
 
 
