@@ -6,7 +6,8 @@
 * elsewhere: sequences of similar length are padded on the right to one rectangle and go through
   causal ``scaled_dot_product_attention`` together. A valid row never attends to the padding behind
   it, so no mask is needed. For 256 sequences of 40 tokens, rectangles are 3 times as fast (forward
-  and backward) as one call per sequence.
+  and backward) as one call per sequence. A pack may hold the tokens of a shared prefix once
+  (``find_prefixes``): they are gathered for each sequence that begins with them.
 
 Without ``cu_seq_lens_q`` (sampling with a cache, padded batches) it is transformers' ``sdpa``,
 mask included. Sliding windows and score soft-capping are supported; attention sinks are refused.
@@ -98,6 +99,39 @@ class Plan:
     order: Tensor
 
 
+@dataclass(frozen=True)
+class Prefixes:
+    """The tokens of a pack that are computed: of equal tokens behind equal prefixes only the first. In host memory."""
+
+    kept: Tensor  #: [K] positions in the pack of the computed tokens
+    row: Tensor  #: [T] index into ``kept`` of each token, or of the equal token that is computed for it
+
+
+def find_prefixes(token_ids: Tensor, lengths: Tensor) -> Prefixes | None:
+    """Find the prefix that each sequence shares with the one before it, such as the prompt of a group.
+
+    A token's hidden state depends only on the tokens up to it, so equal prefixes have equal hidden states. With 8
+    responses of 64 tokens to a prompt of 32 tokens, 544 of 768 tokens are computed.
+
+    Args:
+        token_ids: [T] of a pack, in host memory.
+        lengths: [n] tokens of each sequence, in host memory.
+
+    Returns:
+        The tokens to compute; None where no sequence shares a prefix.
+    """
+    sizes = lengths.tolist()
+    first = torch.arange(len(token_ids))  # position of the token that is computed for each token
+    for (before, ids), (known, own) in zip(
+        pairwise(token_ids.split(sizes)), pairwise(first.split(sizes)), strict=True
+    ):
+        most = min(len(before), len(ids))
+        common = int((before[:most] == ids[:most]).long().cumprod(0).sum())
+        own[:common] = known[:common]
+    kept, row = first.unique(return_inverse=True)
+    return Prefixes(kept, row) if len(kept) < len(first) else None
+
+
 def check_attention(name: str, device: torch.device) -> None:
     """Refuse an attention implementation that would mix packed sequences, or cannot train.
 
@@ -128,7 +162,9 @@ def is_packed() -> bool:
     return _PACKED.get()
 
 
-def packed_arguments(lengths: Tensor, device: torch.device, name: str | None = None) -> dict[str, Any]:
+def packed_arguments(
+    lengths: Tensor, device: torch.device, name: str | None = None, prefixes: Prefixes | None = None
+) -> dict[str, Any]:
     """Return the keyword arguments by which attention separates packed sequences.
 
     Args:
@@ -136,11 +172,12 @@ def packed_arguments(lengths: Tensor, device: torch.device, name: str | None = N
         device: the device that attention runs on.
         name: name of the attention. A registered one gets an empty mask, which it ignores. Without a mask transformers
             would look for sequences in the positions, which waits for the device.
+        prefixes: the tokens that the pack consists of where prefixes are shared (``varlen`` on the CPU only).
     """
     boundaries = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
     longest = int(lengths.max())
     on_device = send(boundaries, device)
-    _PLANS[on_device] = _plan(boundaries.tolist(), device)
+    _PLANS[on_device] = _plan(boundaries.tolist(), device, prefixes)
     mask = {"attention_mask": on_device.new_empty(1, 1, 0, 0)} if name in _MASKLESS else {}
     return {
         **mask,
@@ -260,8 +297,8 @@ def _cuda(
     return out[None]
 
 
-def _plan(boundaries: list[int], device: torch.device) -> Plan:
-    """Group sequences by length, the longest first."""
+def _plan(boundaries: list[int], device: torch.device, prefixes: Prefixes | None = None) -> Plan:
+    """Group sequences by length, the longest first; the rows of a plan are those of the computed tokens."""
     spans = [(end - start, start) for start, end in pairwise(boundaries)]
     groups: list[list[tuple[int, int]]] = []
     for span in sorted((span for span in spans if span[0]), reverse=True):
@@ -275,8 +312,11 @@ def _plan(boundaries: list[int], device: torch.device) -> Plan:
         gather = (starts + torch.minimum(places, lengths - 1)).flatten()
         valid = (places < lengths).flatten().nonzero().squeeze(1)
         own.append(gather[valid])
+        if prefixes is not None:
+            gather = prefixes.row[gather]
         rectangles.append(Rectangle(send(gather, device), send(valid, device), len(group), group[0][0]))
-    return Plan(rectangles, send(torch.argsort(torch.cat(own)), device))
+    order = torch.argsort(torch.cat(own))
+    return Plan(rectangles, send(order if prefixes is None else order[prefixes.kept], device))
 
 
 def _rectangles(

@@ -254,6 +254,7 @@ class TorchEngine(TrainEngine):
             chunk=self.options.log_prob_chunk_tokens,
             compile=self._compiles,
             recompute=self.options.log_prob_recompute,
+            share=self.options.share_prefixes,
         )
 
     @property

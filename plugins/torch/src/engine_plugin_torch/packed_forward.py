@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 
 from engine_core.errors import PluginError
 from engine_core.model_config import VALUE_HEAD as HEAD
-from engine_plugin_torch.attention import attends_only, packed, packed_arguments
+from engine_plugin_torch.attention import attends_only, find_prefixes, packed, packed_arguments
 from engine_plugin_torch.log_probs import OUTPUTS, Head, columns_at, find_head, gather_outputs, zero_outputs
 from engine_plugin_torch.transfer import on_host, predicted, send
 
@@ -53,6 +53,8 @@ class PackedForward:
         chunk: rows of logits that exist at one time.
         compile: compile the computation of log-probs from rows.
         recompute: compute logits again in the backward pass instead of keeping them.
+        share: compute shared prefixes of sequences once, on the CPU with attention ``varlen``; elsewhere nothing is
+            shared.
     """
 
     outputs: tuple[str, ...] = OUTPUTS
@@ -66,12 +68,14 @@ class PackedForward:
         chunk: int,
         compile: bool = False,
         recompute: bool = True,
+        share: bool = False,
     ) -> None:
         self.module, self.device, self.chunk = module, device, chunk
         self.compile, self.recompute = compile, recompute
         self.compute_dtype = compute_dtype
         self.head: Head | None = find_head(module)
         self.packs = bool(getattr(module, "packs_sequences", _attends_only(module)))
+        self.shares = share and device.type == "cpu" and _attention(module) == "varlen"
         self._tried = False
 
     def __call__(
@@ -139,17 +143,20 @@ class PackedForward:
         starts = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         positions = torch.arange(len(token_ids)) - starts
         lengths = lengths[lengths > 0]
+        shared = find_prefixes(token_ids, lengths) if self.packs and self.shares else None
+        if shared is not None:
+            token_ids, positions = token_ids[shared.kept], positions[shared.kept]
         inputs = {"input_ids": token_ids[None], "position_ids": send(positions, self.device)[None]}
         if not isinstance(self.module, PreTrainedModel):
             return self._result(self.module(**inputs))[0]
         name = _attention(self.module)
-        separate = packed_arguments(lengths, self.device, name) if self.packs else {}
+        separate = packed_arguments(lengths, self.device, name, shared) if self.packs else {}
         with packed() if self.packs else contextlib.nullcontext():
             if self.head is None:
                 rows = _logits(self.module(**inputs, **separate, use_cache=False))[0]
             else:
                 rows = self.module.get_decoder()(**inputs, **separate, use_cache=False).last_hidden_state[0]
-        return rows
+        return rows if shared is None else rows[shared.row]
 
     def _result(self, output: Any) -> Tensor:
         """Return the logits [1, T, V] from the output of a module that is no transformers model."""
@@ -181,6 +188,9 @@ class PackedForward:
             if self.packs and not self._packs_apart():
                 mixes(self.module)
                 self.packs = False
+            if self.packs and self.shares and not self._shares_rightly():
+                log.warning("%s computes shared prefixes for each sequence.", _name(self.module))
+                self.shares = False
 
     def _head_is_own(self) -> bool:
         """Return whether decoder and head give the logits of the whole module on one sequence."""
@@ -196,6 +206,16 @@ class PackedForward:
         self.packs = True
         same = ALIKE if self.one_scale else SAME
         return keeps_apart(lambda ids: self._run(ids, probe_lengths()), alone, self._vocabulary, same)
+
+    def _shares_rightly(self) -> bool:
+        """Return whether a sequence has the same rows behind a shared prefix as behind its own."""
+        ids = probe_ids(self._vocabulary, self.device)
+        pack, lengths = torch.cat([ids, ids[:FIRST], ids[FIRST:].flip(0)]), torch.tensor([len(ids)] * 2)
+        found = self._run(pack, lengths)[-SECOND:]
+        self.shares = False
+        own = self._run(pack, lengths)[-SECOND:]
+        self.shares = True
+        return differs_by(found, own) <= ALIKE
 
     def _alone(self) -> Tensor:
         """Compute the rows [4, ...] of the probe's second sequence alone."""
