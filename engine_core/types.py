@@ -335,7 +335,7 @@ class Batch:
         """Return a copy with all tensors on ``device``."""
 
         def moved(column: Tensor) -> Tensor:
-            """Return a column on the device."""
+            """Return a column, [T, ...] or [B], on the device."""
             return column.to(device)
 
         return self._mapped(moved, moved)

@@ -128,7 +128,7 @@ def make_policy(
     found = partial(plugins.function("losses", loss), **loss_options)
 
     def token_loss(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Call the loss and check its result."""
+        """Return the losses [T] and the metrics of the loss after a check."""
         made = found(outputs, batch)
         _check_token_loss(loss, made, outputs["log_probs"])
         return made

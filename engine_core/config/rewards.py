@@ -27,7 +27,7 @@ PREFIX = "reward."
 """Before a reward's name: the role of its model."""
 
 
-class FrozenModel(ChoosingTable):
+class FrozenModel(Table):
     """The options of every model of a reward: it is loaded once and never trained."""
 
     path: str
@@ -65,7 +65,7 @@ class Asked(Table):
         return prompt
 
 
-class FrozenScorer(FrozenModel):
+class FrozenScorer(FrozenModel, ChoosingTable):
     """A reward's model that is read in one forward pass, by a train engine without an optimizer."""
 
     backend: str = "torch"
@@ -148,7 +148,7 @@ class WrittenVerdict(Asked):
         return self
 
 
-class JudgeConfig(WrittenVerdict, FrozenModel):
+class JudgeConfig(WrittenVerdict, FrozenModel, ChoosingTable):
     """``[reward.judge]``: a language model writes about a response, and the reward is read from what it wrote."""
 
     backend: str = "hf"

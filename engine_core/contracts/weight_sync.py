@@ -91,7 +91,7 @@ def same_process(actor: Any, rollout: Any, version: int, shared: bool, adapter: 
     received = 0
 
     def counted() -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights and count their bytes."""
+        """Yield the unsharded weights ``[D1, ..., Dn]`` and count their bytes."""
         nonlocal received
         for name, tensor in stream_of(actor, adapter, sampler=rollout.config):
             received += tensor.nbytes

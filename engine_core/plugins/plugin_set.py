@@ -301,7 +301,11 @@ class PluginSet:
 
     @contextlib.contextmanager
     def naming(self, plugin: Plugin, failure: str) -> Iterator[None]:
-        """Turn an error of a plugin into a PluginError that begins with ``failure``; errors of the engine get a note."""
+        """Turn an error of a plugin into a PluginError that begins with ``failure``; errors of the engine get a note.
+
+        Raises:
+            PluginError: the plugin failed.
+        """
         try:
             yield
         except EngineError as exc:

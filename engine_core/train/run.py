@@ -122,7 +122,7 @@ class TrainingRun(abc.ABC):
         return self.source_of("train", self.config.data, self.given.train())
 
     def source_of(self, split: str, data: DataConfig, rows: Any) -> Any:
-        """Open a split as items to learn from or to evaluate.
+        """Open a split as items to learn from or to evaluate; raise NotImplementedError if a trainer defines none.
 
         Args:
             split: ``train``, ``validation`` or ``validation/SET``; the first part of every id.

@@ -141,7 +141,7 @@ def load(
     Args:
         chunks: this rank's chunks.
         hf_config: the model's config.
-        read: returns a part of one tensor of a Hugging Face state dict. It is called with a name once for each
+        read: returns a part of one tensor ``[D1, ..., Dn]`` of a Hugging Face state dict. It is called with a name once for each
             parameter that holds a part of the tensor.
         mix: share of the new values; the rest is kept of the old ones.
 

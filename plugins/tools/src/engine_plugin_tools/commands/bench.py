@@ -46,7 +46,7 @@ def train(
     """Forward, backward and optimizer step of the actor: tokens a second, MFU, memory.
 
     Tokens are random and the loss is on what follows the prompts. 'actor.max_tokens_per_rank' is the size
-    of a micro-batch, as in a run.
+    of a micro-batch, as in a run. Raises an error if the prompts fill the sequences.
     """
     from engine_plugin_tools.bench.parts import bench_train
 
