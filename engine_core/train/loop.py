@@ -6,6 +6,7 @@ loop takes a ``ResumePoint``. A stop in the middle of the next step or of an eva
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 
 STEPS_BEFORE_ADVICE = 10
+YOUNG = 500_000
+"""New objects until Python collects garbage: rollouts are none, however many."""
 
 
 def train(run: TrainingRun, resume: Path | Resume | None) -> dict[str, float]:
@@ -56,7 +59,8 @@ def train(run: TrainingRun, resume: Path | Resume | None) -> dict[str, float]:
             with run.signals.window():
                 found = Resume.find(resume) if isinstance(resume, str | Path) else resume
                 loop = start(run, found, attempt)
-            return loop.run_steps()
+            with frozen_gc():
+                return loop.run_steps()
         except Stop as stop:
             try:
                 saved = loop is not None and loop.save_for(stop)
@@ -76,6 +80,28 @@ def train(run: TrainingRun, resume: Path | Resume | None) -> dict[str, float]:
             if isinstance(error, Terminated):
                 raise SystemExit(Terminated.code) from None
             raise
+
+
+@contextmanager
+def frozen_gc() -> Iterator[None]:
+    """Exclude the objects that exist now from garbage collection, and let it run less often.
+
+    A program with torch and transformers has many objects that live until its end. Scanning them again for every few
+    thousand rollouts takes a fifth of the controller's time with 1,024 workers. Does nothing if the program has frozen
+    objects itself.
+    """
+    if gc.get_freeze_count():
+        yield
+        return
+    gc.collect()
+    gc.freeze()
+    young, *older = gc.get_threshold()
+    gc.set_threshold(max(young, YOUNG) if young else 0, *older)  # 0: collection is off
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, *older)
+        gc.unfreeze()
 
 
 def start(run: TrainingRun, resume: Resume | None, attempt: ExitStack) -> Loop:

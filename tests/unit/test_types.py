@@ -67,10 +67,21 @@ def test_select_takes_sequences_with_all_their_columns_in_the_order_asked():
     assert chosen["loss_mask"].tolist() == [False, True, False, False, True]
 
 
+def test_split_cuts_all_columns_between_sequences():
+    one, none, other = two().split([1, 0, 1])
+    assert one.token_ids.tolist() == [5, 9, 7]
+    assert other.token_ids.tolist() == [5, 1]
+    assert [part["rewards"].tolist() for part in (one, none, other)] == [[1.0], [], [0.5]]
+    assert other["loss_mask"].tolist() == [False, True]
+    assert none.num_tokens == 0
+
+
 def test_sequence_and_token_values_convert_into_each_other():
     batch = two()
     assert batch.sum_by_sequence(torch.tensor([1.0, 2, 3, 4, 5])).tolist() == [6.0, 9.0]
-    assert batch.to_tokens(torch.tensor([10.0, 20.0])).tolist() == [10, 10, 10, 20, 20]
+    for values in (torch.tensor([10.0, 20.0]), torch.tensor([10, 20])):
+        assert batch.to_tokens(values).tolist() == [10, 10, 10, 20, 20]
+        assert batch.to_tokens(values).dtype == values.dtype
     assert batch.offsets.tolist() == [0, 3, 5]
 
 

@@ -1,11 +1,14 @@
-"""What a step says that had no memory."""
+"""The message of a step that had no memory, and garbage collection while steps run."""
+
+import gc
+import weakref
 
 import pytest
 import torch
 
 from engine_core.config import EngineConfig
 from engine_core.errors import EnvironmentProblem
-from engine_core.train.loop import out_of_memory_explained
+from engine_core.train.loop import frozen_gc, out_of_memory_explained
 from engine_plugin_processes.remote_errors import pack, unpack
 
 
@@ -35,3 +38,45 @@ def test_of_a_worker_the_rank_is_named():
 def test_other_errors_pass():
     with pytest.raises(ValueError, match="else"), out_of_memory_explained(1, EngineConfig(), ["actor"], True):
         raise ValueError("something else")
+
+
+@pytest.fixture
+def nothing_frozen():
+    """Undo the freeze of conftest.py, as in a program of its own."""
+    gc.unfreeze()
+    yield
+    assert not gc.get_freeze_count()
+    gc.freeze()
+
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+
+def test_garbage_collection_ignores_older_objects_while_steps_run(nothing_frozen):
+    found = []
+    old = Cycle()
+    with frozen_gc():
+        assert not any(each is old for each in gc.get_objects())
+        new = Cycle()
+        weakref.finalize(new, found.append, "new")
+        del new
+        gc.collect()
+        assert found == ["new"]
+    weakref.finalize(old, found.append, "old")
+    del old
+    gc.collect()
+    assert found == ["new", "old"]
+
+
+@pytest.mark.parametrize(("before", "within"), [(700, 500_000), (600_000, 600_000), (0, 0)])
+def test_garbage_collection_runs_less_often_while_steps_run(nothing_frozen, before, within):
+    usual = gc.get_threshold()
+    gc.set_threshold(before, 11, 12)
+    try:
+        with frozen_gc():
+            assert gc.get_threshold() == (within, 11, 12)
+        assert gc.get_threshold() == (before, 11, 12)
+    finally:
+        gc.set_threshold(*usual)

@@ -42,7 +42,8 @@ def split_batch(batch: Batch, slices: int, attention: float) -> tuple[list[Batch
             return results[0]  # a result for the whole batch, equal on every slice
         return {name: _put_back(name, [r[name] for r in results], parts, batch) for name in results[0]}
 
-    return [batch.select(part) for part in parts], merge
+    ordered = batch.select([index for part in parts for index in part])
+    return ordered.split([len(part) for part in parts]), merge
 
 
 def split_requests(requests: Sequence[Request], slices: int) -> list[list[Request]]:

@@ -28,6 +28,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from engine_core.errors import ConfigError, TrainingFailed
@@ -39,6 +40,8 @@ from engine_plugin_trainers.cores import shared_cores
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from numpy.typing import NDArray
 
     from engine_core.types import Batch, Prompt, Rollout
     from engine_plugin_trainers.options import AsyncOptions
@@ -187,25 +190,38 @@ class AsyncTrainer(Trainer):
             TrainingFailed: a token is too old.
         """
         most = self.options.max_staleness
-        for rollout in rollouts:
-            versions = rollout.policy_versions[rollout.loss_mask]
-            if len(versions) and (age := self.version - int(versions.min())) > most:
+        _, oldest, _ = self._ages(rollouts)
+        for rollout, age in zip(rollouts, oldest, strict=True):
+            if age > most:
                 raise TrainingFailed(
-                    f"Rollout '{rollout.request_id}' has a token that is {age} policy versions old "
+                    f"Rollout '{rollout.request_id}' has a token that is {age:.0f} policy versions old "
                     f"(async.max_staleness = {most}). The weights were left alone. This is a bug of the sampler or of the engine."
                 )
 
     def _staleness(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return metrics of the age in versions of a step's tokens."""
-        sampled = [rollout.policy_versions[rollout.loss_mask] for rollout in rollouts]
-        sampled = [versions for versions in sampled if len(versions)]
-        ages = self.version - torch.cat(sampled).long() if sampled else torch.zeros(1, dtype=torch.int64)
-        mixed = sum(int(versions.min()) != int(versions.max()) for versions in sampled)
+        newest, oldest, ages = self._ages(rollouts)
+        sampled = not np.isnan(oldest).all()
         return {
-            "async/staleness_mean": int(ages.sum()) / len(ages),
-            "async/staleness_max": float(max(int(ages.max()), 0)),
-            "async/mixed_version_share": mixed / max(len(rollouts), 1),
+            "async/staleness_mean": float(np.nanmean(ages, dtype=np.float64)) if sampled else 0.0,
+            "async/staleness_max": max(float(np.nanmax(oldest)), 0.0) if sampled else 0.0,
+            "async/mixed_version_share": np.count_nonzero(newest < oldest) / max(len(rollouts), 1),
         }
+
+    def _ages(self, rollouts: Sequence[Rollout]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
+        """Return the age in versions of the newest and the oldest sampled token of each rollout, [N], and of each token, [T].
+
+        All are float32 and NaN where nothing was sampled.
+        """
+        if not rollouts:
+            return (np.empty(0, np.float32),) * 3
+        versions = torch.cat([rollout.policy_versions for rollout in rollouts]).numpy()
+        sampled = torch.cat([rollout.loss_mask for rollout in rollouts]).numpy()
+        ages = (self.version - versions).astype(np.float32)
+        ages[~sampled] = np.nan
+        ends = np.cumsum([rollout.token_ids.numel() for rollout in rollouts])
+        starts = np.concatenate([[0], ends[:-1]])
+        return np.fmin.reduceat(ages, starts), np.fmax.reduceat(ages, starts), ages
 
     def state(self) -> dict[str, Any]:
         """Return the state of ``rl`` and the queue."""
