@@ -1,6 +1,7 @@
 """How Sphinx builds the site: `make docs`. The pages are plain Markdown, readable without it."""
 
 import re
+import textwrap
 
 project = "Engine"
 copyright = "the authors of Engine"
@@ -53,6 +54,17 @@ def restore_field(app, what, name, thing, options, lines):
     lines[:] = FIELDS.get(name, lines)
 
 
+def returns_field(app, what, name, thing, options, lines):
+    """Write a section of returned values as a field: napoleon takes what is before a colon for their type."""
+
+    def field(section):
+        body = textwrap.dedent(section[2]).strip().replace("\n", "\n    ")
+        return f":{section[1].lower()}: {body}\n\n"
+
+    text = re.sub(r"(?m)^(Returns|Yields):\n((?: {4}.*\n?|\n)+)", field, "\n".join(lines) + "\n")
+    lines[:] = text.splitlines()
+
+
 def generated(app, what, name, thing, skip, options):
     """Leave out a constructor that ``dataclass`` made: the fields are listed."""
     made = name == "__init__" and getattr(getattr(thing, "__code__", None), "co_filename", "") == "<string>"
@@ -61,6 +73,7 @@ def generated(app, what, name, thing, skip, options):
 
 def setup(app):
     app.connect("autodoc-process-docstring", markdown_tables)
+    app.connect("autodoc-process-docstring", returns_field, priority=450)
     app.connect("autodoc-process-docstring", keep_field, priority=400)
     app.connect("autodoc-process-docstring", restore_field, priority=600)
     app.connect("autodoc-skip-member", generated)

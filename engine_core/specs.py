@@ -64,8 +64,10 @@ class Spec:
     makes_objects: ClassVar[bool] = False  #: a class may replace the function: see ``Stage``
     internal: ClassVar[bool] = False  #: names of this kind are used by code, never by a key of a run file
 
-    load: str | Callable[..., Any]
-    config: type[BaseModel] = NoOptions
+    load: (
+        str | Callable[..., Any]
+    )  #: the object, or its address ``module:name``, which is imported when it is used
+    config: type[BaseModel] = NoOptions  #: option model: the keys of the name's table
     health: str | Callable[[], str] | None = None
     """Called by ``engine doctor``: returns a line about this machine, or raises an ``EngineError``: what it lacks."""
 
@@ -99,7 +101,7 @@ class TrainBackend(Spec):
 
     kind = "train_engines"
     noun = "train engine"
-    capabilities: frozenset[str] = frozenset()
+    capabilities: frozenset[str] = frozenset()  #: see ``TRAIN_CAPABILITIES``
     frozen_only: bool = False
     remote: bool = False
     own_model: bool = False
@@ -122,7 +124,7 @@ class RolloutBackend(Spec):
 
     kind = "rollout_engines"
     noun = "rollout engine"
-    capabilities: frozenset[str] = frozenset()
+    capabilities: frozenset[str] = frozenset()  #: see ``ROLLOUT_CAPABILITIES``
     sampling: frozenset[str] = BASE_SAMPLING
 
 
@@ -400,7 +402,7 @@ class Column(Spec):
     noun = "column"
     internal = True
     given = ("batch",)
-    load: str | Callable[..., Any] = ""
+    load: str | Callable[..., Any] = ""  #: a function of the batch; empty if a role computes the column
     role: str = ""
     output: str = ""
     needs: frozenset[str] = frozenset()
