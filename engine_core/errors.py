@@ -1,5 +1,7 @@
 """Errors that a user can act on.
 
+::
+
     EngineError                     exit code
     |-- ConfigError                 2   a TOML, an override or a command line is wrong
     |-- PluginError                 3   a plugin or a name that plugins offer is absent, or a plugin is broken

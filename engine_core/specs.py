@@ -88,8 +88,7 @@ def resolve(load: str | Callable[..., Any]) -> Any:
 class TrainBackend(Spec):
     """A train engine: ``load`` is a subclass of ``engine_core.contracts.engines.TrainEngine``.
 
-    The class must implement each of its capabilities (override the base's method):
-    see ``engine_core.plugins.modules.TRAIN_CAPABILITIES``.
+    The class must override the base's method of each of its capabilities.
 
     Args:
         frozen_only: the engine runs only models that are never trained (a teacher, models of rewards), at
@@ -101,7 +100,7 @@ class TrainBackend(Spec):
 
     kind = "train_engines"
     noun = "train engine"
-    capabilities: frozenset[str] = frozenset()  #: see ``TRAIN_CAPABILITIES``
+    capabilities: frozenset[str] = frozenset()  #: see the table Capabilities in docs/plugins.md
     frozen_only: bool = False
     remote: bool = False
     own_model: bool = False
@@ -111,7 +110,7 @@ class TrainBackend(Spec):
 class RolloutBackend(Spec):
     """A rollout engine: ``load`` is a subclass of ``engine_core.contracts.engines.RolloutEngine``.
 
-    ``engine_core.plugins.modules.ROLLOUT_CAPABILITIES`` lists the capabilities. The option model may have:
+    The class must override the base's method of each of its capabilities. The option model may have:
 
     * a property ``other_policy``: the keys in use that make the sampling policy differ from the received weights (fewer
       bits), or empty. Tokens are then always weighed; a run that switches weighing off is refused.
@@ -124,7 +123,7 @@ class RolloutBackend(Spec):
 
     kind = "rollout_engines"
     noun = "rollout engine"
-    capabilities: frozenset[str] = frozenset()  #: see ``ROLLOUT_CAPABILITIES``
+    capabilities: frozenset[str] = frozenset()  #: see the table Capabilities in docs/plugins.md
     sampling: frozenset[str] = BASE_SAMPLING
 
 
@@ -312,7 +311,9 @@ SAMPLING_SECTIONS = frozenset({"rollout", "reward", "environment", "stage"})
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSpec(Spec):
-    """A training loop: ``load`` is a class with ``train()``.
+    """A training loop: ``load`` is a subclass of ``TrainingRun`` or ``SampledRun`` with ``step``.
+
+    Both are in ``engine_core.train``. The trainer reads its option table, ``[NAME]``, as ``self.config.options``.
 
     Args:
         sections: top-level TOML tables that it reads (empty: all of them); any other one in the run file
