@@ -1,12 +1,17 @@
 """How Sphinx builds the site: `make docs`. The pages are plain Markdown, readable without it."""
 
 import re
+import sys
+import textwrap
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # for api_fields
 
 project = "Engine"
 copyright = "the authors of Engine"
-extensions = ["myst_parser", "sphinx_copybutton", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx_copybutton", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "api_fields"]
 autodoc_member_order = "bysource"
-autodoc_class_signature = "separated"  # fields are listed with their docs; a signature would repeat them
+autodoc_class_signature = "separated"  # `api_fields` lists the fields
 default_role = "literal"  # single back ticks in a docstring
 suppress_warnings = ["ref.python"]  # a class that a package exports has two addresses
 exclude_patterns = ["_build"]
@@ -39,29 +44,40 @@ def markdown_tables(app, what, name, thing, options, lines):
     lines[:] = text.splitlines()
 
 
-FIELDS: dict[str, list[str]] = {}  # the docs of fields as they are written
+KEPT: dict[str, list[str]] = {}  # the docs of attributes as they are written
 
 
-def keep_field(app, what, name, thing, options, lines):
-    """Keep the docs of a field from napoleon, which takes what is before a colon for its type."""
-    if what == "attribute":
-        FIELDS[name] = list(lines)
+def keep_attribute(app, what, name, thing, options, lines):
+    """Keep the docs of an attribute from napoleon, which takes what is before a colon for its type."""
+    if what in ("attribute", "data", "property"):
+        KEPT[name] = list(lines)
 
 
-def restore_field(app, what, name, thing, options, lines):
-    """Give a field its docs back after napoleon."""
-    lines[:] = FIELDS.get(name, lines)
+def restore_attribute(app, what, name, thing, options, lines):
+    """Give an attribute its docs back after napoleon."""
+    lines[:] = KEPT.get(name, lines)
 
 
-def generated(app, what, name, thing, skip, options):
-    """Leave out a constructor that ``dataclass`` made: the fields are listed."""
-    made = name == "__init__" and getattr(getattr(thing, "__code__", None), "co_filename", "") == "<string>"
-    return True if made else None
+def returns_field(app, what, name, thing, options, lines):
+    """Write a section of returned values as a field: napoleon takes what is before a colon for their type."""
+
+    def field(section):
+        body = textwrap.dedent(section[2]).strip().replace("\n", "\n    ")
+        return f":{section[1].lower()}: {body}\n\n"
+
+    text = re.sub(r"(?m)^(Returns|Yields):\n((?: {4}.*\n?|\n)+)", field, "\n".join(lines) + "\n")
+    lines[:] = text.splitlines()
+
+
+def page_links(app, what, name, thing, options, lines):
+    """Link the pages that a docstring names as files."""
+    lines[:] = [re.sub(r"(`*)docs/([\w/]+)\.md\1", r":doc:`/\2`", line) for line in lines]
 
 
 def setup(app):
     app.connect("autodoc-process-docstring", markdown_tables)
-    app.connect("autodoc-process-docstring", keep_field, priority=400)
-    app.connect("autodoc-process-docstring", restore_field, priority=600)
-    app.connect("autodoc-skip-member", generated)
+    app.connect("autodoc-process-docstring", returns_field, priority=450)
+    app.connect("autodoc-process-docstring", keep_attribute, priority=400)
+    app.connect("autodoc-process-docstring", restore_attribute, priority=600)
+    app.connect("autodoc-process-docstring", page_links, priority=700)
     app.connect("source-read", file_names)

@@ -346,7 +346,9 @@ def errors_page() -> str:
 
 # -- Python API -------------------------------------------------------------
 
-ON_OTHER_PAGES = ("engine_core.hooks", "engine_core.errors", "engine_core.config", "engine_core.config.roles")
+ON_OTHER_PAGES = ("engine_core.hooks",)
+ALONE = {"engine_core.config.roles": "CriticConfig, LoRAConfig, ProcessConfig"}
+"""Members to show of a module whose other members `engine_core.config` shows."""
 
 
 def public_modules() -> dict[str, list[str]]:
@@ -364,7 +366,8 @@ def api_file(title: str) -> str:
 def api_page(title: str) -> str:
     """Return the page on which Sphinx puts the docstrings of the modules below one heading of ``api.md``."""
     parts = [
-        f"## {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n```"
+        f"## {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n   :members: {ALONE.get(name, '')}".rstrip()
+        + "\n```"
         for name in public_modules()[title]
         if name not in ON_OTHER_PAGES
     ]

@@ -38,7 +38,7 @@ NOT_RUN = "not run"
 Record = Mapping[str, Mapping[str, Any]]
 INTRO = """<!-- Written by docs/scoreboard.py from docs/reference/contracts.json. Run `python docs/scoreboard.py --record`. -->
 
-# Contracts of the train engines
+# Test results by backend
 
 Which promises of the [conformance kit](../conformance.md) each backend kept, on real ranks on a CPU over gloo, against an unsharded
 reference. Nothing here was run on GPUs: the pages of [fsdp](../fsdp.md#what-has-run-where), [megatron](../megatron.md#what-has-run-where) and

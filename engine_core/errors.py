@@ -1,8 +1,10 @@
 """Errors that a user can act on.
 
+::
+
     EngineError                     exit code
     |-- ConfigError                 2   a TOML, an override or a command line is wrong
-    |-- PluginError                 3   a plugin is absent, broken, too old, or lacks a declared capability
+    |-- PluginError                 3   a plugin or a name that plugins offer is absent, or a plugin is broken
     |-- DataError                   4   a row, a file or a checkpoint cannot be used
     |-- EnvironmentProblem          5   the machine: memory, shared memory, disk, open files
     |-- TrainingFailed              6   training failed and more steps cannot fix it
@@ -47,7 +49,7 @@ class ConfigError(EngineError):
 
 
 class PluginError(EngineError):
-    """A plugin cannot be found, imported or registered, or does not do what it declares."""
+    """A plugin or a name (a reward, a loss) cannot be found, or a plugin cannot be imported or breaks its declaration."""
 
     exit_code = 3
 

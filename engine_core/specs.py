@@ -64,8 +64,10 @@ class Spec:
     makes_objects: ClassVar[bool] = False  #: a class may replace the function: see ``Stage``
     internal: ClassVar[bool] = False  #: names of this kind are used by code, never by a key of a run file
 
-    load: str | Callable[..., Any]
-    config: type[BaseModel] = NoOptions
+    load: (
+        str | Callable[..., Any]
+    )  #: the object, or its address ``module:name``, which is imported when it is used
+    config: type[BaseModel] = NoOptions  #: option model: the keys of the name's table
     health: str | Callable[[], str] | None = None
     """Called by ``engine doctor``: returns a line about this machine, or raises an ``EngineError``: what it lacks."""
 
@@ -86,8 +88,7 @@ def resolve(load: str | Callable[..., Any]) -> Any:
 class TrainBackend(Spec):
     """A train engine: ``load`` is a subclass of ``engine_core.contracts.engines.TrainEngine``.
 
-    The class must implement each of its capabilities (override the base's method):
-    see ``engine_core.plugins.modules.TRAIN_CAPABILITIES``.
+    The class must override the base's method of each of its capabilities.
 
     Args:
         frozen_only: the engine runs only models that are never trained (a teacher, models of rewards), at
@@ -99,7 +100,7 @@ class TrainBackend(Spec):
 
     kind = "train_engines"
     noun = "train engine"
-    capabilities: frozenset[str] = frozenset()
+    capabilities: frozenset[str] = frozenset()  #: see the table Capabilities in docs/plugins.md
     frozen_only: bool = False
     remote: bool = False
     own_model: bool = False
@@ -109,7 +110,7 @@ class TrainBackend(Spec):
 class RolloutBackend(Spec):
     """A rollout engine: ``load`` is a subclass of ``engine_core.contracts.engines.RolloutEngine``.
 
-    ``engine_core.plugins.modules.ROLLOUT_CAPABILITIES`` lists the capabilities. The option model may have:
+    The class must override the base's method of each of its capabilities. The option model may have:
 
     * a property ``other_policy``: the keys in use that make the sampling policy differ from the received weights (fewer
       bits), or empty. Tokens are then always weighed; a run that switches weighing off is refused.
@@ -122,7 +123,7 @@ class RolloutBackend(Spec):
 
     kind = "rollout_engines"
     noun = "rollout engine"
-    capabilities: frozenset[str] = frozenset()
+    capabilities: frozenset[str] = frozenset()  #: see the table Capabilities in docs/plugins.md
     sampling: frozenset[str] = BASE_SAMPLING
 
 
@@ -310,7 +311,9 @@ SAMPLING_SECTIONS = frozenset({"rollout", "reward", "environment", "stage"})
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSpec(Spec):
-    """A training loop: ``load`` is a class with ``train()``.
+    """A training loop: ``load`` is a subclass of ``TrainingRun`` or ``SampledRun`` with ``step``.
+
+    Both are in ``engine_core.train``. The trainer reads its option table, ``[NAME]``, as ``self.config.options``.
 
     Args:
         sections: top-level TOML tables that it reads (empty: all of them); any other one in the run file
@@ -400,7 +403,7 @@ class Column(Spec):
     noun = "column"
     internal = True
     given = ("batch",)
-    load: str | Callable[..., Any] = ""
+    load: str | Callable[..., Any] = ""  #: a function of the batch; empty if a role computes the column
     role: str = ""
     output: str = ""
     needs: frozenset[str] = frozenset()

@@ -119,15 +119,15 @@ class Rollout:
     A second turn appends an observation (``loss_mask`` False) and more sampled tokens.
     """
 
-    request_id: str
-    prompt: Prompt
+    request_id: str  #: id of the request that it answers
+    prompt: Prompt  #: the prompt of the request, unchanged
     token_ids: Tensor  #: [T_i] int64, prompt and response
     loss_mask: Tensor  #: [T_i] bool
     rollout_log_probs: Tensor  #: [T_i] float32, after temperature, top-p and top-k; 0 where not sampled
     policy_versions: Tensor  #: [T_i] int32
     finish_reason: str  #: "stop" (end token or stop string), "length", "abort"
-    group_id: int = 0
-    index: int = 0
+    group_id: int = 0  #: number of its group: the responses to one prompt in one step share it
+    index: int = 0  #: position in the group, from 0
     text: str = ""  #: the response decoded, without special tokens; for rewards and people only
     reward: float = 0.0  #: weighted sum of `rewards`
     rewards: dict[str, float | None] = field(default_factory=dict)  #: by reward name; None: not applicable
@@ -137,14 +137,14 @@ class Rollout:
     valid: bool = True  #: False: a reward or the episode failed; the rollout is dropped and gives no gradient
     #: "error" or "timeout" (of its episode or request); the rollout ends where the failure happened
     failure: str = ""
+    #: of an episode: messages after the prompt, {"role": ..., "content": ...}, sampled turns as "assistant"
     messages: list[dict[str, str]] = field(default_factory=list)
-    #: ^ of an episode: messages after the prompt, {"role": ..., "content": ...}, sampled turns as "assistant"
+    #: per-token tensors that the core passes through. It reads two, which describe a top-p or top-k cut:
+    #: "support_log_mass" [T_i] float32, the log of the probability (after temperature) that was kept;
+    #: log-prob over the whole vocabulary = rollout_log_probs + support_log_mass.
+    #: "support_ids" [T_i, K] int32, the tokens that were kept, padded with -1; a row is all -1 if
+    #: nothing was sampled or cut, or if more than `Sampling.max_support` tokens were kept.
     extras: dict[str, Tensor] = field(default_factory=dict)
-    # ^ per-token tensors that the core passes through. It reads two, which describe a top-p or top-k cut:
-    #   "support_log_mass" [T_i] float32, the log of the probability (after temperature) that was kept;
-    #   log-prob over the whole vocabulary = rollout_log_probs + support_log_mass.
-    #   "support_ids" [T_i, K] int32, the tokens that were kept, padded with -1; a row is all -1 if
-    #   nothing was sampled or cut, or if more than `Sampling.max_support` tokens were kept.
 
     @property
     def prompt_length(self) -> int:
@@ -226,7 +226,7 @@ class StageState:
     """
 
     values: dict[str, Any] = field(default_factory=dict)  #: plain values that JSON can hold
-    rollouts: Sequence[Rollout] = ()
+    rollouts: Sequence[Rollout] = ()  #: rollouts that the stage keeps
 
 
 @dataclass(slots=True)
@@ -243,8 +243,8 @@ class Batch:
 
     token_ids: Tensor  #: [T] int64
     lengths: Tensor  #: [B] int64, sums to T
-    tokens: dict[str, Tensor] = field(default_factory=dict)
-    sequences: dict[str, Tensor] = field(default_factory=dict)
+    tokens: dict[str, Tensor] = field(default_factory=dict)  #: columns by name, each [T] or [T, K]
+    sequences: dict[str, Tensor] = field(default_factory=dict)  #: columns by name, each [B]
     temperature: float = 1.0  #: log-probs and entropies are of softmax(logits / temperature)
     keep_together: Tensor | None = None  #: [B] int64: sequences with equal ids are never separated
     top_k: int = 0  #: K of the outputs ``top_...``: the number of most likely tokens per position
@@ -452,7 +452,7 @@ def padded_support(ids: Tensor, width: int) -> Tensor:
 class LossCall:
     """A loss as name and parameters: sent to workers in place of code."""
 
-    name: str
+    name: str  #: a name of the table ``engine_objectives``: policy, value, nll, ...
     parameters: dict[str, Any] = field(default_factory=dict)  #: plain values only
     outputs: tuple[str, ...] = ("log_probs",)  #: what the engine must compute with gradient
     watched: tuple[str, ...] = ()  #: what the engine computes without gradient, for metrics
@@ -466,8 +466,8 @@ class TrainOutput:
     """
 
     loss: float  #: the global loss that was differentiated
-    metrics: dict[str, float] = field(default_factory=dict)
-    num_micro_batches: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)  #: by name, as plain numbers
+    num_micro_batches: int = 0  #: micro-batches of this rank
 
 
 @dataclass(slots=True)

@@ -145,16 +145,18 @@ def gates(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) -> 
     trainer.setup(training=True)
     actor, sampler = (trainer.groups[role].engine for role in ("actor", "rollout"))  # type: ignore[attr-defined]
     used: list[str] = []
-    generate, push = sampler.generate, trainer.runtime.push_weights
+    add, push = sampler.add, trainer.runtime.push_weights
     received = [("", measure.checksum(measure.weights_of(actor.module)))]
 
     def watched(requests: Any) -> Any:
+        if len(used) == trainer.step_now:  # not the first requests of this step
+            return add(requests)
         if hasattr(sampler, "_generation"):  # hf: the weights that it samples with
             with sampler._generation() as module:
                 used.append(measure.checksum(measure.weights_of(module)))
         else:  # those of the last transfer, which the sampler has confirmed with a checksum of its own
             used.append(received[-1][1])
-        return generate(requests)
+        return add(requests)
 
     def pushed(*places: Any) -> Any:
         result = push(*places)
@@ -162,7 +164,7 @@ def gates(arguments: argparse.Namespace, inputs: given.Inputs, run_dir: str) -> 
             received.append((result.checksum, measure.checksum(measure.weights_of(actor.module))))
         return result
 
-    sampler.generate, trainer.runtime.push_weights = watched, pushed
+    sampler.add, trainer.runtime.push_weights = watched, pushed
     after = [measure.checksum(measure.weights_of(actor.module))]
     optimizer_step = actor.optimizer_step
 

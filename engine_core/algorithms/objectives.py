@@ -126,10 +126,15 @@ def make_policy(
         parameters: the other keyword arguments of ``policy``.
     """
     found = partial(plugins.function("losses", loss), **loss_options)
+    spec: Any = plugins.spec("losses", loss)
+    declared = {"log_probs", *spec.outputs}
 
     def token_loss(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the losses [T] and the metrics of the loss after a check."""
-        made = found(outputs, batch)
+        """Return the losses [T] and the metrics of the loss after a check.
+
+        The loss gets only the outputs that it declares: others are there for metrics, without a gradient.
+        """
+        made = found({name: value for name, value in outputs.items() if name in declared}, batch)
         _check_token_loss(loss, made, outputs["log_probs"])
         return made
 
@@ -154,6 +159,11 @@ def _check_token_loss(name: str, made: Any, log_probs: Tensor) -> None:
             f"algorithm.loss = '{name}' must return (losses, metrics): losses [T] = {list(log_probs.shape)}, one value a "
             f"token, which the engine weighs and sums, and a dict of metrics [T]. It returned {shape}"
             f"{'' if isinstance(metrics, Mapping) else ' and no dict of metrics'}."
+        )
+    if odd := [key for key, value in metrics.items() if not torch.is_tensor(value)]:
+        raise PluginError(
+            f"algorithm.loss = '{name}': metric '{odd[0]}' is a {type(metrics[odd[0]]).__name__}, expected a tensor [T]: "
+            "one value a token, which the engine averages."
         )
     if log_probs.requires_grad and not losses.requires_grad:
         raise PluginError(

@@ -149,7 +149,7 @@ class ColumnsConfig(Table):
     prompt: str = "prompt"
     """Text, or a list of ``{role, content}`` messages."""
     response: str = "response"
-    """SFT: the text to learn, where rows are not conversations."""
+    """SFT: the response to learn, text or a list of assistant messages, where rows are not whole conversations."""
     messages: str = "messages"
     """A whole conversation as a list of ``{role, content}``."""
     answer: str = "answer"

@@ -36,6 +36,7 @@ from engine_core.config.roles import CriticConfig
 from engine_core.config.schedule import boundaries, config_at
 from engine_core.config.wording import Problem, in_order, located, sentence
 from engine_core.errors import ConfigError, did_you_mean
+from engine_core.plugins.metadata import known_names
 from engine_core.specs import Advantage, Loss, RolloutBackend, Spec, TrainerSpec
 from engine_core.tables import DEFAULTS
 
@@ -169,7 +170,10 @@ class _Validation:
                 foreign = {key for _, other in users for key in other.config.model_fields} - own
                 mine = {k: v for k, v in data.items() if (k in own if number else k not in foreign)}
             self.tables |= _tables_in(_header(path), spec.config)
-            owner = f" Table of {spec.noun} '{table}'; see: engine schema {key_text(_header(path))}"
+            owner = f" Table of {spec.noun} '{table}'"
+            # a plugin file is not installed, so `engine schema` does not know its tables
+            listed = table in known_names(chosen.kind)
+            owner += f"; see: engine schema {key_text(_header(path))}" if listed else "."
             options = self.check(spec.config, mine, path, owner)
             if options is not None:
                 self.options.append((place, chosen, options))

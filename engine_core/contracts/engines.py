@@ -33,9 +33,9 @@ class Layout:
     sequences; the slice's leader returns the results.
     """
 
-    dp_rank: int = 0
-    dp_size: int = 1
-    is_leader: bool = True
+    dp_rank: int = 0  #: number of the data-parallel slice, from 0
+    dp_size: int = 1  #: number of data-parallel slices
+    is_leader: bool = True  #: whether this worker returns the results of its slice
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class WorkerContext:
 
     plugins: PluginSet  #: loaded in this process, from the names in the config
     role: str  #: actor, ref, critic, rollout, reward_model, judge
-    device: torch.device
-    rank: int = 0
-    world_size: int = 1
-    seed: int = 0
+    device: torch.device  #: where tensors of this worker are
+    rank: int = 0  #: among the workers of its pool, from 0
+    world_size: int = 1  #: number of workers of its pool
+    seed: int = 0  #: `run.seed`
     total_steps: int = 0  #: optimizer steps of the run, for learning-rate schedules
     live: Mapping[str, Any] | None = None  #: objects given from Python: "model", "tokenizer"
     deterministic: bool = False  #: `[run] deterministic`: torch's deterministic algorithms only

@@ -95,7 +95,7 @@ class WorkerGroup(abc.ABC):
 class Flow(Protocol):
     """Continuous sampling: samplers work on their requests until they receive other commands."""
 
-    error: BaseException | None
+    error: BaseException | None  #: why sampling failed; None: it did not
 
     @property
     def resting(self) -> bool:
@@ -117,9 +117,9 @@ class Runtime(abc.ABC):
         live: objects given from Python (``model``, ``tokenizer``); only a local runtime takes a model.
     """
 
-    in_process = False  # workers are in the controller's process
-    traded_seconds = 0.0  # total time so far of handing device memory over between roles
-    shared = False  # the sampler reads the actor's own module, so both are one policy
+    in_process = False  #: whether workers are in the controller's process
+    traded_seconds = 0.0  #: total time so far of handing device memory over between roles
+    shared = False  #: whether the sampler reads the actor's own module, so that both are one policy
 
     def __init__(self, config: EngineConfig, plugins: PluginSet, live: Mapping[str, Any]) -> None:
         self.config, self.plugins, self.live = config, plugins, live

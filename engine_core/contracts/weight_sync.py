@@ -67,7 +67,7 @@ class SyncResult:
 
     version: int  #: policy version of tokens sampled from now on
     bytes: int  #: received, by all processes together; 0 if the module is shared
-    seconds: float
+    seconds: float  #: wall clock of the update
     checksum: str  #: of the weights that the sampler received; "shared" if the module is shared
 
 

@@ -62,10 +62,10 @@ logger = logging.getLogger("engine")
 class Rendered:
     """The rendering of a row: text, tokens and loss mask."""
 
-    text: str
-    token_ids: list[int]
+    text: str  #: the whole row as text
+    token_ids: list[int]  #: [T] ids of the text
     loss_mask: list[bool]  #: True on the tokens that the assistant wrote
-    messages: list[Message] | None = None
+    messages: list[Message] | None = None  #: the row as messages; None for plain text
 
 
 class ChatFormat:

@@ -35,8 +35,8 @@ MODEL_HINT = " A reward that a model gives has a table [reward.model] with its p
 class Distribution:
     """An installed distribution with entry points of a group ``engine.*``."""
 
-    name: str
-    version: str
+    name: str  #: as a package index lists it
+    version: str  #: the installed version
     requires: tuple[str, ...] = ()  #: its Requires-Dist lines
 
     def __str__(self) -> str:
@@ -47,10 +47,10 @@ class Distribution:
 class Offer:
     """An entry point, such as ``mine = "my_plugin.plugin"`` in the group ``engine.train_engines``."""
 
-    kind: str
-    name: str
-    module: str
-    distribution: Distribution
+    kind: str  #: of the name: the group without ``engine.``
+    name: str  #: the name that run files use
+    module: str  #: the module with the hooks
+    distribution: Distribution  #: what offers the name
 
     def __str__(self) -> str:
         return f"Plugin '{self.name}' ({self.distribution})"

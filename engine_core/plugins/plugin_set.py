@@ -77,11 +77,11 @@ class PluginProblems(PluginError):
 class Plugin:
     """An imported module with hooks."""
 
-    module: ModuleType
+    module: ModuleType  #: the module with the hooks
     label: str  #: for messages, with the version
     source: str  #: distribution, or the file's name
-    version: str
-    tables: dict[str, dict[str, Spec]] = field(default_factory=dict)
+    version: str  #: of the distribution; of a file: a part of its hash
+    tables: dict[str, dict[str, Spec]] = field(default_factory=dict)  #: specs by kind and name
 
 
 class PluginSet:

@@ -26,6 +26,7 @@ import numpy
 from engine_core.config.dump import ROLES, Difference, as_data, check, differences
 from engine_core.data import tokenizer_hash
 from engine_core.errors import ConfigError, DataError, EnvironmentProblem
+from engine_core.plugins.metadata import installed
 from engine_core.redaction import Redactor
 from engine_core.runs.checkpoint import Best, Checkpoints, read_state
 from engine_core.runs.state_files import FORMAT, STATE, load_json
@@ -288,7 +289,10 @@ class Resume:
         found = differences(
             self.state["config"], now_config, self.state["roles"], self._movable(config, plugins)
         )
-        for table, now in {"plugins": plugins.versions(), "versions": versions()}.items():
+        # parts of a run, such as the workers of rewards, are loaded later: what is installed counts for them
+        there = {offer.distribution.name: offer.distribution.version for offer in installed()}
+        later = {name: there[name] for name in self.state["plugins"] if name in there}
+        for table, now in {"plugins": later | plugins.versions(), "versions": versions()}.items():
             was = self.state[table]
             found += [
                 Difference(f"{table}.{name}", was.get(name, "absent"), now.get(name, "absent"), "warned")

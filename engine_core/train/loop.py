@@ -21,6 +21,7 @@ from engine_core.errors import (
     ConfigError,
     EngineError,
     EnvironmentProblem,
+    PluginError,
     SamplerLost,
     TrainingFailed,
     did_you_mean,
@@ -227,6 +228,10 @@ class Loop:
         faults.point("step.begin")
         with self._memory_explained():
             metrics = run.step(step)
+        if not isinstance(metrics, Mapping):
+            raise PluginError(
+                f"{type(run).__name__}.step must return the metrics of the step as a dict; it gave {metrics!r}."
+            )
         run.step_done = step
         seconds = run.clock.now() - start
         metrics |= {f"time/{name}": value for name, value in run.times.items()} | {"time/step": seconds}

@@ -10,9 +10,8 @@ Shapes: P prompts, G rollouts per prompt, B = P * G rollouts, T tokens of all se
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from engine_core.algorithms.regularizers import kl_estimate
 from engine_core.contracts.runtime import Role
@@ -25,6 +24,8 @@ from engine_core.train.update import CriticUpdate, PolicyUpdate, check_columns, 
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import torch
 
     from engine_core.types import Batch
 
@@ -134,7 +135,7 @@ class Trainer(SampledRun):
         """
         options = self.config_now.algorithm.advantage_options
         made = self.advantage(batch, **(options.model_dump() if options else {}))
-        columns = {"advantages": made} if isinstance(made, torch.Tensor) else dict(made)
+        columns = dict(made) if isinstance(made, Mapping) else {"advantages": made}
         check_columns(self.config.algorithm.advantage, columns, batch.num_tokens)
         if not all(map(_all_finite, columns.values())):
             raise TrainingFailed(

@@ -62,6 +62,14 @@ def test_another_version_of_a_plugin_is_told(engine, stopped):
     assert "Changed since step_00000002: plugins.tiny.py: sha256:" in run.err
 
 
+def test_a_plugin_that_is_loaded_later_in_a_run_is_no_change(engine, tiny):
+    rewards = '[[reward]]\nname = "bytes_share"\nworkers = 1\n'  # its workers come from engine-plugin-rewards
+    assert engine("train", tiny({"run.steps": 2}, reward=rewards)).code == 0
+    run = engine("resume", "r", "--steps", 4)
+    assert run.code == 0, run.err
+    assert "plugins." not in run.err
+
+
 def test_data_with_other_rows_are_refused_and_other_content_is_warned_of(engine, tiny, tmp_path, tiny_world):
     shutil.copy(tiny_world / "data" / "train.jsonl", tmp_path / "mine.jsonl")
     assert engine("train", tiny({"run.steps": 2, "data.train": str(tmp_path / "mine.jsonl")})).code == 0

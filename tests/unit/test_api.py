@@ -130,6 +130,56 @@ def test_an_internal_module_is_listed_only_for_its_importers():
     assert not idle, f"Remove from docs/reference/api.md: {idle}"
 
 
+def fields_without_text(source: str) -> list[str]:
+    """Return the public fields of public dataclasses, structs and named tuples of a source that have no text.
+
+    A text is a ``#:`` comment, a docstring below the field, an entry in the class's docstring, or ``_doc(...)``.
+    """
+    lines, found = source.splitlines(), []
+    for node in ast.parse(source).body:
+        if not isinstance(node, ast.ClassDef) or node.name.startswith("_"):
+            continue
+        made_by = [ast.unparse(each) for each in (*node.decorator_list, *node.bases)]
+        if not any(re.search(r"\b(dataclass|Struct|NamedTuple)\b", each) for each in made_by):
+            continue
+        for field, below in zip(node.body, [*node.body[1:], None], strict=True):
+            if not isinstance(field, ast.AnnAssign) or "ClassVar" in ast.unparse(field.annotation):
+                continue
+            name = ast.unparse(field.target)
+            documented = (
+                name.startswith("_")
+                or "_doc(" in ast.unparse(field.annotation)
+                or "#: " in lines[field.end_lineno - 1]
+                or lines[field.lineno - 2].strip().startswith("#: ")
+                or (isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant))
+                or re.search(rf"^\s*{name}: ", ast.get_docstring(node) or "", re.MULTILINE)
+            )
+            if not documented:
+                found.append(f"{node.name}.{name}")
+    return found
+
+
+def test_every_field_of_a_public_dataclass_has_a_text():
+    public, _ = listed()
+    bare = [
+        f"{module}: {field}"
+        for module in sorted(public)
+        if (file := file_of(module))
+        for field in fields_without_text(file.read_text("utf-8"))
+    ]
+    assert bare == []
+
+
+def test_a_field_without_a_text_is_found():
+    head = "@dataclass\nclass Pair:\n    "
+    assert fields_without_text(head + "left: int\n    right: int  #: the other\n") == ["Pair.left"]
+    assert (
+        fields_without_text(head + '"""A pair.\n\n    Args:\n        left: one\n    """\n\n    left: int\n')
+        == []
+    )
+    assert fields_without_text(head + "left: Annotated[int, _doc('one')] = 0\n    _right: int = 0\n") == []
+
+
 @pytest.mark.parametrize("folder", PLUGINS, ids=lambda folder: folder.name)
 def test_a_plugin_declares_the_distributions_that_it_imports(folder):
     project = project_of(folder)

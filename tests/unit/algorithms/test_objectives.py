@@ -208,6 +208,7 @@ def test_an_objective_of_ours_that_is_absent_comes_with_its_install_command(with
         ("return losses[:2], {}", r"It returned \[2\]\.$"),
         ("return None", "It returned NoneType and no dict"),
         ("return losses.detach(), {}", "without a gradient: nothing would be learned"),
+        ("return losses, {'odd': 0.5}", r"metric 'odd' is a float, expected a tensor \[T\]"),
     ],
 )
 def test_a_policy_loss_that_is_no_loss_of_each_token_is_refused_by_name(install, body, said):
@@ -227,5 +228,27 @@ def test_a_policy_loss_that_is_no_loss_of_each_token_is_refused_by_name(install,
     objective = resolve_loss(
         LossCall("policy", {"loss": "odd", "loss_options": {}}), PluginSet.load({"losses": ["odd"]})
     )
-    with pytest.raises(PluginError, match=rf"algorithm\.loss = 'odd' .*{said}"):
+    with pytest.raises(PluginError, match=rf"algorithm\.loss = 'odd'.*{said}"):
         objective({"log_probs": LOG_PROBS.clone().requires_grad_()}, batch())
+
+
+def test_a_policy_loss_gets_only_the_outputs_that_it_declares(install):
+    source = """
+        from engine_core import hookimpl
+        from engine_core.specs import Loss
+
+        def bonus(outputs, batch):
+            return -outputs["log_probs"] - outputs["entropy"], {}
+
+        @hookimpl
+        def engine_losses():
+            return {"bonus": Loss(load=bonus), "declared": Loss(load=bonus, outputs=("log_probs", "entropy"))}
+    """
+    install("acme", {"losses": dict.fromkeys(("bonus", "declared"), "mod_bonus")}, {"mod_bonus": source})
+    plugins = PluginSet.load({"losses": ["bonus", "declared"]})
+    outputs = {"log_probs": LOG_PROBS.clone().requires_grad_(), "entropy": torch.ones(4)}
+    call = {"loss_options": {}}
+    total, _ = resolve_loss(LossCall("policy", {"loss": "declared", **call}), plugins)(outputs, batch())
+    assert total.item() == pytest.approx(1.5 - 1.0)
+    with pytest.raises(PluginError, match=r"policy loss 'bonus' failed.*'entropy'"):
+        resolve_loss(LossCall("policy", {"loss": "bonus", **call}), plugins)(outputs, batch())

@@ -64,10 +64,10 @@ class FSDPEngine(DataParallelEngine):
         emulates_fp8: compute 8-bit products in float32, for tests on devices without them.
     """
 
-    options: FSDPOptions
+    options: FSDPOptions  #: the role's option table
     ranks: Ranks
-    builder: FSDPBuilder
-    store: FSDPStore
+    builder: FSDPBuilder  #: reads the model and shards it
+    store: FSDPStore  #: writes checkpoints and exports
     options_class = FSDPOptions
     builder_class = FSDPBuilder
     budget_class = FSDPBudget

@@ -29,7 +29,7 @@ class MixedPrecision(Options):
     """``[actor.fsdp.mixed_precision]``: types of what is computed and sent; the weights that are kept have `param_dtype` of the table above."""
 
     param_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of gathered weights and of the forward pass: ``auto`` is bf16 where the accelerator has it and where the weights are bf16, else fp32. Log-probs are always float32. ``fp16`` scales the loss, see `loss_scale`."""
+    """Type of gathered weights and of the forward pass: ``auto``: bf16 if the accelerator supports it or the kept weights are bf16, else fp32. Log-probs are always float32. ``fp16`` scales the loss, see `loss_scale`."""
     reduce_dtype: FloatType = "fp32"
     """Type in which gradients are summed over ranks."""
 

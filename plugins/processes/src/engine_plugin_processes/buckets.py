@@ -33,10 +33,10 @@ class Arena(Protocol):
 class Bucket:
     """A group of tensors: their offsets in the buffer and the checksum of their bytes."""
 
-    offset: int
-    size: int
+    offset: int  #: of its first byte in the buffer
+    size: int  #: bytes
     entries: list[tuple[str, str, list[int], int]]  #: name, dtype, shape, offset in the bucket
-    sum: str = ""
+    sum: str = ""  #: checksum of the bytes; "": not computed yet
 
 
 def checksum(data: Tensor) -> str:

@@ -52,9 +52,9 @@ class DecodeError(ValueError):
 class Requests(msgspec.Struct, array_like=True):
     """A list of requests, whose prompts are numbers in ``prompts``."""
 
-    prompts: list[Prompt]
-    at: list[int]  # of each request
-    requests: list[Request]  # with empty prompts
+    prompts: list[Prompt]  #: each prompt once
+    at: list[int]  #: number of the prompt of each request
+    requests: list[Request]  #: with empty prompts
 
     @classmethod
     def of(cls, requests: Sequence[Request]) -> Requests:
@@ -97,8 +97,8 @@ TENSOR_DECODER = Decoder(tuple[str, int, list[int]])
 class Encoded:
     """A value that is ready to be sent any number of times."""
 
-    header: bytes
-    buffers: list[memoryview]  # the payload, in order
+    header: bytes  #: the value, with places of the buffers
+    buffers: list[memoryview]  #: the payload, in order
 
     @property
     def payload_bytes(self) -> int:

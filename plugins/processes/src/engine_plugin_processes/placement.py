@@ -19,9 +19,9 @@ DEFAULT_POOL = "all"
 class Pool:
     """A group of processes that serve the same roles and form one ``torch.distributed`` world."""
 
-    name: str
+    name: str  #: as in ``placement.pools``
     ranks: range  #: of the run
-    roles: tuple[str, ...]
+    roles: tuple[str, ...]  #: roles that it serves
 
     def __str__(self) -> str:
         return f"{self.name}: {len(self.ranks)} x ({', '.join(self.roles)})"
@@ -32,7 +32,7 @@ class Slice:
     """A group of a role's ranks that receive the same sequences; the leader's results count."""
 
     ranks: tuple[int, ...]  #: of the run
-    leader: int
+    leader: int  #: the rank whose results count
 
 
 def wanted_processes(config: EngineConfig) -> int | None:

@@ -37,22 +37,21 @@ class Replacements:
 
     consumes: losses, from ``lost``; waits for: new processes, each in a separate thread; unblocked by: their answers;
     produces: ranks that sample again, in ``join``.
-
     """
 
-    crew: WorkerPool  # all workers
-    ranks: Sequence[int]  # of the sampler's pool
-    budget: int  # processes that may be replaced in one session
-    key: str  # configuration key of the budget, for messages
-    begin: Begin
-    start_limit: tuple[
-        float, str
-    ]  # seconds for a new process to build its engine, and the key that sets them
-    last_too: bool = False  # the last process may be lost as well: the owner waits for the new one
-    failure: Exception | None = None  # why a process could not be replaced
-    away: set[int] = field(default_factory=set)  # lost, and not replaced yet
+    crew: WorkerPool  #: all workers
+    ranks: Sequence[int]  #: of the sampler's pool
+    budget: int  #: processes that may be replaced in one session
+    key: str  #: configuration key of the budget, for messages
+    begin: Begin  #: starts a process
+    #: seconds for a new process to build its engine, and the key that sets them
+    start_limit: tuple[float, str]
+    last_too: bool = False  #: the last process may be lost as well: the owner waits for the new one
+    failure: Exception | None = None  #: why a process could not be replaced
+    away: set[int] = field(default_factory=set)  #: lost, and not replaced yet
+    #: numbers of losses, replacements and repeated requests, by metric
     counts: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTS, 0))
-    losses: Counter[int] = field(default_factory=Counter)  # rank -> losses so far
+    losses: Counter[int] = field(default_factory=Counter)  #: losses so far, by rank
     _used: int = 0
     _ready: list[int] = field(default_factory=list)  # replaced ranks that sample after the next `join`
     _threads: list[threading.Thread] = field(default_factory=list)

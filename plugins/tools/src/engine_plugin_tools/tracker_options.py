@@ -8,14 +8,14 @@ from engine_core.specs import Options
 
 
 class TensorBoardOptions(Options):
-    """``[tracking.tensorboard]``; needs ``pip install 'engine-plugin-tools[tensorboard]'``."""
+    """``[tracking.tensorboard]``: event files of TensorBoard. Needs ``pip install 'engine-plugin-tools[tensorboard]'``."""
 
     folder: str = "tensorboard"
     """Folder of the event files, below the run folder."""
 
 
 class WandbOptions(Options):
-    """``[tracking.wandb]``; needs ``pip install 'engine-plugin-tools[wandb]'``."""
+    """``[tracking.wandb]``: a run in Weights & Biases. Needs ``pip install 'engine-plugin-tools[wandb]'``."""
 
     project: str = "engine"
     """Project name."""

@@ -88,15 +88,15 @@ class Rectangle:
     gather: Tensor  #: [n * length] row of each cell; padding repeats the last token
     valid: Tensor  #: cells that are not padding
     count: int  #: n
-    length: int
+    length: int  #: tokens of the longest sequence
 
 
 @dataclass(frozen=True)
 class Plan:
     """A pack as rectangles; ``order`` restores the order of the pack from the concatenated valid cells."""
 
-    rectangles: list[Rectangle]
-    order: Tensor
+    rectangles: list[Rectangle]  #: together all sequences of the pack
+    order: Tensor  #: [T] position of each token of the pack among the valid cells
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class SharedBudget(MemoryBudget):
         retries: whether a failed pass leaves nothing behind, so that a single rank can try again with less.
     """
 
-    engine: DataParallelEngine
+    engine: DataParallelEngine  #: the engine of this part
     retries = True
 
     def agreed(self, number: int) -> int:
@@ -88,8 +88,8 @@ class DataParallelEngine(TorchEngine):
         root: runs the function that it is called with inside its forward pass, where the weights are available.
     """
 
-    budget_class: type[MemoryBudget] = SharedBudget
-    store_class: type[StateStore] = ShardedStore
+    budget_class: type[MemoryBudget] = SharedBudget  #: of ``budget``
+    store_class: type[StateStore] = ShardedStore  #: of ``store``
     skeleton: Skeleton | None = None
     ranks: RankGroup
     root: Callable[..., Any] | None

@@ -68,10 +68,10 @@ class TorchEngine(TrainEngine):
         change: the effect of quantization; None where nothing is quantized.
     """
 
-    options_class: type[Options] = TorchOptions
-    builder_class: type[ModelBuilder] = ModelBuilder
-    budget_class: type[MemoryBudget] = MemoryBudget
-    store_class: type[StateStore] = StateStore
+    options_class: type[Options] = TorchOptions  #: the option table
+    builder_class: type[ModelBuilder] = ModelBuilder  #: of ``builder``
+    budget_class: type[MemoryBudget] = MemoryBudget  #: of ``budget``
+    store_class: type[StateStore] = StateStore  #: of ``store``
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:

@@ -32,9 +32,9 @@ HARMLESS = re.compile(r"attn|attention|router|num_logits|return|classifier")
 class Head:
     """A language-model head, from hidden states to logits: ``cap(project(hidden) * scale)``."""
 
-    project: nn.Module
-    scale: float = 1.0
-    cap: float | None = None
+    project: nn.Module  #: [N, H] to [N, V]
+    scale: float = 1.0  #: factor of the logits
+    cap: float | None = None  #: logits are ``cap * tanh(logits / cap)``; None: as they are
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Compute logits: [N, H] -> [N, V] float32."""

@@ -47,9 +47,9 @@ FUSED_QUERIES = frozenset({"gpt2", "gpt_neox", "gpt_bigcode", "phi3"})
 class Held:
     """The constant bytes on one rank, independent of the batch."""
 
-    weights: int
-    gradients: int = 0
-    optimizer: int = 0
+    weights: int  #: of this rank
+    gradients: int = 0  #: of the trained weights
+    optimizer: int = 0  #: state of the optimizer
     gathered: int = 0  #: weights of other ranks, or cast to another type, while they are used
 
     @property
@@ -71,11 +71,11 @@ class Decoder:
 
     hidden: int  #: H
     wide: int  #: F
-    layers: int
+    layers: int  #: number of decoder layers
     queries: int  #: query heads times their size
     keys: int  #: key heads times their size
     heads: int  #: of queries
-    vocabulary: int
+    vocabulary: int  #: V
     gated: bool  #: a feed-forward of three matrices
     rms: bool  #: RMS norms, which run as several kernels; else layer norms, which run as one
     normed: bool  #: queries and keys are normalized

@@ -57,7 +57,7 @@ class PackedForward:
             shared.
     """
 
-    outputs: tuple[str, ...] = OUTPUTS
+    outputs: tuple[str, ...] = OUTPUTS  #: what it can compute
     one_scale = False  # True: 8-bit products scale all tokens of a pack by the largest of them
 
     def __init__(

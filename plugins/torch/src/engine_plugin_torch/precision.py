@@ -28,8 +28,8 @@ _NAMES = {dtype: name for name, dtype in NAMED.items()}
 class Precision:
     """The types of a role's weights and of its forward pass."""
 
-    param: torch.dtype
-    compute: torch.dtype
+    param: torch.dtype  #: of the weights
+    compute: torch.dtype  #: of the forward pass
 
     def __str__(self) -> str:
         if self.param == self.compute:

@@ -38,7 +38,7 @@ class ShardedStore(StateStore):
         saver: the writer of this rank's parts.
     """
 
-    engine: DataParallelEngine
+    engine: DataParallelEngine  #: the engine of this part
 
     def __init__(self, engine: DataParallelEngine) -> None:
         super().__init__(engine)

@@ -127,7 +127,7 @@ class VLLMOptions(EngineOptions):
 
 
 class FrozenOptions(EngineOptions):
-    """``[teacher.vllm]`` and its like: vLLM's engine of a model that is never trained. The keys below, and every option of it (``EngineArgs``) under vLLM's own name."""
+    """``[teacher.vllm]``: vLLM's engine of a model that is never trained: a teacher, a reward model, a judge. Refused for `actor`, `critic` and `ref`. The keys below, and every option of the engine (``EngineArgs``) under vLLM's own name."""
 
     sleep_level: Literal[0, 1] = 1
     """What ``offload_idle_roles`` gives back while others work. 0: nothing. 1: the KV cache, and the weights to the host."""

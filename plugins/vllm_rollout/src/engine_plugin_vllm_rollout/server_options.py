@@ -10,7 +10,7 @@ from engine_plugin_processes.http.options import ServerOptions
 
 
 class VLLMServerOptions(ServerOptions):
-    """``[teacher.vllm_server]`` and its like: a running vLLM server that holds a model that is never trained."""
+    """``[teacher.vllm_server]``: a running vLLM server that holds a model that is never trained: a teacher, a reward model, a judge. Refused for `actor`, `critic` and `ref`."""
 
     url: str
     """Address of a ``vllm serve``, such as ``http://127.0.0.1:8000``."""

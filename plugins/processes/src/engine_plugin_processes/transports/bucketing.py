@@ -21,7 +21,7 @@ class FlatBucket:
     """A bucket: some tensors of an update as one contiguous run of bytes."""
 
     number: int  #: within the update, from 0
-    bucket: Bucket
+    bucket: Bucket  #: offsets and checksum
     data: Tensor  #: [size] uint8
 
     def header(self, update: WeightUpdate) -> dict[str, Any]:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class TCP(WeightTransport):
     """The transport ``tcp``: a connection to each receiver."""
 
-    listener: socket.socket | None = None
-    addresses: Sequence[Address] = ()
+    listener: socket.socket | None = None  #: of a receiver
+    addresses: Sequence[Address] = ()  #: of the receivers, after ``join``
 
     def open(self) -> Any:
         """Return the address at which this endpoint listens; the sender does not listen."""

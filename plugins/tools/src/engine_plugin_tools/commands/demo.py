@@ -34,7 +34,8 @@ def demo(
 ) -> None:
     """Make word problems and a small model, train it by SFT and GRPO, and write a report; no downloads.
 
-    The last line printed holds the held-out accuracy before and after GRPO.
+    It starts over: what an earlier demo left in the folder is deleted. The last line printed holds the held-out
+    accuracy before and after GRPO.
     """
     start = time.monotonic()
     fresh(folder)
