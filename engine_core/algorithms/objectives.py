@@ -132,7 +132,7 @@ def make_policy(
     def token_loss(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the losses [T] and the metrics of the loss after a check.
 
-        The loss gets only the outputs that it declares: others are there for metrics, without a gradient.
+        The loss gets only the outputs that it declares: metrics read the others, which have no gradient.
         """
         made = found({name: value for name, value in outputs.items() if name in declared}, batch)
         _check_token_loss(loss, made, outputs["log_probs"])

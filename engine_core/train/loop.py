@@ -222,7 +222,11 @@ class Loop:
         return metrics
 
     def train_step(self, step: int) -> dict[str, float]:
-        """Do the trainer's part of one step, with the settings of that step; the step counts as done at the end."""
+        """Do the trainer's part of one step, with the settings of that step; the step counts as done at the end.
+
+        Raises:
+            PluginError: the trainer's ``step`` returned no metrics.
+        """
         run, start = self.run, self.run.clock.now()
         run.begin_step(step)
         faults.point("step.begin")
