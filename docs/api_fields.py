@@ -35,7 +35,11 @@ ALIASES = {
 """The types behind ``PositiveInt`` and the like."""
 OF_SPECS = {name for name in vars(Spec) if name in inspect.get_annotations(Spec)}
 OF_PYDANTIC = {"model_config", "model_post_init"}
-SHOWN = {"TrainEngine._build_model_optimizer"}  # a private method that plugins override
+OVERRIDDEN = re.compile(
+    r"TrainEngine\._build_model_optimizer"
+    r"|TorchEngine\._(prepare|units|distribute|place|shard|make_forward|micro_batches|grad_norm)"
+)
+"""Private methods that plugins override."""
 
 
 def fields(thing: Any) -> Iterator[tuple[str, str | None]]:
@@ -124,7 +128,7 @@ def skipped(app: Any, what: str, name: str, thing: Any, skip: bool, options: Any
     if what not in ("class", "exception") or not document.autodoc_class:
         return None
     owner = owner_of(document.autodoc_module, document.autodoc_class)
-    if f"{owner.__name__}.{name}" in SHOWN:
+    if OVERRIDDEN.fullmatch(f"{owner.__name__}.{name}"):
         return False
     made = name == "__init__" and getattr(getattr(thing, "__code__", None), "co_filename", "") == "<string>"
     repeated = name in OF_SPECS and issubclass(owner, Spec) and owner is not Spec

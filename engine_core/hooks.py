@@ -82,7 +82,7 @@ def engine_build_model(role: str, model_config: ModelConfig, options: Any) -> nn
         layout of ``save_pretrained``, ``model_config.override`` holds changes to its config.
     :param options: the role's backend table (``[actor.torch]`` and the like).
     :returns: a module with its weights loaded. Its ``forward`` takes ``input_ids`` and ``position_ids`` of shape [1, T]
-        and returns an object with ``logits`` [1, T, V]. For ``critic`` and ``reward_model``: a transformers model with
+        and returns logits [1, T, V], or an object with ``logits``. For ``critic`` and ``reward_model``: a transformers model with
         a head ``score`` (hidden size to 1), or a module that returns ``values`` [1, T], one number for the sequence up
         to and including each token. For ``rollout``: the actor's module; the first update replaces its weights.
 
@@ -144,7 +144,7 @@ def engine_wrap_policy(role: str, module: nn.Module, options: Any) -> list[str] 
     :param role: as in ``engine_build_model``.
     :param module: the role's module, not yet wrapped.
     :param options: the role's backend table.
-    :returns: names as in ``module.named_modules()``, outermost first, none inside another.
+    :returns: names as in ``module.named_modules()``, none inside another.
 
     Stops at the first answer. Default: the decoder layers (the longest ``ModuleList``).
 
@@ -268,8 +268,7 @@ def engine_advantages() -> Mapping[str, Advantage]:
 def engine_losses() -> Mapping[str, Loss]:
     """Offer policy losses: ``[algorithm] loss = "NAME"``, options in ``[algorithm.NAME]``.
 
-    :returns: ``Loss`` by name, which declares the outputs and columns that it reads, and how it
-        prepares columns that are statistics over a whole mini-batch.
+    :returns: ``Loss`` by name, which declares the outputs and columns that it reads.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.losses``.
 

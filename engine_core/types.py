@@ -239,6 +239,9 @@ class Batch:
         lengths = [3, 2]  # [B]
         tokens = {"loss_mask": [0, 0, 1, 0, 1]}  # each [T] or [T, K]
         sequences = {"rewards": [1.0, 0.0]}  # each [B]
+
+    ``batch[name]`` is a column of either kind (KeyError if there is none), ``name in batch`` says whether there is one, and
+    ``len(batch)`` is B, which may be 0.
     """
 
     token_ids: Tensor  #: [T] int64

@@ -49,7 +49,8 @@ class WorkerContext:
     world_size: int = 1  #: number of workers of its pool
     seed: int = 0  #: `run.seed`
     total_steps: int = 0  #: optimizer steps of the run, for learning-rate schedules
-    live: Mapping[str, Any] | None = None  #: objects given from Python: "model", "tokenizer"
+    #: "tokenizer": the run's, for a sampler; "model": if it was given from Python
+    live: Mapping[str, Any] | None = None
     deterministic: bool = False  #: `[run] deterministic`: torch's deterministic algorithms only
     #: the run never changes the weights: they are not trained, refreshed or exported
     frozen: bool = False
@@ -65,7 +66,9 @@ class TrainEngine(abc.ABC):
         context: the worker's surroundings.
         trainable: False builds no optimizer (a reference model).
 
-    The constructor builds everything through ``_build_model_optimizer``.
+    The constructor builds everything through ``_build_model_optimizer``. The base class keeps the arguments as ``config``,
+    ``model_config``, ``context`` and ``trainable``; a subclass sets ``module``, and ``optimizer`` and ``lr_scheduler`` for
+    a role that is trained.
     """
 
     def __init__(
@@ -264,6 +267,9 @@ class RolloutEngine(abc.ABC):
         config: the ``[rollout]`` table; ``config.options`` is the backend's option table.
         model_config: the ``[model]`` table.
         context: the worker's surroundings; ``context.live["tokenizer"]`` is the run's tokenizer.
+
+    The base class keeps the arguments as ``config``, ``model_config`` and ``context``, the policy version of the weights as
+    ``version`` (0 at first), and the requests of ``advance`` in flight as ``running``.
     """
 
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
@@ -307,11 +313,14 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue requests. A malformed request (no tokens, too long for the model) is an error here.
+        """Queue all requests, or none. Called before ``step``, also while others are in flight.
 
         If a request has ``Sampling.max_support``, its rollout records the tokens that top-p and top-k left
         (``Rollout.extras``; capability ``support``). A request with ``begun`` continues a response that was stopped
         (capability ``partial``); it is an error if nothing is left to sample.
+
+        Raises:
+            DataError: a request is malformed: no tokens, too long for the model, an id in flight.
         """
 
     @abc.abstractmethod
@@ -369,7 +378,10 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
-        """Replace the weights in place; return a checksum of the received weights. Refused while asleep.
+        """Replace the weights in place; return a text that identifies the received weights.
+
+        Called before anything is sampled and after each update; requests may be in flight only after ``pause``. The runtime
+        compares the texts of all samplers; ``engine_core.contracts.checksum.Checksum`` makes a cheap one. Refused while asleep.
 
         Args:
             stream: names and unsharded tensors ``[D1, ..., Dn]``.
@@ -391,7 +403,7 @@ class RolloutEngine(abc.ABC):
         self.version = version
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
-        """Free device memory of the parts ``weights`` and ``kv_cache``, except those in ``keep``."""
+        """Free device memory of the parts ``weights`` and ``kv_cache``, except those in ``keep``, while the trainer works."""
 
     def wake(self, only: Sequence[str] | None = None) -> None:
         """Bring the parts back to device memory; default: all of them."""

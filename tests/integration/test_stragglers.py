@@ -149,22 +149,15 @@ def test_each_token_of_a_carried_response_is_of_the_policy_that_its_version_name
     policies = {}
 
     def watch(run):
-        make = run.make_sampling
+        push = run.push_weights
 
-        def made():
-            source = make()
-            sync = source.sync
+        def pushed(updated):
+            found = push(updated)
+            weights = run.runtime.engines["actor"].module.state_dict()
+            policies[run.version] = {name: w.detach().clone() for name, w in weights.items()}
+            return found
 
-            def synced(updated=True):
-                found = sync(updated)
-                weights = run.runtime.engines["actor"].module.state_dict()
-                policies[source.version] = {name: w.detach().clone() for name, w in weights.items()}
-                return found
-
-            source.sync = synced
-            return source
-
-        run.make_sampling = made
+        run.push_weights = pushed
 
     run = trained(early, watch=watch)
     config = AutoConfig.from_pretrained(early["model.path"])

@@ -8,7 +8,6 @@ from engine_core.config import ModelConfig, OptimConfig, RoleConfig
 from engine_core.config.roles import LoRAConfig
 from engine_core.contracts.engines import WorkerContext
 from engine_core.types import LossCall
-from engine_plugin_fsdp import tensor_parallel
 from engine_plugin_fsdp.build import FSDPBuilder
 from engine_plugin_fsdp.consistency import Probe
 from engine_plugin_fsdp.engine import FSDPEngine
@@ -16,6 +15,7 @@ from engine_plugin_testing.contracts import close, refused, same_direction
 from engine_plugin_testing.train_bench import MEASURE
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.options import TorchOptions
+from engine_plugin_torch.rank_group import Together
 
 VALUE = LossCall("value", {}, outputs=("values",))
 
@@ -98,13 +98,13 @@ def what_a_rank_left_out_is_not_looked_for(bench):
 
 def broken(bench):
     """Rank 1 takes its own part for the sum; it takes part in it, so that nobody waits."""
-    summed = tensor_parallel._summed
+    summed = Together.forward
 
-    def own(tensor, group):
-        total = summed(tensor, group)
+    def own(ctx, tensor, group):
+        total = summed(ctx, tensor, group)
         return tensor.clone() if bench.place.rank == 1 else total
 
-    return mock.patch.object(tensor_parallel, "_summed", own)
+    return mock.patch.object(Together, "forward", own)
 
 
 def refused_before_it_is_built(bench):

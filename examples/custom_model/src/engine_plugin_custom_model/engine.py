@@ -54,6 +54,6 @@ class GRUEngine(TorchEngine):
         optimizer = torch.optim.AdamW(groups, lr=lr, betas=optim_config.betas, eps=optim_config.eps)
         return module, optimizer, build_schedule(optimizer, optim_config, self.context.total_steps, role)
 
-    def export(self, folder):
-        super().export(folder)
+    def export(self, folder, adapter=False):
+        super().export(folder, adapter)
         (folder / "config.json").write_text(json.dumps(self.sizes))
