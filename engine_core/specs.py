@@ -96,6 +96,8 @@ class TrainBackend(Spec):
         remote: a server holds the model; only config and tokenizer are read from the model's folder.
         own_model: ``_build_model_optimizer`` builds a model other than that of ``[model]``. A sampler with separate
             weights then needs a hook of the plugin: ``engine_build_model`` or ``engine_map_weights``.
+        check_checkpoint: ``f(folder, was, now) -> str``: the reason why this engine (named ``now``) cannot read the
+            common-format checkpoint of a role that the engine ``was`` wrote; empty if it can. None: it always can.
     """
 
     kind = "train_engines"
@@ -104,6 +106,7 @@ class TrainBackend(Spec):
     frozen_only: bool = False
     remote: bool = False
     own_model: bool = False
+    check_checkpoint: str | Callable[..., str] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

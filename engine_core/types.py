@@ -159,9 +159,7 @@ class Rollout:
     @property
     def sampled_length(self) -> int:
         """The number of tokens that the policy sampled."""
-        import numpy as np
-
-        return int(np.count_nonzero(self.loss_mask.numpy()))  # a quarter of torch's time
+        return int(self.loss_mask.count_nonzero())
 
     def copy(self) -> Rollout:
         """Return a shallow copy."""
@@ -181,6 +179,21 @@ def counted(mask: Tensor, lengths: Tensor) -> Tensor:
     ends, marked, count = lengths.cumsum(0).tolist(), mask.cpu().numpy(), np.count_nonzero
     found = [count(marked[start:end]) for start, end in itertools.pairwise([0, *ends])]
     return torch.tensor(found, dtype=torch.int64, device=mask.device)
+
+
+def repeated(values: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
+    """Return [T, ...]: each of ``values`` [B, ...] as often as ``lengths`` [B] int64 says, without a gradient.
+
+    Args:
+        values: [B, ...], on the device of ``lengths``.
+        lengths: [B] int64.
+        total: T; if it is given, the host need not wait for a device to compute it.
+    """
+    import torch
+
+    if values.is_cpu and values.dtype is not torch.bfloat16:  # numpy takes an eighth of torch's time
+        return torch.from_numpy(values.detach().numpy().repeat(lengths.numpy(), axis=0))
+    return torch.repeat_interleave(values.detach(), lengths, dim=0, output_size=total)
 
 
 def sampled_tokens(rollouts: Sequence[Rollout]) -> int:
@@ -278,10 +291,8 @@ class Batch:
         """[T] int64: the index of each token's sequence."""
         import torch
 
-        index = torch.arange(len(self.lengths), device=self.lengths.device)
-        # passing the size avoids a synchronization with the device
-        size = None if self.lengths.device.type == "cpu" else len(self.token_ids)
-        return torch.repeat_interleave(index, self.lengths, output_size=size)
+        numbers = torch.arange(len(self.lengths), device=self.lengths.device)
+        return repeated(numbers, self.lengths, self.num_tokens)
 
     @property
     def offsets(self) -> Tensor:
@@ -298,24 +309,23 @@ class Batch:
 
     def to_tokens(self, values: Tensor) -> Tensor:
         """Return [T]: the value of its sequence, from ``values`` [B], at each token."""
-        import torch
-
-        plain = values.dtype is torch.float32 and not values.requires_grad
-        if plain and values.is_cpu and self.lengths.is_cpu:  # a tenth of the time of indexing
-            return torch.from_numpy(values.numpy().repeat(self.lengths.numpy(), axis=0))
-        return values[self.sequence_index.to(values.device)]
+        if values.requires_grad:
+            return values[self.sequence_index.to(values.device)]
+        return repeated(values, self.lengths.to(values.device), self.num_tokens)
 
     def select(self, indices: Sequence[int] | Tensor) -> Batch:
-        """Return a batch of the sequences ``indices`` ([N] int64), in that order, with all columns. Only on CPUs."""
+        """Return a batch of the sequences ``indices`` ([N] int64), in that order, with all columns."""
         import torch
 
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         lengths = self.lengths[chosen]
         # old position of each token = its new position + the shift of its sequence
         moved = self.offsets[:-1][chosen] - (lengths.cumsum(0) - lengths)
-        positions = torch.from_numpy(moved.numpy().repeat(lengths.numpy()))  # a fifth of torch's time
-        positions += torch.arange(len(positions))
-        return self._mapped(lambda column: column.index_select(0, positions), lambda column: column[chosen])
+        positions = repeated(moved, lengths)
+        positions += torch.arange(len(positions), device=positions.device)
+        return self._mapped(
+            lambda column: column.index_select(0, positions.to(column.device)), lambda column: column[chosen]
+        )
 
     def _mapped(
         self, per_token: Callable[[Tensor], Tensor], per_sequence: Callable[[Tensor], Tensor]

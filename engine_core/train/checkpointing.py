@@ -31,6 +31,7 @@ from engine_core.redaction import Redactor
 from engine_core.runs.checkpoint import Best, Checkpoints, read_state
 from engine_core.runs.state_files import FORMAT, STATE, load_json
 from engine_core.runs.tracking import RunFolder
+from engine_core.specs import resolve
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -282,7 +283,7 @@ class Resume:
         """Log what changed since the checkpoint.
 
         Raises:
-            ConfigError: a change does not fit the checkpoint and is not in ``force``.
+            ConfigError: a change does not fit the checkpoint and is not in ``force``, or an engine cannot read it.
         """
         data = as_data(config)
         now_config = Redactor.of(data).tree(data)
@@ -302,6 +303,7 @@ class Resume:
         for difference in check(found, [key for key in self.force if key != TOKENIZER]):
             level = logging.INFO if difference.verdict == "allowed" else logging.WARNING
             log.log(level, "Changed since %s: %s", self.path.name, difference)
+        self._check_backends(config, plugins)
 
     def _movable(self, config: EngineConfig, plugins: PluginSet) -> list[str]:
         """Return the roles that another engine may take over: it reads the saved format, or nothing was saved."""
@@ -313,6 +315,21 @@ class Resume:
             if not file.exists() or (common and spec and "common_checkpoints" in spec.capabilities):
                 found.append(role)
         return found
+
+    def _check_backends(self, config: EngineConfig, plugins: PluginSet) -> None:
+        """Refuse an engine that cannot read what another engine saved.
+
+        Raises:
+            ConfigError: the engine's ``check_checkpoint`` found a problem.
+        """
+        for role in sorted(set(ROLES) & set(self.state["roles"])):
+            table, now = self.state["config"].get(role), config.role(role).backend
+            was = table.get("backend") if isinstance(table, dict) else None
+            spec: Any = plugins.find("train_engines", now)
+            if not isinstance(was, str) or was == now or spec is None or spec.check_checkpoint is None:
+                continue
+            if problem := resolve(spec.check_checkpoint)(self.path / role, was, now):
+                raise ConfigError(f"{role}.backend: {problem}")
 
     def check_inputs(self, tokenizer: Any, roles: Mapping[str, Role]) -> None:
         """Refuse another tokenizer, and roles that the checkpoint lacks, before any model is built.

@@ -1,4 +1,4 @@
-"""What a run is given instead of files: objects from Python, and rows of a data source, ``[data] source = "NAME"``.
+"""Inputs of a run in place of files: objects from Python, and rows of a data source, ``[data] source = "NAME"``.
 
 The function of the source is called once for each split, before any model is built.
 """
@@ -38,7 +38,7 @@ class GivenRows:
 
     @property
     def place(self) -> str:
-        """Where the training rows come from, for messages: a key of the run file, or "the argument data"."""
+        """The origin of the training rows, for messages: a key of the run file, or "the argument data"."""
         if self.live is not None:
             return "the argument data"
         return "data.source" if self.config.source else "data.train"

@@ -88,7 +88,7 @@ def frozen_gc() -> Iterator[None]:
     """Exclude the objects that exist now from garbage collection, and let it run less often.
 
     A program with torch and transformers has many objects that live until its end. Scanning them again for every few
-    thousand rollouts takes a fifth of the controller's time with 1,024 workers. Does nothing if the program has frozen
+    thousand rollouts takes a tenth of the controller's time with 1,024 workers. Does nothing if the program has frozen
     objects itself.
     """
     if gc.get_freeze_count():
@@ -191,7 +191,7 @@ class Loop:
 
     @property
     def hint(self) -> str:
-        """How the run continues after it has ended early, with a space before it."""
+        """The advice for a run that has ended early, with a space before it."""
         return f" {resume_hint(self.folder, self.run.config.checkpoint)}"
 
     def run_steps(self) -> dict[str, float]:

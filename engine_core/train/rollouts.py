@@ -1,4 +1,4 @@
-"""From prompts to the rollouts that a step learns from: requests to the sampler, rounds of sampling, stages.
+"""The way from prompts to the rollouts that a step learns from: requests to the sampler, rounds of sampling, stages.
 
 A step has one round, unless a stage drops groups and has them replaced (``RefillOptions``): then each
 further round samples prompts for the missing groups. Stages up to the last refilling stage run

@@ -88,7 +88,7 @@ def test_a_sampler_in_its_own_process_is_one_with_weights_of_its_own(train):
 def test_so_do_workers_in_processes(train):
     found = train("torchrun", TORCHRUN)
     same(train("early", {}), found)
-    assert max(found["overlap"]) > 0
+    assert min(found["overlap"]) > 0
 
 
 @pytest.mark.slow

@@ -19,5 +19,6 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
             capabilities=frozenset(
                 {"common_checkpoints", "generation_module", "lora", "set_lr", "sleep", "support"}
             ),
+            check_checkpoint="engine_plugin_torch.shards:check_experts",
         )
     }

@@ -25,6 +25,7 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
             config=MegatronOptions,
             health="engine_plugin_megatron.plugin:health",
             capabilities=frozenset({"common_checkpoints", "set_lr", "sleep", "support"}),
+            check_checkpoint="engine_plugin_torch.shards:check_experts_apart",
         )
     }
 

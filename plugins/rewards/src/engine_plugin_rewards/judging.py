@@ -1,4 +1,4 @@
-"""What all judges share: the question, filled in with one sample, and the verdict in what a model wrote."""
+"""The parts that all judges share: the question, filled in with one sample, and the verdict in what a model wrote."""
 
 from __future__ import annotations
 

@@ -13,8 +13,10 @@ writes it. A file without such a header holds whole tensors: a checkpoint of one
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from torch.distributed.tensor import DTensor
 
 from engine_core.contracts.weight_names import near
 from engine_core.errors import DataError
+from engine_core.runs.state_files import FORMAT, STATE, load_json
 from engine_plugin_torch.sharded import here, is_first_copy, like, span
 
 KEY = "shards"
@@ -218,3 +221,39 @@ def _entries(file: Path) -> Iterator[tuple[str, list[int], list[int], list[int]]
                 yield name, list(place["shape"]), list(place["at"]), list(size)
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{file} is no file of sharded tensors: {error}. Take another checkpoint.") from error
+
+
+EXPERT = re.compile(r"\.experts\.(\d+\.)?")
+
+
+def experts_apart(folder: Path) -> bool | None:
+    """Return whether a checkpoint holds each expert's weights separately; None without experts or in another format."""
+    if not (folder / STATE).is_file() or load_json(folder / STATE).get("format") != FORMAT:
+        return None
+    found = [match for name in Shards(folder, "weights").shapes if (match := EXPERT.search(name))]
+    return any(match[1] for match in found) if found else None
+
+
+def check_experts(folder: Path, was: str, now: str, apart: bool = False) -> str:
+    """Return why an engine cannot read a checkpoint with its layout of experts; "" where it can.
+
+    Args:
+        folder: folder of the role, in the common format or another one.
+        was: the engine that wrote the checkpoint.
+        now: the engine that will read it.
+        apart: ``now`` keeps each expert's weights separately, as Hugging Face folders do; else all experts of a layer
+            are one tensor, as transformers keeps them in memory.
+    """
+    found = experts_apart(folder)
+    if found is None or found == apart:
+        return ""
+    one, each = "all experts of a layer in one tensor", "each expert's weights by themselves"
+    return (
+        f"{folder.parent.name} was written with '{was}' and holds {each if found else one}; '{now}' reads "
+        f"{each if apart else one}. Put '{was}' back, or begin a new run with its weights: `engine export RUN OUT`, "
+        "then model.path = 'OUT'."
+    )
+
+
+check_experts_apart = functools.partial(check_experts, apart=True)
+"""``check_experts`` of an engine that keeps each expert's weights by themselves."""
