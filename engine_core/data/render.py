@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.data.chat import ChatFormat, Rendered, tokenizing
 from engine_core.data.layouts import Message, Row, with_system
 from engine_core.data.rows import BadRow
+from engine_core.data.tokenizer import token_ids
 from engine_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -128,8 +129,7 @@ class Renderer:
 
     def _ids(self, text: str, special: bool = False) -> list[int]:
         with tokenizing():
-            encoded: Any = self.tokenizer(text, add_special_tokens=special, verbose=False)
-        return list(encoded["input_ids"])
+            return token_ids(self.tokenizer, text, special)
 
     def _text_ids(self, text: str) -> list[int]:
         """Return token ids with the tokenizer's special tokens except an end of sequence: the text continues."""

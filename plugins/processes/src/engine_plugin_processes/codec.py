@@ -62,8 +62,10 @@ class Requests(msgspec.Struct, array_like=True):
         prompts = {id(request.prompt): request.prompt for request in requests}
         numbers = {key: number for number, key in enumerate(prompts)}
         without = [
-            dataclasses.replace(request, prompt=EMPTY, begun=request.begun and _without_prompt(request.begun))
-            for request in requests
+            Request(
+                one.id, EMPTY, one.sampling, one.group_id, one.index, one.begun and _without_prompt(one.begun)
+            )
+            for one in requests
         ]
         return cls(list(prompts.values()), [numbers[id(request.prompt)] for request in requests], without)
 

@@ -47,7 +47,7 @@ class Flow:
         self.group, self._tell, self._changed = group, tell, changed
         self.error: BaseException | None = None
         self._open: dict[int, tuple[int, Future[Any]]] = {}  # slice -> newest command, answer
-        self._slices = frozenset(range(len(group.slices)))
+        self._idle = set(range(len(group.slices)))  # slices without a command, unless they have no requests
         self._closed = False
         self._lock = threading.RLock()
         stall = group.crew.stall_seconds
@@ -83,7 +83,7 @@ class Flow:
     def _resting(self) -> set[int]:
         """Return the slices that have requests and no command."""
         with self._lock:
-            return {at for at in self._slices - self._open.keys() if self.group.running.under_way[at]}
+            return {at for at in self._idle if self.group.running.under_way[at]}
 
     def _send(self, at: int, plain: dict[str, Any]) -> None:
         group, number = self.group, self.group.crew.next_number()
@@ -94,6 +94,7 @@ class Flow:
                 {rank: message}, (group.role, "advance"), number, interruptible=True, on_part=self._part
             )
             self._open[at] = number, reply
+            self._idle.discard(at)
         reply.add_done_callback(partial(self._answered, at, number))
 
     def _part(self, rollouts: list[Rollout]) -> None:
@@ -111,6 +112,8 @@ class Flow:
             newest = self._open[at][0] == number  # else the slice has received another command since
             if newest:
                 del self._open[at]
+                if self.group.running.under_way[at]:
+                    self._idle.add(at)
         if error is not None and not self.group.survives(error):
             self._failed(error)
         elif error is not None or newest:

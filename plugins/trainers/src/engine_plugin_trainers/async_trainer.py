@@ -190,38 +190,37 @@ class AsyncTrainer(Trainer):
             TrainingFailed: a token is too old.
         """
         most = self.options.max_staleness
-        _, oldest, _ = self._ages(rollouts)
-        for rollout, age in zip(rollouts, oldest, strict=True):
+        ages, starts = self._ages(rollouts)
+        for rollout, age in zip(rollouts, np.maximum.reduceat(ages, starts) if rollouts else (), strict=True):
             if age > most:
                 raise TrainingFailed(
-                    f"Rollout '{rollout.request_id}' has a token that is {age:.0f} policy versions old "
+                    f"Rollout '{rollout.request_id}' has a token that is {age} policy versions old "
                     f"(async.max_staleness = {most}). The weights were left alone. This is a bug of the sampler or of the engine."
                 )
 
     def _staleness(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return metrics of the age in versions of a step's tokens."""
-        newest, oldest, ages = self._ages(rollouts)
-        sampled = not np.isnan(oldest).all()
+        ages, starts = self._ages(rollouts)
+        sampled = ages >= 0
+        if not sampled.any():
+            return {"async/staleness_mean": 0.0, "async/staleness_max": 0.0, "async/mixed_version_share": 0.0}
+        most = ages.max()
+        oldest = np.maximum.reduceat(ages, starts)
+        newest = np.minimum.reduceat(np.where(sampled, ages, most), starts)
         return {
-            "async/staleness_mean": float(np.nanmean(ages, dtype=np.float64)) if sampled else 0.0,
-            "async/staleness_max": max(float(np.nanmax(oldest)), 0.0) if sampled else 0.0,
-            "async/mixed_version_share": np.count_nonzero(newest < oldest) / max(len(rollouts), 1),
+            "async/staleness_mean": float(ages.mean(dtype=np.float64, where=sampled)),
+            "async/staleness_max": float(most),
+            "async/mixed_version_share": np.count_nonzero(newest < oldest) / len(rollouts),
         }
 
-    def _ages(self, rollouts: Sequence[Rollout]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Return the age in versions of the newest and the oldest sampled token of each rollout, [N], and of each token, [T].
-
-        All are float32 and NaN where nothing was sampled.
-        """
+    def _ages(self, rollouts: Sequence[Rollout]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return each token's age in versions, [T] int32, -1 where not sampled, and each rollout's first index, [N] int64."""
         if not rollouts:
-            return (np.empty(0, np.float32),) * 3
+            return np.empty(0, np.int32), np.empty(0, np.int64)
         versions = torch.cat([rollout.policy_versions for rollout in rollouts]).numpy()
         sampled = torch.cat([rollout.loss_mask for rollout in rollouts]).numpy()
-        ages = (self.version - versions).astype(np.float32)
-        ages[~sampled] = np.nan
         ends = np.cumsum([rollout.token_ids.numel() for rollout in rollouts])
-        starts = np.concatenate([[0], ends[:-1]])
-        return np.fmin.reduceat(ages, starts), np.fmax.reduceat(ages, starts), ages
+        return np.where(sampled, self.version - versions, np.int32(-1)), np.concatenate([[0], ends[:-1]])
 
     def state(self) -> dict[str, Any]:
         """Return the state of ``rl`` and the queue."""
