@@ -1,6 +1,7 @@
 """Log lines of a run on stderr and in files, and its progress display.
 
-``logs/attempt_N/rank_R.log`` has every line of one rank, rotates at 20 MiB and keeps three old files. ``LOG_LEVEL``
+``logs/attempt_N/run.log`` has every line, those of other processes too, which send them to the controller. It
+rotates at 20 MiB and keeps three old files. ``LOG_LEVEL``
 (default INFO) sets the level of both the file and stderr. Secrets are removed from every line.
 
 Progress is a live display on a terminal, else one line per step. Both go to stderr, because results go to stdout.
@@ -38,14 +39,13 @@ LOGGERS = ("engine", "engine_core")  # the run's messages, and loggers named aft
 MAX_BYTES, OLD_FILES = 20 * 1024**2, 3
 FILE_ONLY = {"file_only": True}
 """``extra=`` of what belongs into the file alone."""
-_FILE_FORMAT = "%(asctime)s %(levelname)-7s rank %(rank)d  %(name)s: %(message)s"
+_FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
-def setup_logging(run: RunFolder, rank: int = 0) -> contextlib.ExitStack:
-    """Send the loggers ``engine`` and ``engine_core`` to stderr and to this rank's file; record uncaught exceptions.
+def setup_logging(run: RunFolder) -> contextlib.ExitStack:
+    """Send the loggers ``engine`` and ``engine_core`` to stderr and to the run's file; record uncaught exceptions.
 
-    Ranks other than 0 show only warnings on stderr. A further call replaces the set-up of the previous one, so
-    one process may run several trainings in sequence.
+    A further call replaces the set-up of the previous one, so one process may run several trainings in sequence.
 
     Returns:
         A context whose end calls ``close_logging``; it need not be entered.
@@ -58,14 +58,13 @@ def setup_logging(run: RunFolder, rank: int = 0) -> contextlib.ExitStack:
         raise ConfigError(f"LOG_LEVEL is '{os.environ['LOG_LEVEL']}', no level.{did_you_mean(level, LEVELS)}")
     close_logging()
     run.attempt_dir.mkdir(parents=True, exist_ok=True)
-    path = run.attempt_dir / f"rank_{rank}.log"
+    path = run.attempt_dir / "run.log"
     file = logging.handlers.RotatingFileHandler(
         path, maxBytes=MAX_BYTES, backupCount=OLD_FILES, encoding="utf-8"
     )
-    file.setFormatter(_Formatter(run.redactor, rank, _FILE_FORMAT))
-    console = _Console(level if rank == 0 else max(logging.WARNING, getattr(logging, level)))
-    shown = "%(levelname)s %(message)s" if rank == 0 else _FILE_FORMAT
-    console.setFormatter(_Formatter(run.redactor, rank, shown))
+    file.setFormatter(_Formatter(run.redactor, _FILE_FORMAT))
+    console = _Console(level)
+    console.setFormatter(_Formatter(run.redactor, "%(levelname)s %(message)s"))
     for logger in map(logging.getLogger, LOGGERS):
         logger.setLevel(level)
         logger.addHandler(file)
@@ -110,13 +109,12 @@ class _Console(logging.Handler):
 
 
 class _Formatter(logging.Formatter):
-    def __init__(self, redact: Redactor, rank: int, format: str) -> None:
+    def __init__(self, redact: Redactor, format: str) -> None:
         super().__init__(format)
-        self._redact, self._rank = redact, rank
+        self._redact = redact
 
     def format(self, record: logging.LogRecord) -> str:
-        """Add the rank to the record; return its line without secrets."""
-        record.rank = self._rank
+        """Return the line of a record without secrets."""
         return self._redact(super().format(record))
 
 

@@ -7,7 +7,7 @@ The files::
       config.resolved.toml    every key with the value it had      config.origin.json  where each came from
       env.json                versions, plugins, git, seeds, hashes of the data
       metrics.jsonl           one line a step, always, written before the step counts as done
-      rollouts/step_000012.parquet       checkpoints/       logs/attempt_0/rank_0.log       report.html
+      rollouts/step_000012.parquet       checkpoints/       logs/attempt_0/run.log       report.html
 
 A run folder is never shared and never overwritten. A resumed run continues in its folder: records of steps
 after the checkpoint are dropped first, so each step is recorded once.

@@ -115,8 +115,8 @@ def test_a_start_that_is_refused_late_is_not_in_the_way_of_the_next_one(engine, 
     assert run.code == 0, run.err
     assert "left by a start in which nothing was trained; its log is in logs/attempt_0." in run.err
     logs = engine.folder / "runs" / "r" / "logs"
-    assert "absent" in (logs / "attempt_0" / "rank_0.log").read_text()
-    assert "absent" not in (logs / "attempt_1" / "rank_0.log").read_text()
+    assert "absent" in (logs / "attempt_0" / "run.log").read_text()
+    assert "absent" not in (logs / "attempt_1" / "run.log").read_text()
     again = engine("train", tiny())
     assert again.code == 2  # now there is something in it
     assert "run.name: 'r' exists already" in again.err

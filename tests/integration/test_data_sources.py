@@ -103,7 +103,7 @@ def calls_of(run):
 
 
 def log_of(run):
-    return "".join(file.read_text() for file in sorted(run.folder.path.rglob("rank_0.log")))
+    return "".join(file.read_text() for file in sorted(run.folder.path.rglob("run.log")))
 
 
 OF = {

@@ -37,11 +37,11 @@ def test_a_name_that_exists_is_refused_and_left_alone(tmp_path, run):
 
 
 def test_a_folder_in_which_nothing_was_trained_is_taken_over_and_its_log_stays(tmp_path, run):
-    (run.attempt_dir / "rank_0.log").write_text("refused")
+    (run.attempt_dir / "run.log").write_text("refused")
     run.close()
     again = RunFolder.create(config_in(tmp_path))
     assert (again.path, again.attempt, again.start_step) == (run.path, 1, 0)
-    assert (run.attempt_dir / "rank_0.log").read_text() == "refused"
+    assert (run.attempt_dir / "run.log").read_text() == "refused"
     assert again.attempt_dir.is_dir()
     again.close()
     assert RunFolder.create(config_in(tmp_path)).attempt == 2

@@ -23,23 +23,22 @@ def run(tmp_path):
     logs.close_logging()
 
 
-def test_each_rank_has_a_file_and_only_warnings_of_others_reach_the_terminal(run, capsys):
-    logs.setup_logging(run, rank=3)
-    log.info("quiet")
-    log.warning("loud")
-    text = (run.attempt_dir / "rank_3.log").read_text()
-    assert "INFO    rank 3  engine: quiet" in text
-    assert "loud" in text
+def test_lines_go_to_the_file_with_their_logger_and_to_stderr(run, capsys):
+    logs.setup_logging(run)
+    log.info("one")
+    log.warning("two")
+    text = (run.attempt_dir / "run.log").read_text()
+    assert "INFO    engine: one" in text
+    assert "WARNING engine: two" in text
     shown = capsys.readouterr()
-    assert "quiet" not in shown.err
-    assert "rank 3  engine: loud" in shown.err
+    assert shown.err.splitlines() == ["INFO one", "WARNING two"]
     assert shown.out == ""
 
 
 def test_modules_named_after_themselves_are_logged_too(run):
     logs.setup_logging(run)
     logging.getLogger("engine_core.somewhere").info("from a module")
-    assert "engine_core.somewhere: from a module" in (run.attempt_dir / "rank_0.log").read_text()
+    assert "engine_core.somewhere: from a module" in (run.attempt_dir / "run.log").read_text()
 
 
 def test_log_level_sets_what_is_received(run, capsys, monkeypatch):
@@ -57,7 +56,7 @@ def test_log_level_sets_what_is_received(run, capsys, monkeypatch):
 def test_what_is_for_the_file_alone_is_not_shown(run, capsys):
     logs.setup_logging(run)
     log.error("with its traceback", extra=logs.FILE_ONLY)
-    assert "with its traceback" in (run.attempt_dir / "rank_0.log").read_text()
+    assert "with its traceback" in (run.attempt_dir / "run.log").read_text()
     assert capsys.readouterr().err == ""
 
 
@@ -73,7 +72,7 @@ def test_files_rotate(run, monkeypatch):
     for i in range(40):
         log.info("line %d", i)
     names = sorted(file.name for file in run.attempt_dir.iterdir())
-    assert names == ["rank_0.log", "rank_0.log.1", "rank_0.log.2", "rank_0.log.3"]
+    assert names == ["run.log", "run.log.1", "run.log.2", "run.log.3"]
 
 
 def test_setting_up_again_writes_each_line_once(run, capsys):
@@ -87,7 +86,7 @@ def test_the_end_of_the_context_undoes_it(run):
     with logs.setup_logging(run):
         assert sys.excepthook is not sys.__excepthook__
     log.info("afterwards")
-    assert "afterwards" not in (run.attempt_dir / "rank_0.log").read_text()
+    assert "afterwards" not in (run.attempt_dir / "run.log").read_text()
     assert sys.excepthook is sys.__excepthook__
 
 
@@ -97,7 +96,7 @@ def test_secrets_are_redacted_in_messages_and_tracebacks(run, capsys):
         raise ValueError("connecting with s3cret-value")
     except ValueError:
         log.exception("failed at https://s3cret-value@host")
-    text = (run.attempt_dir / "rank_0.log").read_text() + capsys.readouterr().err
+    text = (run.attempt_dir / "run.log").read_text() + capsys.readouterr().err
     assert "s3cret-value" not in text
     assert text.count("ValueError: connecting with [redacted]") == 2
 
@@ -107,7 +106,7 @@ def test_an_exception_in_a_thread_is_recorded(run, capsys):
     thread = threading.Thread(target=lambda: 1 / 0)
     thread.start()
     thread.join()
-    assert "ZeroDivisionError" in (run.attempt_dir / "rank_0.log").read_text()
+    assert "ZeroDivisionError" in (run.attempt_dir / "run.log").read_text()
 
 
 def test_an_uncaught_exception_is_in_the_file_and_on_the_terminal_once(tmp_path):
@@ -120,5 +119,5 @@ def test_an_uncaught_exception_is_in_the_file_and_on_the_terminal_once(tmp_path)
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.count("RuntimeError: boom [redacted]") == 1
-    assert "RuntimeError: boom [redacted]" in (tmp_path / "rank_0.log").read_text()
+    assert "RuntimeError: boom [redacted]" in (tmp_path / "run.log").read_text()
     assert "s3cret-value" not in done.stderr

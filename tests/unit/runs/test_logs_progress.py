@@ -151,7 +151,7 @@ def test_on_a_terminal_log_lines_stay_whole_above_the_display(tmp_path):
     for step in (1, 2, 3):
         assert f"INFO note {step}" in sent
     assert sent.rindex("INFO note 3") < sent.rindex("now: finished")
-    assert "note 3" in (tmp_path / "rank_0.log").read_text()
+    assert "note 3" in (tmp_path / "run.log").read_text()
 
 
 def test_no_color_is_obeyed_on_a_terminal(tmp_path):

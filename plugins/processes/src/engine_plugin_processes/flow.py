@@ -47,7 +47,7 @@ class Flow:
         self.group, self._tell, self._changed = group, tell, changed
         self.error: BaseException | None = None
         self._open: dict[int, tuple[int, Future[Any]]] = {}  # slice -> newest command, answer
-        self._idle = set(range(len(group.slices)))  # slices without a command, unless they have no requests
+        self._idle = set(range(len(group.slices)))  # slices without a command
         self._closed = False
         self._lock = threading.RLock()
         stall = group.crew.stall_seconds
@@ -112,8 +112,7 @@ class Flow:
             newest = self._open[at][0] == number  # else the slice has received another command since
             if newest:
                 del self._open[at]
-                if self.group.running.under_way[at]:
-                    self._idle.add(at)
+                self._idle.add(at)
         if error is not None and not self.group.survives(error):
             self._failed(error)
         elif error is not None or newest:
