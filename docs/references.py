@@ -8,6 +8,7 @@ The pages are committed, so that they can be read on a git host. A test runs ``-
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import re
@@ -349,6 +350,10 @@ def errors_page() -> str:
 ON_OTHER_PAGES = ("engine_core.hooks",)
 ALONE = {"engine_core.config.roles": "CriticConfig, LoRAConfig, ProcessConfig"}
 """Members to show of a module whose other members `engine_core.config` shows."""
+INHERITED = ("engine_core.data",)
+"""Modules whose classes are shown with the methods of a private base class."""
+BY_CLASS = ("engine_core.types", "engine_core.contracts.engines", "engine_core.contracts.weight_transport")
+"""Modules whose classes have a heading each, so that other pages can link to them."""
 
 
 def public_modules() -> dict[str, list[str]]:
@@ -365,14 +370,36 @@ def api_file(title: str) -> str:
 
 def api_page(title: str) -> str:
     """Return the page on which Sphinx puts the docstrings of the modules below one heading of ``api.md``."""
-    parts = [
-        f"## {name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n   :members: {ALONE.get(name, '')}".rstrip()
-        + "\n```"
-        for name in public_modules()[title]
-        if name not in ON_OTHER_PAGES
-    ]
+    parts = [api_part(name) for name in public_modules()[title] if name not in ON_OTHER_PAGES]
     intro = "The docstrings of [public modules](../api.md); `make docs` builds this page from the code."
     return page(f"Python API: {title.removeprefix('The ')}", intro, *parts)
+
+
+def api_part(name: str) -> str:
+    """Return the section of a module; the classes of a module of ``BY_CLASS`` are subsections."""
+    options = [f":members: {ALONE.get(name, '')}".rstrip()]
+    options += [":inherited-members:"] * (name in INHERITED)
+    classes = own_classes(name) if name in BY_CLASS else []
+    options += [f":exclude-members: {', '.join(classes)}"] * bool(classes)
+    parts = [f"## {name}", directive("automodule", name, options)]
+    for each in classes:
+        parts += [f"### {each}", directive("autoclass", f"{name}.{each}", [":members:"])]
+    return "\n\n".join(parts)
+
+
+def directive(kind: str, name: str, options: list[str]) -> str:
+    """Return a directive of autodoc as a block of Markdown."""
+    return "\n".join(["```{eval-rst}", f".. {kind}:: {name}", *(f"   {option}" for option in options), "```"])
+
+
+def own_classes(name: str) -> list[str]:
+    """Return the public classes that a module defines, in their order."""
+    found = vars(importlib.import_module(name)).items()
+    return [
+        each
+        for each, thing in found
+        if inspect.isclass(thing) and thing.__module__ == name and not each.startswith("_")
+    ]
 
 
 # -- compatibility ----------------------------------------------------------
