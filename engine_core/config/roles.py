@@ -200,7 +200,7 @@ class RolloutConfig(ChoosingTable, SamplingOptions):  # type: ignore[misc]  # a 
     max_log_prob_gap: NonNegativeFloat = 1.0
     """Before an update: mean |rollout log-prob - train log-prob| over this is an error, because the sampler and the trainer are then not the same policy."""
     log_probs_every_steps: PositiveInt = 1
-    """Ask the sampler for log-probs in each n-th step alone, the first among them: a sampler such as vLLM takes up to a fifth longer with them. The gap to the trainer is then measured, and bounded, in those steps. Over 1 only where nothing else reads them: with `algorithm.correction.level = "off"`."""
+    """Ask the sampler for log-probs in each n-th step alone, the first among them: vLLM takes 5 to 10% longer with them. The gap to the trainer is then measured, and bounded, in those steps. Over 1 only where nothing else reads them: with `algorithm.correction.level = "off"`."""
     process: ProcessConfig | None = None
     """Run the engine in a separate process: in another Python environment, started again when it dies or hangs."""
     transport_options: Any = Field(default=None, exclude=True)

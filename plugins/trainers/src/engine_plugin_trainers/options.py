@@ -235,7 +235,7 @@ class KTOOptions(Options):
     beta: Temperature = 0.1
     """Factor from log-ratios to rewards; a larger value stays closer to the reference."""
     desirable_weight: Coefficient = 1.0
-    """Weight of desirable responses. The paper advises that weight times number of the two kinds differ by a factor of at most 4/3."""
+    """Weight of desirable responses. The paper advises weights for which (weight x number) of desirable over (weight x number) of undesirable responses lies between 1 and 4/3."""
     undesirable_weight: Coefficient = 1.0
     """Weight of undesirable responses."""
     max_tokens: int = Field(4096, gt=0)
