@@ -1,4 +1,4 @@
-"""The example of the page on served models, trained by ``engine train`` with a real vLLM: its judge, and a classifier instead."""
+"""The examples of the page on served models, trained by ``engine train`` with a real vLLM, and other frozen models in their place."""
 
 import importlib.util
 import json
@@ -71,6 +71,18 @@ backend = "vllm"
 dtype = "float32"
 enforce_eager = true
 """
+JUDGE = """
+[[reward]]
+name = "quality"
+[reward.judge]
+path = "model"
+backend = "vllm"
+prompt = "{question} {completion} Is it {answer}? "
+max_response_tokens = 8
+[reward.judge.vllm]
+dtype = "float32"
+enforce_eager = true
+"""
 VERDICT = """
 [[reward]]
 name = "quality"
@@ -118,9 +130,9 @@ teacher = "frozen"
 
 @pytest.fixture
 def folder(tmp_path):
-    """The page's run file, and the models and data that it names."""
-    (run,) = re.findall(r"^```toml apart.toml\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    (tmp_path / "apart.toml").write_text(run)
+    """The page's run files, and the models and data that they name."""
+    for file, run in re.findall(r"^```toml (\w+\.toml)\n(.*?)^```$", PAGE.read_text("utf-8"), re.M | re.S):
+        (tmp_path / file).write_text(run)
     (tmp_path / "noted.py").write_text(NOTED)
     write_model(tmp_path / "model", {"head_dim": 32}, 0, tied=True)
     (tmp_path / "data").mkdir()
@@ -148,10 +160,9 @@ def toml(value):
     return json.dumps(value)
 
 
-def instead_of_the_judge(folder, reward):
-    run = (folder / "apart.toml").read_text()
-    begin, end = run.index("[[reward]]"), run.index("[runtime]")
-    (folder / "apart.toml").write_text(run[:begin] + reward + run[end:])
+def replace_the_reward(folder, reward):
+    run = (folder / "served.toml").read_text()
+    (folder / "served.toml").write_text(run[: run.index("[[reward]]")] + reward)
 
 
 def rollouts_of(folder):
@@ -181,7 +192,8 @@ def check_sleep(folder, role, asks, steps):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_pages_run_trains_with_a_judge_that_sleeps_in_its_own_process_while_the_actor_learns(folder):
+def test_a_judge_sleeps_in_its_own_process_while_the_actor_learns(folder):
+    replace_the_reward(folder, JUDGE)
     judge = {"pattern": "(?s).", "verdicts": VERDICTS, "vllm": SMALL}
     lines = train(folder, {f"reward.quality.judge.{key}": value for key, value in judge.items()})
     check_sleep(folder, "judge", "add", steps=2)
@@ -212,7 +224,7 @@ def test_the_actor_learns_what_a_classifier_of_vllm_in_its_own_process_scores(fo
     torch.manual_seed(2)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder / "scorer")
     AutoTokenizer.from_pretrained(folder / "model").save_pretrained(folder / "scorer")
-    instead_of_the_judge(folder, CLASSIFIER)
+    replace_the_reward(folder, CLASSIFIER)
     settings = {"run.steps": 10, "data.prompts_per_step": 8, "actor.optim.lr": 1e-2}
     lines = train(folder, settings | {"reward.quality.model.vllm": SMALL})
     check_sleep(folder, "reward_model", "infer", steps=10)
@@ -236,7 +248,7 @@ def test_two_ranks_that_share_the_actor_ask_one_server_for_verdicts_each_about_i
 ):
     token = "s3cr3t-of-the-test"
     monkeypatch.setenv("SERVED_TOKEN", token)
-    instead_of_the_judge(folder, VERDICT)
+    replace_the_reward(folder, VERDICT)
     run = (folder / "apart.toml").read_text().replace('"frozen"', '"train"')
     (folder / "apart.toml").write_text(run.replace("{ train = 1, frozen = 1 }", "{ train = 2 }"))
     with served(folder / "model", token, "--max-logprobs=-1") as at:

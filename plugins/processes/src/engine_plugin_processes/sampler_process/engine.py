@@ -408,7 +408,8 @@ class SamplerEngine(RolloutEngine):
             "context": {
                 "role": context.role,
                 "device": "cuda:0" if device.type == "cuda" else str(device),  # the only one visible to it
-                "seed": context.seed,
+                # another in each process: so do requests without a seed get other tokens
+                "seed": context.seed + context.rank * len(self.devices) + rank,
                 "total_steps": context.total_steps,
                 "deterministic": context.deterministic,
             },
