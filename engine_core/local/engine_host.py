@@ -15,6 +15,7 @@ import torch
 from engine_core.contracts.engines import RolloutEngine, TrainEngine, WorkerContext
 from engine_core.contracts.weight_sync import SyncResult, same_process, sends_adapter, stream_of
 from engine_core.errors import ConfigError
+from engine_core.local.host_memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig, ModelConfig, RolloutConfig
@@ -69,6 +70,8 @@ class EngineHost:
             EngineError: a role cannot be built. The engines built so far are closed.
         """
         torch.manual_seed(self.config.run.seed)
+        if self.place.device.type == "cpu":
+            keep_freed_memory()
         for name, role in roles.items():
             if role.kind == "train":
                 context = self._train_context(name, role, total_steps)
