@@ -30,6 +30,14 @@ def is_largest(name: str) -> bool:
     return name.startswith(LARGEST)
 
 
+def with_prefix(prefix: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Put ``prefix`` before the names of an objective's metrics; ``max/`` stays in front of it."""
+    return {
+        f"{LARGEST}{prefix}{name.removeprefix(LARGEST)}" if is_largest(name) else prefix + name: value
+        for name, value in values.items()
+    }
+
+
 def over_tokens(values: Mapping[str, Tensor], share: Tensor) -> dict[str, Tensor]:
     """Reduce an objective's metrics over the tokens of a micro-batch.
 

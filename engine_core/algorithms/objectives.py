@@ -37,7 +37,7 @@ from engine_core.algorithms.losses import old_log_probs
 from engine_core.algorithms.losses import value as value_loss
 from engine_core.algorithms.regularizers import kl_estimate
 from engine_core.errors import PluginError
-from engine_core.metrics import over_tokens
+from engine_core.metrics import over_tokens, with_prefix
 from engine_core.types import counted
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def policy(
     """
     weights, share = batch["weights"], batch["token_share"]
     losses, watched = token_loss(outputs, batch)
-    watched = {f"actor/{name}": value for name, value in watched.items()}
+    watched = with_prefix("actor/", watched)
     trained = outputs["log_probs"] if bypass else old_log_probs(outputs, batch)
     factor, noted = _corrected(outputs, batch, trained, correction)
     watched |= noted
@@ -250,7 +250,7 @@ def value_objective(
         value_clip: width; None: no clip.
     """
     losses, watched = value_loss(outputs, batch, value_clip=value_clip)
-    named = {f"critic/{name}": held for name, held in watched.items()}
+    named = with_prefix("critic/", watched)
     return _weighted_sum(batch["weights"], losses), over_tokens(named, batch["token_share"])
 
 

@@ -50,6 +50,7 @@ def load_config(
     given = [overrides] if isinstance(overrides, Mapping) else overrides or ()
     paths = [file for file in files if not isinstance(file, Mapping)]
     raw = read_config(paths, [*mappings, *given], allow_code=allow_code)
+    _place_plugin_files(raw)
     lines: list[str] = []
     try:
         plugins = _load(raw)
@@ -92,7 +93,9 @@ def rebuild(values: Mapping[str, Any]) -> tuple[EngineConfig, PluginSet]:
 def check_inputs(config: EngineConfig) -> list[str]:
     """Return the problems of the folders and files that a config names, as far as they show without torch."""
     trainer: Any = plugins_for(config).spec("trainers", config.trainer)
-    return [*model_problems(config), *data_problems(config.data, config.eval.set, trainer.stored)]
+    origins = (config._source or RawConfig({})).origins
+    found = [*model_problems(config), *data_problems(config.data, config.eval.set, trainer.stored)]
+    return [place_of(origins.get(key), key) + text if key else text for key, text in found]
 
 
 def _source(config: EngineConfig) -> RawConfig:
@@ -202,8 +205,8 @@ def _where(raw: RawConfig, kind: str, name: str) -> str:
 def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
     """Make the paths of a config absolute.
 
-    A path in a file is relative to that file's folder, any other path to the working directory. Plugin files
-    are relative to the first file's folder. ``a/b`` is kept as a hub name if no folder ``a`` exists there.
+    A path in a file is relative to that file's folder, any other path to the working directory; plugin files that
+    no file names to the first file's folder. ``a/b`` is kept as a hub name if no folder ``a`` exists there.
     """
     for at, holder in model_tables(config).items():
         for field in ("path", "tokenizer"):
@@ -223,6 +226,17 @@ def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
         value = getattr(table, field)
         files = [str(_absolute(raw, key, file)) for file in files_of(value)]
         setattr(table, field, files[0] if isinstance(value, str) and files else files)
+
+
+def _place_plugin_files(raw: RawConfig) -> None:
+    """Have plugin files that an extended file in another folder names lie beside that file."""
+    origin, entries = raw.origins.get("plugins"), raw.data.get("plugins")
+    folder = Path(origin.file).resolve().parent if origin and origin.file else raw.folder
+    if folder != raw.folder and isinstance(entries, list):
+        raw.data["plugins"] = [
+            os.path.relpath(folder / entry, raw.folder) if str(entry).endswith(".py") else entry
+            for entry in entries
+        ]
 
 
 def _absolute(raw: RawConfig, key: str, text: str) -> Path:

@@ -44,8 +44,8 @@ def model_tables(config: EngineConfig) -> dict[str, Any]:
     return tables
 
 
-def model_problems(config: EngineConfig) -> Iterator[str]:
-    """Model and tokenizer folders that are absent or hold no model."""
+def model_problems(config: EngineConfig) -> Iterator[tuple[str, str]]:
+    """Yield the key and the problem of each model or tokenizer folder that is absent or holds no model."""
     for at, holder in model_tables(config).items():
         if holder.path:
             yield from _folder_problem(
@@ -70,16 +70,16 @@ def model_problems(config: EngineConfig) -> Iterator[str]:
 
 def _folder_problem(
     key: str, text: str, files: tuple[str, ...], expected: str, hub: bool = True
-) -> Iterator[str]:
+) -> Iterator[tuple[str, str]]:
     path = Path(text)
     if path.is_dir():
         if not any((path / file).is_file() for file in files):
-            yield f"{key}: '{text}' has no {' or '.join(files)}. Expected {expected}."
+            yield key, f"'{text}' has no {' or '.join(files)}. Expected {expected}."
     elif path.exists():
-        yield f"{key}: '{text}' is a file. Expected {expected}."
+        yield key, f"'{text}' is a file. Expected {expected}."
     elif not hub or not HUB_NAME.fullmatch(text) or path.parent.is_dir():
         name = ", or a hub name like 'Qwen/Qwen3-0.6B'" if hub else ""
-        yield f"{key}: there is no folder '{text}'.{_neighbour(path)} Expected {expected}{name}."
+        yield key, f"there is no folder '{text}'.{_neighbour(path)} Expected {expected}{name}."
 
 
 def _neighbour(path: Path) -> str:
@@ -99,8 +99,10 @@ def stored_files(path: Path) -> list[Path]:
 
 def data_problems(
     data: DataConfig, held_out: Sequence[EvalSetConfig] = (), stored: bool = False
-) -> Iterator[str]:
+) -> Iterator[tuple[str, str]]:
     """Yield a problem for each file that is missing, empty, of an unknown kind, or has unusable rows.
+
+    A problem is the key to blame and a text; without a key the text names the file itself.
 
     Args:
         data: ``[data]``.
@@ -116,47 +118,47 @@ def data_problems(
                 else:
                     yield from _file_problems(key, Path(file), data)
             except OSError as error:
-                yield f"{file}: cannot be read: {error.strerror}."
+                yield key, f"'{file}' cannot be read: {error.strerror}."
 
 
-def _stored_problems(key: str, path: Path) -> Iterator[str]:
+def _stored_problems(key: str, path: Path) -> Iterator[tuple[str, str]]:
     if not path.exists():
-        yield f"{key}: there is no file or folder '{path}'.{_neighbour(path)}"
+        yield key, f"there is no file or folder '{path}'.{_neighbour(path)}"
     elif not stored_files(path):
-        yield f"{key}: '{path}' holds no Parquet file. Expected rollouts: a file, a folder of them, or a run."
+        yield key, f"'{path}' holds no Parquet file. Expected rollouts: a file, a folder of them, or a run."
     for file in stored_files(path) if path.exists() else ():
         if file.suffix != ".parquet":
-            yield f"{key}: '{file}' has the ending '{file.suffix}'. Expected a Parquet file of rollouts."
+            yield key, f"'{file}' has the ending '{file.suffix}'. Expected a Parquet file of rollouts."
         elif not _is_parquet(file):
-            yield f"{file}: no Parquet file (it does not begin and end with PAR1). Was it cut off?"
+            yield "", f"{file}: no Parquet file (it does not begin and end with PAR1). Was it cut off?"
 
 
-def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[str]:
+def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[tuple[str, str]]:
     kind = path.suffix.lower()
     if path.is_dir():
-        yield f"{key}: '{path}' is a folder. Expected its files, each by name."
+        yield key, f"'{path}' is a folder. Expected its files, each by name."
     elif not path.is_file():
-        yield f"{key}: there is no file '{path}'.{_neighbour(path)}"
+        yield key, f"there is no file '{path}'.{_neighbour(path)}"
     elif path.stat().st_size == 0:
-        yield f"{path}: empty. {key} needs at least one row."
+        yield "", f"{path}: empty. {key} needs at least one row."
     elif kind not in KINDS:
-        yield f"{key}: '{path}' has the ending '{path.suffix}'. Expected one of {', '.join(KINDS)}."
+        yield key, f"'{path}' has the ending '{path.suffix}'. Expected one of {', '.join(KINDS)}."
     elif kind == ".parquet" and not _is_parquet(path):
-        yield f"{path}: no Parquet file (it does not begin and end with PAR1). Was it cut off?"
+        yield "", f"{path}: no Parquet file (it does not begin and end with PAR1). Was it cut off?"
     elif kind == ".csv":
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
             reader = csv.reader(file)
             header, first = next(reader, []), next(reader, None)
         if first is None:
-            yield f"{path}: no rows."
+            yield "", f"{path}: no rows."
         elif problem := _column_problem(header, data):
-            yield f"{path}:1: {problem}"
+            yield "", f"{path}:1: {problem}"
     elif kind == ".jsonl":
         bad = list(_bad_lines(path, data))
         if len(bad) > data.max_bad_rows:
-            yield from bad[:SHOWN]
+            yield from (("", problem) for problem in bad[:SHOWN])
             if len(bad) > SHOWN:
-                yield f"{path}: {len(bad) - SHOWN} more rows like these. data.max_bad_rows = N skips up to N of them."
+                yield "", f"{path}: {len(bad) - SHOWN} more rows like these. data.max_bad_rows = N skips up to N of them."
 
 
 def _bad_lines(path: Path, data: DataConfig) -> Iterator[str]:

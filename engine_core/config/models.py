@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr
+from pydantic import Field, PrivateAttr, field_validator
 
 from engine_core.config.evaluation import EvalConfig
 from engine_core.config.rewards import PREFIX, FrozenScorer, RewardConfig
@@ -220,6 +220,13 @@ class RunConfig(Table):
     """Metrics and their bounds, ``{ "actor/approx_kl" = 0.5 }``: a step over one ends the run (exit code 6) and is not saved."""
     deterministic: bool = False
     """torch's deterministic algorithms, an error where there is none."""
+
+    @field_validator("name")
+    @classmethod
+    def _is_folder_name(cls, name: str | None) -> str | None:
+        if name is not None and (name in ("", ".", "..", "latest") or "/" in name or "\0" in name):
+            raise ValueError("this is no name for a folder. Expected one like 'first-try', without '/'.")
+        return name
 
 
 class CheckpointConfig(Table):

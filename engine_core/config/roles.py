@@ -40,8 +40,8 @@ class ModelConfig(Table):
 class OptimConfig(Table):
     """``[actor.optim]``: the optimizer of one role."""
 
-    lr: NonNegativeFloat = 1e-6
-    """Peak learning rate."""
+    lr: Fraction = 1e-6
+    """Peak learning rate, at most 1."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Adam's decay rates."""
     eps: PositiveFloat = 1e-8
@@ -123,7 +123,7 @@ class RoleConfig(ChoosingTable):
 class CriticOptimConfig(OptimConfig):
     """``[critic.optim]``: the optimizer of the critic."""
 
-    lr: NonNegativeFloat = 1e-5
+    lr: Fraction = 1e-5
     """Peak learning rate."""
 
 

@@ -36,14 +36,10 @@ def folder_for(config: EngineConfig) -> tuple[Path, bool]:
     The folder is created by an atomic ``mkdir``, so two simultaneous starts never get the same new folder.
 
     Raises:
-        ConfigError: the name is that of a used folder, or is not a folder name.
+        ConfigError: the name is that of a used folder.
         EnvironmentProblem: the folder cannot be created.
     """
     root, name = Path(config.run.dir), config.run.name
-    if name is not None and (name in ("", ".", "..", "latest") or Path(name).name != name):
-        raise ConfigError(
-            f"run.name: '{name}' is no name for a folder. Expected one like 'first-try', without '/'."
-        )
     default = f"{_stem(config)}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = [name] if name else [default, *(f"{default}-{i}" for i in range(2, 1000))]
     try:

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine_core.specs import RolloutBackend
 from engine_core.types import Sampling
 from engine_plugin_testing.contracts import close
-from engine_plugin_testing.rollout_bench import expected_log_probs
-from engine_plugin_testing.rollout_cuts import EDGE, TIED, cuts
+from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs
+from engine_plugin_testing.rollout_cuts import CUTTING, EDGE, TIED, cuts
 
 
 def logits(*probs):
@@ -106,3 +107,13 @@ def test_a_search_for_a_threshold_is_excused_for_a_tie_and_for_no_other_token(to
     else:
         with pytest.raises(AssertionError, match="off by more than"):
             close(rollout.rollout_log_probs[1:], expected, 1e-3, "log-prob")
+
+
+def test_a_sampler_is_tried_with_the_options_that_its_spec_declares(monkeypatch):
+    spec = RolloutBackend(load=print, sampling=frozenset({"temperature", "top_p"}))
+    monkeypatch.setattr(RolloutBench, "load_plugins", lambda bench: SimpleNamespace(spec=lambda *name: spec))
+    bench = RolloutBench({"backend": "mine"}, SimpleNamespace(folder=None))
+    assert bench.supported(*CUTTING, {"temperature": 0.0, "seed": 9}) == [
+        {"top_p": 0.7},
+        {"temperature": 0.0, "seed": 9},
+    ]

@@ -258,7 +258,7 @@ def test_a_teacher_without_a_tokenizer_is_refused_without_torch(made, other):
     for file in other.glob("tokenizer*"):
         file.unlink()
     trainer = made({"teacher.path": str(other)})
-    (problem,) = [text for text in check_inputs(trainer.config) if text.startswith("teacher.path")]
+    (problem,) = [text for text in check_inputs(trainer.config) if "teacher.path" in text]
     assert "has no tokenizer.json or" in problem
     assert problem.endswith("Expected the teacher's tokenizer there, to compare it with the student's.")
 

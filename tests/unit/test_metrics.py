@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import engine_core
-from engine_core.metrics import Max, Sum, declared, merge, over_tokens, over_updates
+from engine_core.metrics import Max, Sum, declared, merge, over_tokens, over_updates, with_prefix
 
 SOURCES = Path(engine_core.__file__).parent
 
@@ -16,6 +16,12 @@ def test_tokens_are_averaged_by_their_share_and_of_a_maximum_the_largest_learned
     found = over_tokens({"a": values, "max/a": -values}, torch.tensor([0.0, 0.25, 0.75]))
     assert (found["a"].item(), found["max/a"].item()) == (2.5, 0.0)
     assert not found["a"].requires_grad
+
+
+def test_a_maximum_stays_one_below_a_prefix():
+    values = with_prefix("actor/", {"a": torch.tensor([1.0, 3.0]), "max/b": torch.tensor([1.0, 3.0])})
+    found = over_tokens(values, torch.tensor([0.5, 0.5]))
+    assert declared({name: value.item() for name, value in found.items()}) == {"actor/a": 2.0, "actor/b": 3.0}
 
 
 def test_a_token_without_a_share_is_not_read():

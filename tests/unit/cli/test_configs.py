@@ -56,7 +56,7 @@ def test_validate_finds_an_absent_file_of_data(engine, sft_run):
     (sft_run.parent / "rows.jsonl").unlink()
     answer = engine("validate", "run.toml")
     assert answer.code == 4
-    assert "engine: data.train: there is no file '" in answer.err
+    assert ": data.train: there is no file '" in answer.err
 
 
 def test_validate_names_a_plugin_that_is_not_installed(engine, rl_run, without_our_plugins):

@@ -105,6 +105,14 @@ def test_paths_are_relative_to_the_file_that_names_them(run, tmp_path, monkeypat
     )
 
 
+def test_a_plugin_file_of_an_extended_file_lies_beside_that_file(run, tmp_path):
+    base = run(RL)
+    (tmp_path / "top.toml").write_text('extends = ["project/run.toml"]\nrun.seed = 3\n')
+    config = load_config(tmp_path / "top.toml")
+    assert config.plugins == load_config(base).plugins == [str(tmp_path / "project/say_seven.py")]
+    assert plugins_for(config).spec("rewards", "seven")
+
+
 def test_a_dumped_config_means_the_same_from_another_folder(run, tmp_path):
     config = load_config(run(RL + SFT.partition("\n")[2]))
     (tmp_path / "other").mkdir()
@@ -229,11 +237,11 @@ def test_a_complete_file_is_complete(run):
 
 def test_inputs_on_the_disk_are_tested(run, tmp_path):
     assert check_inputs(load_config(run(SFT))) == []
-    found = check_inputs(
-        load_config(run(SFT.replace('"model"', '"modl"').replace("train.jsonl", "trian.jsonl")))
-    )
-    assert found[0].startswith(f"model.path: there is no folder '{tmp_path}/project/modl'. Did you mean")
-    assert found[1].startswith(f"data.train: there is no file '{tmp_path}/project/trian.jsonl'. Did you mean")
+    file = run(SFT.replace('"model"', '"modl"').replace("train.jsonl", "trian.jsonl"))
+    found = check_inputs(load_config(file))
+    folder = f"{tmp_path}/project"
+    assert found[0].startswith(f"{file}:3: model.path: there is no folder '{folder}/modl'. Did you mean")
+    assert found[1].startswith(f"{file}:5: data.train: there is no file '{folder}/trian.jsonl'. Did you mean")
 
 
 def test_a_config_is_loaded_quickly_and_without_heavy_libraries(run):

@@ -68,8 +68,8 @@ FLOAT = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
 
 
 @given(
-    name=TEXT,
-    lr=FLOAT,
+    folder=TEXT,
+    decay=FLOAT,
     stop=st.lists(TEXT.filter(bool), max_size=3).map(tuple),
     override=st.dictionaries(
         TEXT.filter(bool), TEXT | st.booleans() | st.integers(-(2**60), 2**60), max_size=3
@@ -80,9 +80,10 @@ FLOAT = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
     seed=st.integers(0, 2**62),
 )
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_any_values_survive_the_round_trip(config_of, name, lr, stop, override, cap, pools, clip, seed):
+def test_any_values_survive_the_round_trip(config_of, folder, decay, stop, override, cap, pools, clip, seed):
     config = config_of('[[reward]]\nname = "math"\n')
-    config.run.name, config.run.seed, config.actor.optim.lr, config.rollout.stop = name, seed, lr, stop
+    config.run.dir, config.run.seed, config.rollout.stop = folder, seed, stop
+    config.actor.optim.weight_decay = decay
     config.model.override, config.placement.pools, config.reward[0].clip = override, pools, clip
     if cap != float("inf"):
         config.algorithm.correction.cap = cap

@@ -13,7 +13,7 @@ def problems(tmp_path):
     def find(name, content, **data):
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
         found = data_problems(DataConfig(train=str(tmp_path / name), **data))
-        return [problem.replace(f"{tmp_path}/", "") for problem in found]
+        return [" ".join(problem).strip().replace(f"{tmp_path}/", "") for problem in found]
 
     return find
 
@@ -90,7 +90,7 @@ def test_good_files_have_no_problems(problems, name, content, data):
             "a.txt",
             "x",
             {},
-            ["data.train: 'a.txt' has the ending '.txt'. Expected one of .jsonl, .json, .csv, .parquet."],
+            ["data.train 'a.txt' has the ending '.txt'. Expected one of .jsonl, .json, .csv, .parquet."],
         ),
     ],
 )
@@ -115,12 +115,13 @@ def test_an_absent_file_has_its_nearest(tmp_path):
     (tmp_path / "train.jsonl").touch()
     (problem,) = data_problems(DataConfig(validation=[str(tmp_path / "trian.jsonl")]))
     assert problem == (
-        f"data.validation: there is no file '{tmp_path}/trian.jsonl'. Did you mean '{tmp_path}/train.jsonl'?"
+        "data.validation",
+        f"there is no file '{tmp_path}/trian.jsonl'. Did you mean '{tmp_path}/train.jsonl'?",
     )
 
 
 def model(**keys):
-    return list(model_problems(EngineConfig(model=ModelConfig(**keys))))
+    return [f"{key}: {text}" for key, text in model_problems(EngineConfig(model=ModelConfig(**keys)))]
 
 
 def test_a_hub_name_is_left_to_the_hub(monkeypatch, tmp_path):
@@ -159,4 +160,4 @@ def test_a_folder_without_a_model_or_tokenizer_says_what_is_missing(tmp_path):
 def test_a_folder_in_place_of_a_file_is_called_one(tmp_path):
     (tmp_path / "rows").mkdir()
     found = list(data_problems(DataConfig(train=str(tmp_path / "rows"))))
-    assert found == [f"data.train: '{tmp_path / 'rows'}' is a folder. Expected its files, each by name."]
+    assert found == [("data.train", f"'{tmp_path / 'rows'}' is a folder. Expected its files, each by name.")]

@@ -130,7 +130,17 @@ weight = 2
         ("[rollout]\ntop_p = 2", "2: rollout.top_p: got 2, expected at most 1."),
         ("[rollout]\nstop = 'x'", "2: rollout.stop: got 'x', expected a list."),
         ("[rollout]\nstop = ['x', 3]", "2: rollout.stop.1: got 3, expected a text in quotes."),
-        ("[actor.optim]\nlr = inf", "2: actor.optim.lr: got inf, expected a finite number."),
+        ("[actor.optim]\nlr = inf", "2: actor.optim.lr: got inf, expected at most 1."),
+        ("[actor.optim]\nlr = 200", "2: actor.optim.lr: got 200, expected at most 1."),
+        ("[rollout]\ntemperature = inf", "2: rollout.temperature: got inf, expected a finite number."),
+        (
+            f"[run]\nsteps = {10**26}",
+            f"2: run.steps: got {10**26}, expected a number below 9223372036854775808.",
+        ),
+        *(
+            (f"[run]\nname = '{name}'", f"2: run.name: got '{name}': this is no name for a folder. Expected")
+            for name in ("../a", "a/b", "..", "latest", "")
+        ),
         ("[actor.optim]\nbetas = [0.9]", "2: actor.optim.betas: too few entries."),
         (
             "[actor.optim]\nbetas = [1, 1, 1]",

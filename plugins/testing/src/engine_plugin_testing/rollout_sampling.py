@@ -50,7 +50,7 @@ def log_probs_are_at_the_temperature(bench: RolloutBench) -> None:
 @contract(catches=("log-probs before top-p and top-k", "a token too many left by top-p"))
 def log_probs_are_of_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
     """With top-p and top-k, log-probs are of the truncated distribution; ``support_log_mass``, if given, is the mass it kept."""
-    for sampling in CUTTING:
+    for sampling in bench.supported(*CUTTING):
         _compared(bench, **sampling)
 
 
@@ -58,7 +58,7 @@ def log_probs_are_of_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
 def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
     """With ``Sampling.max_support``, ``support_ids`` are the tokens that each sampled token was drawn from, unless they are more; else none."""
     width, module = 8, bench.reference()
-    for sampling in CUTTING:
+    for sampling in bench.supported(*CUTTING):
         requests = bench.requests(group=2, max_support=width, **sampling)
         for request, rollout in zip(requests, bench.engine().generate(requests), strict=True):
             ids = rollout.extras["support_ids"]
@@ -83,7 +83,7 @@ def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
 def samples_follow_the_distribution(bench: RolloutBench) -> None:
     """First tokens of 400 requests come as often as the temperature, top-k and top-p say, and never from what was cut."""
     engine, module = bench.engine(), bench.reference()
-    for sampling in ({"temperature": 0.5}, {"temperature": 2.0}, *SHARP):
+    for sampling in bench.supported({"temperature": 0.5}, {"temperature": 2.0}, *SHARP):
         requests = bench.requests(("The answer",), group=400, max_response_tokens=1, **sampling)
         tokens = torch.tensor([response(r)[0] for r in engine.generate(requests)])
         with torch.no_grad():
@@ -114,12 +114,7 @@ def _unlike(cut: Cut, tokens: Tensor) -> str:
 def temperature_0_is_greedy(bench: RolloutBench) -> None:
     """Temperature 0 and top-k 1 take the most likely token, whatever the seed."""
     engine, module = bench.engine(), bench.reference()
-    cases: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 0.0, "seed": 99},
-        ONE,
-    ]
-    for sampling in cases:
+    for sampling in bench.supported({"temperature": 0.0}, {"temperature": 0.0, "seed": 99}, ONE):
         for rollout in engine.generate(bench.requests(**sampling)):
             expected = greedy(module, rollout.prompt.token_ids, 12)
             found = response(rollout)[: len(expected)]
@@ -283,11 +278,12 @@ def requests_of_one_batch_keep_their_own_sampling(bench: RolloutBench) -> None:
     """Temperature, top-k and length are those of each request, not of the first in the batch."""
     engine, module = bench.engine(), bench.reference()
     requests = bench.requests()
+    sharp = bench.supported(*SHARP, {})[0]
     for i, request in enumerate(requests):
         change: dict[str, Any] = {
             "temperature": (0.0, 0.7, 2.0)[i % 3],
             "max_response_tokens": 3 + i,
-        } | (SHARP[0] if i % 2 else {})
+        } | (sharp if i % 2 else {})
         request.sampling = dataclasses.replace(request.sampling, **change)
     for request, rollout in zip(requests, engine.generate(requests), strict=True):
         if request.sampling.temperature:

@@ -102,7 +102,7 @@ def read_service(
     if name is not None and name not in names:
         raise ConfigError(f"--reward {name}: the file has no such reward.{did_you_mean(name, names)}")
     chosen = config.reward[names.index(name) if name is not None else 0]
-    if problems := [line for line in check_inputs(config) if line.startswith(f"reward.{chosen.name}.")]:
+    if problems := [line for line in check_inputs(config) if f"reward.{chosen.name}." in line]:
         raise DataError("\n".join(problems))
     return config.model_copy(update={"reward": [chosen]})
 
