@@ -37,7 +37,7 @@ OF_SPECS = {name for name in vars(Spec) if name in inspect.get_annotations(Spec)
 OF_PYDANTIC = {"model_config", "model_post_init"}
 OVERRIDDEN = re.compile(
     r"TrainEngine\._build_model_optimizer"
-    r"|TorchEngine\._(prepare|units|distribute|place|shard|make_forward|micro_batches|grad_norm)"
+    r"|TorchEngine\._(build_model_optimizer|prepare|units|distribute|place|shard|make_forward|micro_batches|grad_norm)"
 )
 """Private methods that plugins override."""
 

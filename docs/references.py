@@ -25,6 +25,7 @@ from engine_core import hooks as hookspecs
 from engine_core.cli.main import app
 from engine_core.plugins.metadata import TABLES, Offer, installed
 from engine_core.plugins.modules import spec_class, table_module
+from engine_plugin_testing import HOMES
 from engine_plugin_tools.commands.schema import installed_specs
 from engine_plugin_tools.schema import is_table, json_schema, schema_at, type_text
 
@@ -342,6 +343,22 @@ def errors_page() -> str:
         "(`engine_core.errors`). Codes 2 to 6 print `engine: ` and one line a problem, without a traceback: the key or the name,\n"
         "what it is, what was expected, what to do.",
         table(["exit code", "exception", "meaning"], [list(row) for row in ordered]),
+        "## Which error a plugin raises",
+        "Any of these passes through as it is. Anything else that a plugin raises becomes a `PluginError` that names the plugin, or for a\n"
+        "reward a failed sample.",
+        table(
+            ["what is wrong", "raise"],
+            [
+                [
+                    "an option of the plugin",
+                    "`ValueError` in a validator of its `Options`; file, line and key are added",
+                ],
+                ["a key, or keys together", "`ConfigError`, with a list of all problems"],
+                ["a row, a file, a checkpoint", "`DataError`"],
+                ["the machine: a device, memory, a package", "`EnvironmentProblem`"],
+                ["training cannot continue", "`TrainingFailed`"],
+            ],
+        ),
     )
 
 
@@ -352,6 +369,8 @@ ALONE = {"engine_core.config.roles": "CriticConfig, LoRAConfig, ProcessConfig"}
 """Members to show of a module whose other members `engine_core.config` shows."""
 INHERITED = ("engine_core.data",)
 """Modules whose classes are shown with the methods of a private base class."""
+ON_DEMAND = {"engine_plugin_testing": HOMES}
+"""Modules whose classes are imported when they are used, and these classes."""
 BY_CLASS = ("engine_core.types", "engine_core.contracts.engines", "engine_core.contracts.weight_transport")
 """Modules whose classes have a heading each, so that other pages can link to them."""
 
@@ -371,7 +390,7 @@ def api_file(title: str) -> str:
 def api_page(title: str) -> str:
     """Return the page on which Sphinx puts the docstrings of the modules below one heading of ``api.md``."""
     parts = [api_part(name) for name in public_modules()[title] if name not in ON_OTHER_PAGES]
-    intro = "The docstrings of [public modules](../api.md); `make docs` builds this page from the code."
+    intro = "The docstrings of [public modules](../api.md)."
     return page(f"Python API: {title.removeprefix('The ')}", intro, *parts)
 
 
@@ -384,6 +403,8 @@ def api_part(name: str) -> str:
     parts = [f"## {name}", directive("automodule", name, options)]
     for each in classes:
         parts += [f"### {each}", directive("autoclass", f"{name}.{each}", [":members:"])]
+    for each in ON_DEMAND.get(name, ()):
+        parts += [f"### {each}", directive("autoclass", f"{name}.{each}", [])]
     return "\n\n".join(parts)
 
 

@@ -483,15 +483,18 @@ def engine_parts() -> Mapping[str, Part]:
 
 @hookspec
 def engine_on_event(event: str, step: int, data: Mapping[str, Any]) -> None:
-    """Receive an event of the run, for dashboards or alerts.
+    """Receive an event of the run, for dashboards or alerts (a callback).
 
-    :param event: ``run_started``, ``rollouts_finished``, ``step_finished``, ``weights_synced``,
-        ``evaluated``, ``checkpoint_saved``, ``run_finished``, ``run_failed``.
+    :param event: its name, in this order: ``weights_synced`` (also before the first step, as of step 0),
+        ``run_started``; in each step ``rollouts_finished``, ``weights_synced``, ``evaluated`` if it is time,
+        ``step_finished``, ``checkpoint_saved`` if it is time; ``run_finished`` or ``run_failed``.
     :param step: the trainer's step, counted from 1; 0 before the first.
-    :param data: plain values; ``metrics`` for ``step_finished`` and ``evaluated``, ``path`` for
-        ``checkpoint_saved``, ``rollouts`` for ``rollouts_finished``, ``error`` for ``run_failed``.
+    :param data: ``steps`` (number) of ``run_started``; ``rollouts`` (list of ``Rollout``, scored) of
+        ``rollouts_finished``; ``version`` and ``bytes`` of ``weights_synced``; ``metrics`` (name -> number) of
+        ``step_finished``, ``evaluated`` and ``run_finished``; ``path`` of ``checkpoint_saved``; ``error`` (text) of
+        ``run_failed``.
 
-    Collects nothing. An exception is logged with the plugin's name and counted in the metric
+    What it returns is ignored. An exception is logged with the plugin's name and counted in the metric
     ``plugins/observer_failures``; training continues.
 
     Called in the controller, between the parts of a step. Not collective.

@@ -1,4 +1,4 @@
-"""Core data types: Prompt, Request, Rollout, Batch.
+"""Core data types, with their shapes and units: Prompt, Request, Rollout, Batch.
 
 Letters in shapes: P prompts per step, G rollouts per prompt, B = P * G sequences, T tokens of all
 sequences concatenated, K candidates per position, V vocabulary size.

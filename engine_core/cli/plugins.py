@@ -8,11 +8,12 @@ import typer
 
 from engine_core.cli.options import Json
 from engine_core.cli.output import print_table
-from engine_core.errors import PluginError
+from engine_core.errors import ConfigError, PluginError, did_you_mean
 from engine_core.plugins.listing import as_json, list_plugins
 
 
 def plugins(
+    kind: Annotated[str, typer.Argument(help="List one kind alone, such as rewards.")] = "",
     as_json_: Json = False,
     check: Annotated[
         bool,
@@ -22,8 +23,15 @@ def plugins(
     """List the installed plugins: name, kind, distribution, version and state.
 
     Reads metadata only. Without --check no plugin is imported.
+
+    Raises:
+        ConfigError: no installed plugin is of this kind.
     """
     found = list_plugins(check=check)
+    kinds = sorted({info.kind for info in found})
+    if kind and kind not in kinds:
+        raise ConfigError(f"KIND: no installed plugin is of the kind '{kind}'.{did_you_mean(kind, kinds)}")
+    found = [info for info in found if kind in ("", info.kind)]
     if as_json_:
         print(as_json(found))
     else:

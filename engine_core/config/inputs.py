@@ -158,7 +158,10 @@ def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[tuple[str
         if len(bad) > data.max_bad_rows:
             yield from (("", problem) for problem in bad[:SHOWN])
             if len(bad) > SHOWN:
-                yield "", f"{path}: {len(bad) - SHOWN} more rows like these. data.max_bad_rows = N skips up to N of them."
+                yield (
+                    "",
+                    f"{path}: {len(bad) - SHOWN} more rows like these. data.max_bad_rows = N skips up to N of them.",
+                )
 
 
 def _bad_lines(path: Path, data: DataConfig) -> Iterator[str]:

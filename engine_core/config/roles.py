@@ -101,7 +101,7 @@ class RoleConfig(ChoosingTable):
     backend: str = "torch"
     """Train engine, by name (``engine plugins``); its options stand in the table of that name. An engine of models that are never trained (``vllm``, ``vllm_server``) is for `teacher` and models of rewards; `actor`, `critic` and `ref` refuse it."""
     max_tokens_per_rank: PositiveInt | Literal["auto"] = "auto"
-    """Token budget of one micro-batch on one rank; a longer sequence has its own micro-batch. ``auto``: as many as fit by an estimate, at most 65536, settled at the first use, when every role and the sampler hold their memory; 8192 on the CPU and for models without an estimate."""
+    """Token budget of one micro-batch on one rank; a longer sequence has its own micro-batch. ``auto``: as many as fit by an estimate, at most 65536, chosen at the first use, once all models and the sampler are in memory; 8192 on the CPU and for models without an estimate."""
     path: str | None = None
     """Model folder of this role; default: `[model] path`."""
     optim: OptimConfig = OptimConfig()

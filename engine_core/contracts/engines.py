@@ -170,7 +170,7 @@ class TrainEngine(abc.ABC):
         """Return the bytes of peft's ``adapter_config.json`` for ``named_weights(adapter=True)``.
 
         Raises:
-            NotImplementedError: by default.
+            NotImplementedError: the engine does not override the method.
         """
         raise NotImplementedError(f"{type(self).__name__} does not give its adapter to samplers.")
 
@@ -188,7 +188,7 @@ class TrainEngine(abc.ABC):
         """Return a context in which forward passes are those of the base model (capability ``lora``).
 
         Raises:
-            NotImplementedError: by default.
+            NotImplementedError: the engine does not override the method.
         """
         raise NotImplementedError(f"{type(self).__name__} trains no LoRA adapters.")
 
@@ -200,7 +200,7 @@ class TrainEngine(abc.ABC):
         collectives, since ranks sample different numbers of tokens.
 
         Raises:
-            NotImplementedError: by default.
+            NotImplementedError: the engine does not override the method.
         """
         raise NotImplementedError(f"{type(self).__name__} does not give its module to samplers.")
         yield  # pragma: no cover
@@ -242,7 +242,7 @@ class TrainEngine(abc.ABC):
         """Replace the peak learning rate from the next step on (``[schedule]``).
 
         Raises:
-            NotImplementedError: by default.
+            NotImplementedError: the engine does not override the method.
         """
         raise NotImplementedError
 
@@ -320,7 +320,8 @@ class RolloutEngine(abc.ABC):
         (capability ``partial``); it is an error if nothing is left to sample.
 
         Raises:
-            DataError: a request is malformed: no tokens, too long for the model, an id in flight.
+            DataError or ValueError: a request is malformed: no tokens, too long for the model, an id in flight.
+                ``check_request`` raises them.
         """
 
     @abc.abstractmethod
@@ -386,6 +387,10 @@ class RolloutEngine(abc.ABC):
         Args:
             stream: names and unsharded tensors ``[D1, ..., Dn]``.
             version: policy version of the tokens that are sampled from now on.
+
+        Raises:
+            Exception: the stream breaks, or a weight is unknown, missing or of another shape; the message names it.
+                ``version`` stays, and ``step`` raises until a whole update has arrived.
         """
 
     def share_module(self, engine: TrainEngine) -> None:
@@ -394,7 +399,7 @@ class RolloutEngine(abc.ABC):
         Weights then need no transport: each update is followed only by ``set_version``.
 
         Raises:
-            NotImplementedError: by default.
+            NotImplementedError: the engine does not override the method.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot sample from a train engine's module.")
 

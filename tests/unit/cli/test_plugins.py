@@ -17,6 +17,15 @@ def test_the_list_shows_name_kind_distribution_version_and_health(engine):
     assert ["torch", "train_engines", "engine-plugin-torch", __version__, "ok"] in rows
 
 
+def test_the_list_of_one_kind(engine):
+    lines = engine("plugins", "rewards").out.splitlines()[1:]
+    assert lines
+    assert all(line.split()[1] == "rewards" for line in lines)
+    answer = engine("plugins", "reward")
+    assert answer.code == 2
+    assert "Did you mean 'rewards'?" in answer.err
+
+
 def test_the_list_as_json(engine):
     found = {(info["kind"], info["name"]): info for info in json.loads(engine("plugins", "--json").out)}
     assert found["trainers", "rl"]["healthy"] is True

@@ -133,10 +133,6 @@ weight = 2
         ("[actor.optim]\nlr = inf", "2: actor.optim.lr: got inf, expected at most 1."),
         ("[actor.optim]\nlr = 200", "2: actor.optim.lr: got 200, expected at most 1."),
         ("[rollout]\ntemperature = inf", "2: rollout.temperature: got inf, expected a finite number."),
-        (
-            f"[run]\nsteps = {10**26}",
-            f"2: run.steps: got {10**26}, expected a number below 9223372036854775808.",
-        ),
         *(
             (f"[run]\nname = '{name}'", f"2: run.name: got '{name}': this is no name for a folder. Expected")
             for name in ("../a", "a/b", "..", "latest", "")

@@ -9,9 +9,7 @@
         backend = "mine"
 
 ``pytest -v`` then shows one line for each contract. Five suites: ``TrainEngineSuite``, ``RolloutEngineSuite``,
-``RewardSuite``, ``RuntimeSuite``, ``TransportSuite``. Their attributes are documented at the classes (``suite``,
-``train_suite``, ``rollout_suite``, ``reward_suite``, ``runtime_suite``, ``transport_suite``), their contracts in
-docs/reference/contracts.md, whose tables ``python -m engine_plugin_testing`` prints. docs/conformance.md is the guide.
+``RewardSuite``, ``RuntimeSuite``, ``TransportSuite``. ``python -m engine_plugin_testing`` prints their contracts.
 
 How it works: a *contract* is a function with a promise (``contracts``), in a module of cases (``train_outputs``,
 ``train_steps``, ``rollout_sampling``, ``reward_cases``, ...). It receives a *bench* (``train_bench``,

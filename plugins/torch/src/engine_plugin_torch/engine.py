@@ -126,6 +126,7 @@ class TorchEngine(TrainEngine):
         override_model_config: dict,
         role: str = "actor",
     ) -> Any:
+        """Return the module of a role alone; plugins override this. ``TrainEngine`` describes arguments and result."""
         model = self.model_config.model_copy(update={"path": model_path, "override": override_model_config})
         return self.builder.build(model, engine_config)
 
