@@ -201,7 +201,14 @@ def config_part(schema: Table, paths: list[str], title: str | None = None) -> st
         value = "—" if default is None else f"`{json.dumps(default, ensure_ascii=False)}`"
         if key in node.get("required", ()):
             value = "required"
-        rows.append([f"`{key}`", f"`{type_text(inner)}`", value, plain(inner.get("description", ""))])
+        rows.append(
+            [
+                f"`{key}`",
+                f"`{type_text(inner) if inner.get('enum') != [] else 'string'}`",
+                value,
+                plain(inner.get("description", "")),
+            ]
+        )
     text = plain(node.get("description", ""))
     about = re.sub(r"^(`\[+[\w.]+\]+`[:,]? ?)+", "", text)
     others = f"The same keys: {', '.join(shown(schema, path) for path in paths[1:])}." if paths[1:] else ""

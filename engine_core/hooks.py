@@ -487,7 +487,8 @@ def engine_on_event(event: str, step: int, data: Mapping[str, Any]) -> None:
 
     :param event: its name, in this order: ``weights_synced`` (also before the first step, as of step 0),
         ``run_started``; in each step ``rollouts_finished``, ``weights_synced``, ``evaluated`` if it is time,
-        ``step_finished``, ``checkpoint_saved`` if it is time; ``run_finished`` or ``run_failed``.
+        ``step_finished``, ``checkpoint_saved`` if it is time; ``run_finished`` or ``run_failed``. A trainer that
+        samples nothing has neither ``rollouts_finished`` nor ``weights_synced``.
     :param step: the trainer's step, counted from 1; 0 before the first.
     :param data: ``steps`` (number) of ``run_started``; ``rollouts`` (list of ``Rollout``, scored) of
         ``rollouts_finished``; ``version`` and ``bytes`` of ``weights_synced``; ``metrics`` (name -> number) of

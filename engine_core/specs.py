@@ -11,11 +11,22 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 
 from engine_core.tables import BASE_SAMPLING
+
+
+def _absolute(path: str, info: ValidationInfo) -> str:
+    folder = (info.context or {}).get("folder")
+    return path if folder is None else str((Path(folder) / path).resolve())
+
+
+FilePath = Annotated[str, AfterValidator(_absolute)]
+"""An option that names a file or folder, relative to the run file's folder. It is made absolute when the run file is
+read, so that a run that is resumed or exported finds it."""
 
 
 class Options(BaseModel):
@@ -138,8 +149,9 @@ class Reward(Spec):
 
     Args:
         factory: ``load`` is a function that makes the reward function. It is called once in each worker with the
-            options, and with ``root`` (folder of the run file), ``allow_code``, ``timeout`` (seconds that a call may
-            take) and ``modules`` (`plugins` of the run file) if it names them.
+            options, and with ``root`` (folder of the run file, in a resumed run of its resolved copy), ``allow_code``, ``timeout``
+            (seconds that a call may take) and ``modules`` (`plugins` of the run file) if it names them. An option of the
+            type ``FilePath`` names a file.
         answers: the function returns ``{"score": number, "pred": text}``; equal texts are the same
             answer, so a majority vote (`eval.majority`) can use them.
         workers: default of `workers`. ``cores`` is for a CPU-bound function without state that takes

@@ -9,7 +9,9 @@ interrupted, 143 terminated, 75 training stopped on request after saving a check
 from __future__ import annotations
 
 import errno
+import inspect
 import os
+import re
 import signal
 import sys
 import threading
@@ -98,7 +100,11 @@ def _loaded(name: str, full: str) -> Any:
 
         function.__doc__ = f"Cannot be used: {problem}"
         settings = {"ignore_unknown_options": True, "allow_extra_args": True}
-    single.command(name, context_settings=settings)(function)
+    text = inspect.getdoc(function) or ""
+    help_text = re.split(r"\n\n(?:Args|Returns|Raises):\n", text)[
+        0
+    ]  # these sections are for readers of the code
+    single.command(name, help=help_text, context_settings=settings)(function)
     return get_command(single)
 
 

@@ -13,7 +13,7 @@ from engine_core.plugins.listing import as_json, list_plugins
 
 
 def plugins(
-    kind: Annotated[str, typer.Argument(help="List one kind alone, such as rewards.")] = "",
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="List one kind alone, such as rewards.")] = "",
     as_json_: Json = False,
     check: Annotated[
         bool,

@@ -142,8 +142,16 @@ class TrainEngine(abc.ABC):
     def forward_backward(self, batch: Batch, loss: LossCall) -> TrainOutput:
         """Add the gradient of one mini-batch: plan micro-batches, forward, loss, backward.
 
-        ``batch["weights"]`` [T] holds each token's share of the aggregated loss over the
-        global mini-batch, so a loss is a sum and the result does not depend on the plan.
+        Args:
+            batch: this rank's sequences, on the CPU, of T tokens together; there may be none. ``weights`` [T] float32 holds
+                each token's share of the aggregated loss over the global mini-batch, so a loss is a sum and the result does
+                not depend on the plan; ``token_share`` [T] its share in metrics; ``loss_mask`` [T] bool the learned tokens;
+                the rest are the columns of the loss.
+            loss: name and parameters of the objective; ``resolve_loss`` turns it into a function of outputs and batch.
+
+        Returns:
+            Loss (in the unit of the objective) and metrics, over all ranks and equal on each; the number of this rank's
+            micro-batches.
         """
 
     @abc.abstractmethod

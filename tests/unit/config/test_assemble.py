@@ -16,11 +16,13 @@ from engine_core.errors import ConfigError, PluginError
 SFT = 'trainer = "sft"\n[model]\npath = "model"\n[data]\ntrain = ["train.jsonl"]\n'
 PLUGIN = """\
 from engine_core import hookimpl
-from engine_core.specs import Options, Reward, RolloutBackend
+from engine_core.specs import FilePath, Options, Reward, RolloutBackend
 
 class Seven(Options):
     scale: float = 1.0
     '''Factor.'''
+    table: FilePath = "none"
+    '''A file.'''
 
 @hookimpl
 def engine_rewards():
@@ -103,6 +105,15 @@ def test_paths_are_relative_to_the_file_that_names_them(run, tmp_path, monkeypat
     assert load_config("project/run.toml", {"data.train": "mine.jsonl"}).data.train == str(
         tmp_path / "mine.jsonl"
     )
+
+
+def test_a_file_of_a_plugins_table_is_the_same_when_its_run_is_resumed(run, tmp_path):
+    config = load_config(run(RL + 'table = "seven.json"\n'))
+    assert config.reward[0].options.table == str(tmp_path / "project/seven.json")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.resolved.toml").write_text(dump_toml(config))
+    again = load_config(tmp_path / "other/config.resolved.toml", allow_code=True)
+    assert again.reward[0].options.table == str(tmp_path / "project/seven.json")
 
 
 def test_a_plugin_file_of_an_extended_file_lies_beside_that_file(run, tmp_path):

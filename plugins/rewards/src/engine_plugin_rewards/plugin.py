@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from engine_core import hookimpl
 from engine_core.config.rewards import WrittenVerdict
-from engine_core.specs import Command, Options, Part, Reward
+from engine_core.specs import Command, FilePath, Options, Part, Reward
 from engine_plugin_processes.http.options import ServerOptions, says_it_is_secret
 from engine_plugin_rewards.code_options import CodeOptions
 
@@ -148,7 +148,7 @@ class HTTPOptions(ServerOptions):
 class PythonOptions(Options):
     """Options of the reward `python`, ``[reward.python]``: a function from a file next to the run file."""
 
-    path: str
+    path: FilePath
     """The ``.py`` file, relative to the run file's folder and inside it."""
     function: str = "score"
     """Name of the function in it."""
@@ -160,10 +160,7 @@ class PythonOptions(Options):
     """Further arguments of the function."""
 
     @model_validator(mode="after")
-    def _allowed(self, info: ValidationInfo) -> Self:
-        folder = (info.context or {}).get("folder")
-        if folder is not None:  # an absolute path stays valid when the run is resumed from another folder
-            self.path = str((Path(folder) / self.path).resolve())
+    def _allowed(self) -> Self:
         if PurePath(self.path).suffix != ".py":
             raise ValueError(f"path = '{self.path}' must end in .py")
         if not self.allow_local_code:
