@@ -31,7 +31,7 @@ def is_largest(name: str) -> bool:
 
 
 def with_prefix(prefix: str, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Put ``prefix`` before the names of an objective's metrics; ``max/`` stays in front of it."""
+    """Put ``prefix`` before the names of an objective's metrics, [T] each; ``max/`` stays in front of it."""
     return {
         f"{LARGEST}{prefix}{name.removeprefix(LARGEST)}" if is_largest(name) else prefix + name: value
         for name, value in values.items()

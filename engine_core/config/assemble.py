@@ -229,7 +229,7 @@ def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
 
 
 def _place_plugin_files(raw: RawConfig) -> None:
-    """Have plugin files that an extended file in another folder names lie beside that file."""
+    """Resolve plugin files that a file in another folder names against that folder."""
     origin, entries = raw.origins.get("plugins"), raw.data.get("plugins")
     folder = Path(origin.file).resolve().parent if origin and origin.file else raw.folder
     if folder != raw.folder and isinstance(entries, list):
