@@ -8,6 +8,8 @@ import pytest
 
 from engine_plugin_testing import reference
 
+pytestmark = pytest.mark.timeout(900)  # several whole runs, each of up to 250 s
+
 RUN = """
 [model]
 path = "model"
