@@ -21,14 +21,12 @@ Implement a hook with the marker of the core; take only the arguments you need::
 
 A plugin is a module with such functions. A run loads it in one of three ways:
 
-1. an entry point ``engine.<kind>`` for each name of a table (``engine.rewards``,
-   ``engine.train_engines``, ...): used when the TOML uses the name;
-2. an entry point ``engine.plugins`` for step hooks and observers: used when named in
-   ``plugins = [...]``;
+1. an entry point ``engine.<kind>`` for each name of a table (``engine.rewards``, ``engine.train_engines``, ...): used
+   when the TOML uses the name;
+2. an entry point ``engine.plugins`` for step hooks and observers: used when named in ``plugins = [...]``;
 3. a path ending in ``.py`` in ``plugins = [...]``: a plugin in one file.
 
-Hook signatures are frozen by a test: arguments may be added in a minor version, never renamed or
-removed before a major one.
+A test freezes the signatures: arguments may be added in a minor version, never renamed or removed before a major one.
 """
 
 from __future__ import annotations
@@ -232,11 +230,10 @@ def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
 def engine_rewards() -> Mapping[str, Reward]:
     """Offer rewards: ``[[reward]] name = "NAME"``, options in ``[reward.NAME]``.
 
-    A reward is a function of a batch that receives the arguments it names: ``completions``,
-    ``prompts``, ``token_ids``, any column of the data, its options.
+    A reward is a function of a batch that receives the arguments it names: ``completions``, ``prompts``, ``token_ids``,
+    any column of the data, its options.
 
-    :returns: ``Reward`` by name; its ``load`` returns one float (or None: not applicable) for each
-        completion::
+    :returns: ``Reward`` by name; its ``load`` returns one float (or None: not applicable) for each completion::
 
             def short(completions):
                 return [1.0 if len(text) < 20 else 0.0 for text in completions]
@@ -495,8 +492,8 @@ def engine_on_event(event: str, step: int, data: Mapping[str, Any]) -> None:
         ``step_finished``, ``evaluated`` and ``run_finished``; ``path`` of ``checkpoint_saved``; ``error`` (text) of
         ``run_failed``.
 
-    What it returns is ignored. An exception is logged with the plugin's name and counted in the metric
-    ``plugins/observer_failures``; training continues.
+    Collects: every plugin's observer is called, and what it returns is ignored. An exception is logged with the
+    plugin's name and counted in the metric ``plugins/observer_failures``; training continues.
 
     Called in the controller, between the parts of a step. Not collective.
     """
