@@ -130,6 +130,13 @@ def test_a_capability_that_is_not_declared_is_a_skip_and_a_declared_one_is_requi
         TrainEngineSuite.teardown_class()
 
 
+def test_a_contract_of_options_that_the_sampler_does_not_declare_is_a_skip(monkeypatch):
+    made = RolloutEngineSuite.contracts["test_log_probs_are_of_what_top_p_and_top_k_left"]
+    monkeypatch.setattr(RolloutEngineSuite, "_sampling", frozenset({"temperature"}))
+    with pytest.raises(pytest.skip.Exception, match="has neither 'top_k' nor 'top_p' in `sampling`"):
+        RolloutEngineSuite().check(made)
+
+
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_contract_has_a_promise_and_pytest_does_not_collect_the_suites_themselves(suite):
     assert not suite.__name__.startswith("Test")

@@ -130,7 +130,7 @@ def reason_not_run(command: str) -> str | None:
 
 @pytest.fixture(scope="session")
 def library(world, demo, tmp_path_factory):
-    """What every page's folder begins with."""
+    """Make what every page's folder begins with."""
     folder = tmp_path_factory.mktemp("pages")
     shutil.copytree(demo[0], folder, dirs_exist_ok=True, symlinks=True)
     shutil.copytree(world / "model", folder / "model")
@@ -147,7 +147,18 @@ def library(world, demo, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert main(["train", "run.toml", "--set", "run.name=math", "--steps", "12"]) == 0
+        _make_chat_model(folder)
     return folder
+
+
+def _make_chat_model(folder: Path) -> None:
+    """Make ``tiny/chat`` of the folder's model, by the block of ``first_run.md`` that makes it."""
+    shutil.copytree(folder / "model", folder / "tiny" / "model")
+    block = next(b for b in blocks_of((DOCS / "first_run.md").read_text()) if '("tiny/chat")' in b.text)
+    script = folder / "tiny" / "make_chat.py"
+    script.write_text(block.text)
+    runpy.run_path(str(script))
+    shutil.rmtree(folder / "tiny" / "model")  # a page that makes one begins without
 
 
 class Session:

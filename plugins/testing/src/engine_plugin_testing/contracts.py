@@ -6,7 +6,7 @@ with numbers that show how far off the engine is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
@@ -29,6 +29,7 @@ class Contract:
     capability: str | None  # runs exactly when the spec declares it
     catches: tuple[str, ...]  # planted faults that only this contract must catch, for the docs
     follow: Callable[[Any], None] | None = None  # the second half, on other numbers of ranks
+    options: frozenset[str] = frozenset()  # empty, or runs if the spec declares one of these sampling options
 
     @property
     def name(self) -> str:
@@ -61,6 +62,7 @@ def contract(
     capability: str | None = None,
     catches: Sequence[str] = (),
     follow: Callable[[Any], None] | None = None,
+    options: Collection[str] = (),
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Mark a function of one bench as a contract.
 
@@ -69,11 +71,12 @@ def contract(
         catches: planted faults that only this contract must catch, for the docs.
         follow: a function that each number of ranks of ``Suite.resumes_on`` runs after the contract; the two share the
             folder ``bench.shared``.
+        options: sampling options that the contract is about; it runs if the spec declares one of them.
     """
 
     def mark(function: Callable[[Any], None]) -> Callable[[Any], None]:
         """Attach the ``Contract`` to the function."""
-        function.contract = Contract(function, capability, tuple(catches), follow)  # type: ignore[attr-defined]
+        function.contract = Contract(function, capability, tuple(catches), follow, frozenset(options))  # type: ignore[attr-defined]
         return function
 
     return mark

@@ -65,6 +65,7 @@ class Suite:
     _problem: ClassVar[str] = ""  # why nothing can be tested: fails one test and skips the others
     _told: ClassVar[bool] = False
     _capabilities: ClassVar[frozenset[str]] = frozenset()
+    _sampling: ClassVar[frozenset[str]] = frozenset()
 
     def __init_subclass__(cls, modules: Sequence[ModuleType] = (), **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -109,6 +110,7 @@ class Suite:
             cls._problem = f"{error}{cls._hint()}"
             return
         cls._capabilities = getattr(spec, "capabilities", frozenset())
+        cls._sampling = getattr(spec, "sampling", frozenset())
         cls._workers, cls._others = cls._group(cls.world_size), {}
 
     @classmethod
@@ -171,6 +173,9 @@ class Suite:
             self._report_problem()
         if made.capability and made.capability not in self._capabilities:
             pytest.skip(f"the spec of '{self.offered()}'{UNDECLARED}'{made.capability}'")
+        if made.options and not made.options & self._sampling:
+            names = " nor ".join(f"'{name}'" for name in sorted(made.options))
+            pytest.skip(f"the spec of '{self.offered()}' has neither {names} in `sampling`")
         if made.follow and not self.resumes_on:
             pytest.skip(NOWHERE_ELSE)
         most = max(self.world_size, *(self.resumes_on if made.follow else ()), 0)
