@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from engine_core.types import LossCall
-from engine_plugin_torch import memory
+from engine_plugin_torch import memory, packed_forward
 from engine_plugin_torch.budget import MemoryBudget
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.memory import (
@@ -42,6 +42,12 @@ CONFIGS = {
 }
 TYPES = [("fp32", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")]
 LENGTHS = [60] * 6  # of one length: rectangles without padding
+
+
+@pytest.fixture(autouse=True)
+def logits_of_any_size_are_computed_again(monkeypatch):
+    """As those of a real vocabulary are."""
+    monkeypatch.setattr(packed_forward, "KEPT_BYTES", 0)
 
 
 class Kept:

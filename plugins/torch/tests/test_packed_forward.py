@@ -9,6 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, NanoChatConfig
 
 from engine_core.types import Batch, LossCall
+from engine_plugin_torch import packed_forward
 from engine_plugin_torch.packed_forward import PackedForward
 
 
@@ -133,8 +134,13 @@ def test_a_leak_as_small_as_that_rounding_is_found(make_engine):
     assert not forward.packs
 
 
-@pytest.mark.parametrize(("recompute", "times"), [(False, 1), (True, 2)])
-def test_logits_are_kept_for_the_backward_pass_or_computed_again(model_folder, recompute, times):
+@pytest.mark.parametrize(
+    ("recompute", "kept_bytes", "times"), [(False, 0, 1), (True, 4 * 97 * 5, 1), (True, 4 * 97 * 5 - 1, 2)]
+)
+def test_logits_are_kept_for_the_backward_pass_or_computed_again(
+    model_folder, monkeypatch, recompute, kept_bytes, times
+):
+    monkeypatch.setattr(packed_forward, "KEPT_BYTES", kept_bytes)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_folder("qwen3"))).eval()
     batch = Batch(torch.arange(1, 9), torch.tensor([8]), {"loss_mask": torch.arange(8) > 2}, {})
     forward = PackedForward(model, torch.device("cpu"), torch.float32, chunk=8, recompute=recompute)
@@ -142,4 +148,5 @@ def test_logits_are_kept_for_the_backward_pass_or_computed_again(model_folder, r
     calls = []
     model.get_output_embeddings().register_forward_hook(lambda *_: calls.append(1))
     forward(batch, ("log_probs",))["log_probs"].sum().backward()
+    assert model.config.vocab_size == 97  # of which the limit above is made, for five targets
     assert len(calls) == times

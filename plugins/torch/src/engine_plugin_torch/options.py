@@ -17,7 +17,7 @@ class ForwardOptions(Options):
     log_prob_chunk_tokens: int = Field(default=1024, gt=0)
     """Number of response tokens whose logits exist at one time (each has the size of the vocabulary, in float32)."""
     log_prob_recompute: bool = True
-    """Compute logits again in the backward pass. If memory suffices for the logits of a whole micro-batch in the compute type, ``false`` saves 2.5% to 5% of a step."""
+    """Compute logits again in the backward pass, where those of a micro-batch take over 256 MiB or are compiled. If memory suffices to keep them, in the compute type, ``false`` saves 2.5% to 5% of a step."""
     share_prefixes: bool = True
     """Compute a common prefix of a micro-batch's sequences, such as the prompt of a group, only once. This applies on the CPU with `model.attention` ``varlen``; elsewhere nothing is shared."""
     compile: bool | Literal["auto"] = "auto"

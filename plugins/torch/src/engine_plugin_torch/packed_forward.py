@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
+KEPT_BYTES = 256 * 2**20
+"""Logits of a micro-batch that are always kept for the backward pass."""
+
 
 class PackedForward:
     """The forward pass of a module over a pack.
@@ -52,7 +56,7 @@ class PackedForward:
         compute_dtype: type of the forward pass; autocast is used where it is narrower than the parameters' type.
         chunk: rows of logits that exist at one time.
         compile: compile the computation of log-probs from rows.
-        recompute: compute logits again in the backward pass instead of keeping them.
+        recompute: compute logits again in the backward pass instead of keeping them, unless those of a pack are small.
         share: compute shared prefixes of sequences once, on the CPU with attention ``varlen``; elsewhere nothing is
             shared.
     """
@@ -116,8 +120,12 @@ class PackedForward:
             columns=columns_at(targets, (*grad, *watched), pack),
             top_k=pack.top_k,
             compile=self.compile,
-            recompute=self.recompute,
+            recompute=self.recompute and (self.compile or self._logit_bytes(len(targets)) > KEPT_BYTES),
         )
+
+    def _logit_bytes(self, rows: int) -> float:
+        """Return the bytes of the logits of ``rows`` positions; infinity if the size of the vocabulary is not known."""
+        return 4 * rows * getattr(self.head and self.head.project, "out_features", math.inf)
 
     def settle(self) -> None:
         """Test head and packing of the module once, before the first use; a failed test chooses the slower path."""
