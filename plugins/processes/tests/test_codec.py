@@ -2,7 +2,9 @@
 
 import dataclasses
 import datetime
+import gc
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -217,3 +219,15 @@ def test_lists_of_plain_values_come_as_they_went(value):
     found = there_and_back(value)
     assert found == value
     assert [type(entry) for entry in found] == [type(entry) for entry in value]
+
+
+def test_what_was_sent_is_freed_without_a_collection():
+    gc.disable()
+    try:
+        encoded = encode({"weights": torch.zeros(1000)})
+        array = weakref.ref(encoded.buffers[0].obj)
+        assert array() is not None
+        del encoded
+        assert array() is None
+    finally:
+        gc.enable()

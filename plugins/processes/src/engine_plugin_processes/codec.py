@@ -21,7 +21,8 @@ from typing import Any
 
 import msgspec
 import torch
-from msgspec.msgpack import Decoder, Encoder, Ext
+from msgspec import msgpack
+from msgspec.msgpack import Decoder, Ext
 from torch import Tensor
 
 from engine_core import types
@@ -115,7 +116,7 @@ def encode(value: Any) -> Encoded:
         TypeError: a part of the value is not of the closed set.
     """
     writer = _Writer()
-    return Encoded(writer.encoder.encode(writer.marked(value)), writer.buffers)
+    return Encoded(writer.encode(writer.marked(value)), writer.buffers)
 
 
 def decode(header: bytes, payload: bytearray) -> Any:
@@ -134,9 +135,12 @@ class _Writer:
     """An encoder of values into a header and the buffers of a payload."""
 
     def __init__(self) -> None:
-        self.encoder = Encoder(enc_hook=self._other)
         self.buffers: list[memoryview] = []
         self._at = 0
+
+    def encode(self, value: Any) -> bytes:
+        """Return MessagePack. No encoder with this hook is kept: the cycle would hold the buffers until a collection."""
+        return msgpack.encode(value, enc_hook=self._other)
 
     def marked(self, value: Any) -> Any:
         """Return ``value`` with an extension in place of each dataclass and of each list of requests or rollouts."""
@@ -159,7 +163,7 @@ class _Writer:
         return self._other(value) if dataclasses.is_dataclass(value) else value
 
     def _extension(self, kind: Any, value: Any) -> Ext:
-        return Ext(CODES[kind], self.encoder.encode(value))
+        return Ext(CODES[kind], self.encode(value))
 
     def _other(self, value: Any) -> Any:
         """Return what stands for a value that MessagePack does not know; its errors end ``encode``."""
@@ -172,7 +176,7 @@ class _Writer:
             data = bytes_of(value)
             at, self._at = self._at, self._at + len(data)
             self.buffers.append(data)
-            return Ext(TENSOR, self.encoder.encode((name, at, tuple(value.shape))))
+            return Ext(TENSOR, msgpack.encode((name, at, tuple(value.shape))))
         if isinstance(value, Path):
             return Ext(PATH, str(value).encode())
         for plain in (int, float, str):  # subclasses, such as numbers of numpy
