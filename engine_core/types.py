@@ -215,7 +215,9 @@ def decode_texts(rollouts: Iterable[Rollout], tokenizer: Any) -> None:
     """
     for rollout in rollouts:
         if not rollout.text and rollout.response_length:
-            response = rollout.token_ids[rollout.prompt_length :]  # of a list transformers checks each id's type
+            response = rollout.token_ids[
+                rollout.prompt_length :
+            ]  # of a list transformers checks each id's type
             rollout.text = tokenizer.decode(response, skip_special_tokens=True)
 
 

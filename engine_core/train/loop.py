@@ -26,7 +26,6 @@ from engine_core.errors import (
     TrainingFailed,
     did_you_mean,
 )
-from engine_core.local.host_memory import keep_freed_memory
 from engine_core.runs import machine
 from engine_core.runs.logs import FILE_ONLY, Progress, setup_logging
 from engine_core.runs.tracking import RunFolder, TrackerHub
@@ -62,6 +61,8 @@ def train(run: TrainingRun, resume: Path | Resume | None) -> dict[str, float]:
                 found = Resume.find(resume) if isinstance(resume, str | Path) else resume
                 loop = start(run, found, attempt)
             if run.config.runtime.backend != "local":  # there the engines decide, which share this process
+                from engine_core.local.host_memory import keep_freed_memory
+
                 keep_freed_memory()
             with frozen_gc():
                 return loop.run_steps()

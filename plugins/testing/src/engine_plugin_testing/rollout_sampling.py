@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine_core import tables
 from engine_plugin_testing.contracts import close, contract
 from engine_plugin_testing.reference import EOS, LIVELIER, VOCABULARY, logits_of
 from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, greedy, plain_text, response
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from engine_core.types import Rollout
     from engine_plugin_testing.rollout_cuts import Cut
 
-CUTS = ("top_p", "top_k")
 SIGMAS = 5.0  # chance of a false alarm below one in a million
 
 
@@ -48,14 +48,16 @@ def log_probs_are_at_the_temperature(bench: RolloutBench) -> None:
     _compared(bench, temperature=1.6)
 
 
-@contract(options=CUTS, catches=("log-probs before top-p and top-k", "a token too many left by top-p"))
+@contract(
+    options=tables.CUTTING, catches=("log-probs before top-p and top-k", "a token too many left by top-p")
+)
 def log_probs_are_of_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
     """With top-p and top-k, log-probs are of the truncated distribution; ``support_log_mass``, if given, is the mass it kept."""
     for sampling in bench.supported(*CUTTING):
         _compared(bench, **sampling)
 
 
-@contract(capability="support", options=CUTS, catches=("the support of another token",))
+@contract(capability="support", options=tables.CUTTING, catches=("the support of another token",))
 def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
     """With ``Sampling.max_support``, ``support_ids`` are the tokens that each sampled token was drawn from, unless they are more; else none."""
     width, module = 8, bench.reference()
