@@ -351,7 +351,7 @@ def errors_page() -> str:
         "what it is, what was expected, what to do.",
         table(["exit code", "exception", "meaning"], [list(row) for row in ordered]),
         "## Which error a plugin raises",
-        "Any of these passes through as it is. Anything else that a plugin raises becomes a `PluginError` that names the plugin, or for a\n"
+        "Except from an observer, any of these passes through as it is. Anything else that a plugin raises becomes a `PluginError` that names the plugin, or for a\n"
         "reward a failed sample.",
         table(
             ["what is wrong", "raise"],

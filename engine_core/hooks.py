@@ -8,7 +8,7 @@ Three kinds of hook:
   The sampler has the actor's model: for it (role ``rollout``) the plugin of the actor's backend is called too, last.
 * **Table hooks** offer names for the TOML. Each returns ``{name: spec}`` with the specs of
   ``engine_core.specs``, cheap to import; a spec is resolved in the worker that uses it.
-* **Observers** receive events. A failing observer is reported and does not stop training.
+* **Observers** receive events and may end the run. A failing observer is reported and does not stop training.
 
 Implement a hook with the marker of the core; take only the arguments you need::
 
@@ -23,7 +23,8 @@ A plugin is a module with such functions. A run loads it in one of three ways:
 
 1. an entry point ``engine.<kind>`` for each name of a table (``engine.rewards``, ``engine.train_engines``, ...): used
    when the TOML uses the name;
-2. an entry point ``engine.plugins`` for step hooks and observers: used when named in ``plugins = [...]``;
+2. an entry point ``engine.plugins`` for step hooks and observers: used when named in ``plugins = [...]``, with options
+   in ``[plugin.NAME]``;
 3. a path ending in ``.py`` in ``plugins = [...]``: a plugin in one file.
 
 A test freezes the signatures: arguments may be added in a minor version, never renamed or removed before a major one.
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
         Environment,
         Loss,
         Objective,
+        Options,
         PairLoss,
         Part,
         Reward,
@@ -71,7 +73,9 @@ hookimpl = pluggy.HookimplMarker("engine")
 
 
 @hookspec(firstresult=True)
-def engine_build_model(role: str, model_config: ModelConfig, options: Any) -> nn.Module | None:
+def engine_build_model(
+    role: str, model_config: ModelConfig, options: Any, plugin_options: Any
+) -> nn.Module | None:
     """Build the module of one role: a custom architecture, a value head, a modified checkpoint.
 
     :param role: ``actor``, ``ref``, ``critic``, ``reward_model`` (a trained one, or a reward's), ``judge``; ``rollout``
@@ -79,10 +83,11 @@ def engine_build_model(role: str, model_config: ModelConfig, options: Any) -> nn
     :param model_config: the ``[model]`` table, or a reward's equivalent of it; ``model_config.path`` is a folder in the
         layout of ``save_pretrained``, ``model_config.override`` holds changes to its config.
     :param options: the role's backend table (``[actor.torch]`` and the like).
+    :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
     :returns: a module with its weights loaded. Its ``forward`` takes ``input_ids`` and ``position_ids`` of shape [1, T]
         and returns logits [1, T, V], or an object with ``logits``. For ``critic`` and ``reward_model``: a transformers model with
-        a head ``score`` (hidden size to 1), or a module that returns ``values`` [1, T], one number for the sequence up
-        to and including each token. For ``rollout``: the actor's module; the first update replaces its weights.
+        a head ``score`` (hidden size to 1), or a module that returns values [1, T], or an object with ``values``: one
+        number for the sequence up to and including each token. For ``rollout``: the actor's module; the first update replaces its weights.
 
     Stops at the first answer. Default: ``AutoModelForCausalLM`` from ``[model]``; its decoder with a new or loaded head
     for ``critic`` and ``reward_model``.
@@ -94,7 +99,11 @@ def engine_build_model(role: str, model_config: ModelConfig, options: Any) -> nn
 
 @hookspec(firstresult=True)
 def engine_map_weights(
-    sampler: str, weights: Iterator[tuple[str, Tensor]], model_config: ModelConfig, options: Any
+    sampler: str,
+    weights: Iterator[tuple[str, Tensor]],
+    model_config: ModelConfig,
+    options: Any,
+    plugin_options: Any,
 ) -> Iterable[tuple[str, Tensor]] | None:
     """Map the actor's weights for the sampler: rename, merge or omit weights.
 
@@ -109,6 +118,7 @@ def engine_map_weights(
         generator keeps few in memory, a list keeps the whole model. Do not change them in place: some are the actor's.
     :param model_config: the ``[model]`` table.
     :param options: the sampler's backend table (``[rollout.NAME]``).
+    :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
     :returns: names and tensors that the sampler loads; return ``weights`` itself if the names are right.
 
     Stops at the first answer. Default: the weights unchanged.
@@ -119,12 +129,15 @@ def engine_map_weights(
 
 
 @hookspec(firstresult=True)
-def engine_register_model(sampler: str, model_config: ModelConfig, options: Any) -> Mapping[str, Any] | None:
+def engine_register_model(
+    sampler: str, model_config: ModelConfig, options: Any, plugin_options: Any
+) -> Mapping[str, Any] | None:
     """Register the actor's architecture with the library of a sampler that builds its models itself.
 
     :param sampler: the backend of ``[rollout]``.
     :param model_config: the ``[model]`` table.
     :param options: the sampler's backend table (``[rollout.NAME]``).
+    :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
     :returns: changes to the model's config for this sampler, such as ``{"architectures": ["MyModel"]}``. None: the
         library knows the model, or ``engine_map_weights`` maps it to a model that the library knows.
 
@@ -136,12 +149,13 @@ def engine_register_model(sampler: str, model_config: ModelConfig, options: Any)
 
 
 @hookspec(firstresult=True)
-def engine_wrap_policy(role: str, module: nn.Module, options: Any) -> list[str] | None:
+def engine_wrap_policy(role: str, module: nn.Module, options: Any, plugin_options: Any) -> list[str] | None:
     """Name the submodules that are units of sharding, activation checkpointing and compilation.
 
     :param role: as in ``engine_build_model``.
     :param module: the role's module, not yet wrapped.
     :param options: the role's backend table.
+    :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
     :returns: names as in ``module.named_modules()``, none inside another.
 
     Stops at the first answer. Default: the decoder layers (the longest ``ModuleList``).
@@ -151,7 +165,9 @@ def engine_wrap_policy(role: str, module: nn.Module, options: Any) -> list[str] 
 
 
 @hookspec(firstresult=True)
-def engine_shard_model(role: str, module: nn.Module, units: list[str], options: Any) -> nn.Module | None:
+def engine_shard_model(
+    role: str, module: nn.Module, units: list[str], options: Any, plugin_options: Any
+) -> nn.Module | None:
     """Shard the model over ranks, as FSDP does.
 
     An implementation keeps this order: tensor-parallel plan, activation checkpointing, compile, sharding.
@@ -160,6 +176,7 @@ def engine_shard_model(role: str, module: nn.Module, units: list[str], options: 
     :param module: the role's module, not yet wrapped.
     :param units: the names that ``engine_wrap_policy`` returned.
     :param options: the role's backend table (``[actor.fsdp]`` and the like).
+    :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
     :returns: the module to train, the same object or a wrapper of it.
 
     Stops at the first answer. Default: activation checkpointing if the backend's table asks for it, no sharding.
@@ -170,7 +187,7 @@ def engine_shard_model(role: str, module: nn.Module, units: list[str], options: 
 
 @hookspec(firstresult=True)
 def engine_build_optimizer(
-    role: str, module: nn.Module, optim_config: OptimConfig, options: Any
+    role: str, module: nn.Module, optim_config: OptimConfig, options: Any, plugin_options: Any
 ) -> tuple[Optimizer, LRScheduler | None] | None:
     """Build the optimizer and the learning-rate schedule of one role.
 
@@ -179,6 +196,7 @@ def engine_build_optimizer(
     :param optim_config: the role's ``optim`` table (``[actor.optim]``). Its ``decay_steps`` is the number of optimizer
         steps after which a schedule ends: if the run file has 0, the run's length (0 only if that is unknown).
     :param options: the role's backend table.
+    :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
     :returns: ``(optimizer, lr_scheduler)``. The optimizer holds every parameter that requires gradients; its groups may
         have different rates, the largest being ``optim_config.lr``. The engine steps the scheduler once after each
         optimizer step that was not skipped. A scheduler of None keeps the rates constant.
@@ -221,7 +239,6 @@ def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
         ``engine_core.contracts.engines.RolloutEngine``, imported only in the workers that use it.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.rollout_engines``.
-
     Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
@@ -233,18 +250,9 @@ def engine_rewards() -> Mapping[str, Reward]:
     A reward is a function of a batch that receives the arguments it names: ``completions``, ``prompts``, ``token_ids``,
     any column of the data, its options.
 
-    :returns: ``Reward`` by name; its ``load`` returns one float (or None: not applicable) for each completion::
-
-            def short(completions):
-                return [1.0 if len(text) < 20 else 0.0 for text in completions]
-
-
-            @hookimpl
-            def engine_rewards():
-                return {"short": Reward(load=short)}
+    :returns: ``Reward`` by name; its ``load`` returns one float (or None: not applicable) for each completion.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.rewards``.
-
     Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
@@ -256,7 +264,6 @@ def engine_advantages() -> Mapping[str, Advantage]:
     :returns: ``Advantage`` by name, which declares the columns that it needs.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.advantages``.
-
     Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
@@ -268,7 +275,6 @@ def engine_losses() -> Mapping[str, Loss]:
     :returns: ``Loss`` by name, which declares the outputs and columns that it reads.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.losses``.
-
     Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
@@ -277,18 +283,10 @@ def engine_losses() -> Mapping[str, Loss]:
 def engine_pair_losses() -> Mapping[str, PairLoss]:
     """Offer losses of pairs of responses: ``[dpo] loss = "NAME"``.
 
-    :returns: ``PairLoss`` by name, which declares its function's arguments and the keys of ``[dpo]`` that it reads::
-
-            def squared(chosen, rejected, beta):
-                return (1 - beta * (chosen - rejected)) ** 2
-
-
-            @hookimpl
-            def engine_pair_losses():
-                return {"squared": PairLoss(load=squared)}
+    :returns: ``PairLoss`` by name, which declares its function's arguments and the keys of ``[dpo]`` that it reads:
+        ``PairLoss(load=squared)`` with ``def squared(chosen, rejected, beta)``.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.pair_losses``.
-
     Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
@@ -302,7 +300,6 @@ def engine_stages() -> Mapping[str, Stage]:
         ``stage/NAME/...``. A stage that keeps state between steps is a class; its ``state`` is saved in checkpoints.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.stages``.
-
     Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
@@ -311,25 +308,12 @@ def engine_stages() -> Mapping[str, Stage]:
 def engine_environments() -> Mapping[str, Environment]:
     """Offer multi-turn environments: ``[environment] name = "NAME"``, options in ``[environment.NAME]``.
 
-    An environment is an ``async def`` that receives an episode (the prompt and its row, the tokenizer, the
-    policy), samples turns of the policy, appends observations, and returns the rollout.
+    An environment is an ``async def`` that receives an episode (the prompt and its row, the tokenizer, the policy), samples
+    turns of the policy, appends observations, and returns the rollout.
 
-    :returns: ``Environment`` by name::
-
-            async def guess(episode):
-                turn = await episode.sample()
-                if episode.prompt.columns["answer"] not in turn.text:
-                    episode.append("Wrong. Try again: ")
-                    turn = await episode.sample()
-                return episode.rollout({"solved": float(episode.prompt.columns["answer"] in turn.text)})
-
-
-            @hookimpl
-            def engine_environments():
-                return {"guess": Environment(load=guess, rewards=frozenset({"solved"}))}
+    :returns: ``Environment`` by name.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.environments``.
-
     Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
@@ -341,7 +325,6 @@ def engine_trackers() -> Mapping[str, TrackerSpec]:
     :returns: ``TrackerSpec`` by name.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.trackers``.
-
     Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
@@ -353,7 +336,6 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
     :returns: ``TrainerSpec`` by name, which declares the tables of the run file that it reads.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.trainers``.
-
     Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
@@ -365,7 +347,6 @@ def engine_runtimes() -> Mapping[str, RuntimeSpec]:
     :returns: ``RuntimeSpec`` by name; its ``check`` validates the options and ``[placement]`` from the run file alone.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.runtimes``.
-
     Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
@@ -379,7 +360,6 @@ def engine_weight_transports() -> Mapping[str, TransportSpec]:
         and in the workers that use it.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.weight_transports``.
-
     Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
@@ -402,7 +382,6 @@ def engine_objectives() -> Mapping[str, Objective]:
                 return {"squared": Objective(load=squared)}
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.objectives``.
-
     Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
@@ -422,7 +401,6 @@ def engine_columns() -> Mapping[str, Column]:
                 return {"surprise": Column(load=surprise, needs=frozenset({"old_log_probs"}))}
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.columns``.
-
     Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
@@ -443,7 +421,6 @@ def engine_data_sources() -> Mapping[str, DataSource]:
                 return {"squares": DataSource(load=squares, config=SquaresOptions, license="CC0-1.0")}
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.data_sources``.
-
     Called once in every process that loads plugins, before any model is built. Not collective.
     """
 
@@ -456,7 +433,6 @@ def engine_commands() -> Mapping[str, Command]:
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.commands``; only the plugin of the command that is
     used is imported; ``engine --help`` imports all of them.
-
     Called in the process of the command line. Not collective.
     """
 
@@ -468,19 +444,36 @@ def engine_parts() -> Mapping[str, Part]:
     :returns: ``Part`` by name; ``engine_core.contracts.parts`` lists the names and what each must implement.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.parts``.
-
     Called once in every process that needs the part. Not collective.
     """
 
 
 # -------------------------------------------------------------------------
-# Observers
+# Observers, and the options of plugins in ``plugins = [...]``
 # -------------------------------------------------------------------------
 
 
 @hookspec
-def engine_on_event(event: str, step: int, data: Mapping[str, Any]) -> None:
-    """Receive an event of the run, for dashboards or alerts (a callback).
+def engine_options() -> type[Options]:
+    """Return the option model of this plugin's step hooks and observer: the keys of ``[plugin.NAME]``.
+
+    NAME is the entry in ``plugins = [...]``, of a file its name without ``.py``.
+
+    :returns: a class derived from ``engine_core.specs.Options``; hooks receive an instance as ``plugin_options``::
+
+            @hookimpl
+            def engine_options():
+                return NotesOptions
+
+    Default: no table. Plugins that are used only by the names of their tables have none.
+
+    Called once in every process that loads plugins, before any model is built. Not collective.
+    """
+
+
+@hookspec
+def engine_on_event(event: str, step: int, data: Mapping[str, Any], plugin_options: Any) -> str | None:
+    """Receive an event of the run (a callback): for dashboards, alerts, early stopping.
 
     :param event: its name, in this order: ``weights_synced`` (also before the first step, as of step 0),
         ``run_started``; in each step ``rollouts_finished``, ``weights_synced``, ``evaluated`` if it is time,
@@ -491,9 +484,12 @@ def engine_on_event(event: str, step: int, data: Mapping[str, Any]) -> None:
         ``rollouts_finished``; ``version`` and ``bytes`` of ``weights_synced``; ``metrics`` (name -> number) of
         ``step_finished``, ``evaluated`` and ``run_finished``; ``path`` of ``checkpoint_saved``; ``error`` (text) of
         ``run_failed``.
+    :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
+    :returns: None, or from ``step_finished`` the reason (text) to end the run: it is logged, and the run ends after this
+        step with a checkpoint and exit code 0. What is returned for other events is ignored.
 
-    Collects: every plugin's observer is called, and what it returns is ignored. An exception is logged with the
-    plugin's name and counted in the metric ``plugins/observer_failures``; training continues.
+    Collects: every plugin's observer is called. An exception of any kind is logged with the plugin's name and counted
+    in the metric ``plugins/observer_failures``; training continues.
 
     Called in the controller, between the parts of a step. Not collective.
     """

@@ -306,6 +306,7 @@ SHARED_SECTIONS = frozenset(
     {
         "trainer",
         "plugins",
+        "plugin",
         "model",
         "actor",
         "data",

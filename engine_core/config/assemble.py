@@ -126,7 +126,10 @@ def _loaded(raw: RawConfig, names: dict[str, set[str]]) -> tuple[PluginSet, list
     modules = [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, list) else []
     foreign = _foreign_sampler(raw, names)
     try:
-        plugins, problems = PluginSet.load(names, modules, raw.folder, raw.allow_code), []
+        plugins, problems = (
+            PluginSet.load(names, modules, raw.folder, raw.allow_code, raw.data.get("plugin")),
+            [],
+        )
     except PluginProblems as error:
         plugins, problems = error.loaded, error.problems
     if foreign is not None:
@@ -186,14 +189,14 @@ def _asks_for_scores(raw: RawConfig) -> bool:
 
 def _where(raw: RawConfig, kind: str, name: str) -> str:
     """Return the message prefix for the key that chose a name: ``run.toml:14: rollout.backend: ``."""
+    if kind == "plugins" and (origin := raw.origins.get("plugins")):
+        return place_of(origin, "plugins")
     for place in places(prepared(raw.data)):
         for chosen in place.chosen:
             if (chosen.kind, chosen.name) == (kind, name):
                 path = (*place.path, chosen.key)
                 origin = raw.origins.get(key_text(path))
                 return place_of(origin, key_text(path)) if origin else f"{key_text(path)} (default): "
-    if kind == "plugins" and (origin := raw.origins.get("plugins")):
-        return place_of(origin, "plugins")
     table = bare(str(raw.data.get("trainer", "")))
     given = raw.data.get(table)
     for key, value in given.items() if isinstance(given, dict) else ():  # the trainer's choices

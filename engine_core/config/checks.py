@@ -29,7 +29,7 @@ def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Prob
         config: the config, with each valid option table in ``options``.
         sections: top-level tables that the trainer reads; others are not checked.
     """
-    problems = [*_duplicates(config), *_placement(config), *_values(config)]
+    problems = [*_duplicates(config), *_placement(config), *_processes(config), *_values(config)]
     if "algorithm" in sections:
         problems += _adaptive(config)
     if "rollout" in sections:
@@ -68,6 +68,18 @@ def _placement(config: EngineConfig) -> Iterator[Problem]:
             yield Problem(
                 ("placement", role), f"missing. With several pools ({names}) each role must name its pool."
             )
+
+
+def _processes(config: EngineConfig) -> Iterator[Problem]:
+    pools, runtime = config.placement.pools, config.runtime
+    asked, need = getattr(runtime.options, "processes", "auto"), sum(pools.values())
+    if pools and asked not in ("auto", need):
+        listed = ", ".join(f"{name} = {size}" for name, size in pools.items())
+        yield Problem(
+            ("placement", "pools"),
+            f"{{ {listed} }} need {need} processes, but runtime.{bare(runtime.backend)}.processes is {asked}. Make them "
+            'agree, or set processes = "auto".',
+        )
 
 
 def _values(config: EngineConfig) -> Iterator[Problem]:

@@ -10,6 +10,7 @@ import copy
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -65,8 +66,8 @@ class Chosen:
 
     @property
     def table(self) -> str:
-        """Name of the plugin's option table."""
-        return bare(self.name)
+        """Name of the plugin's option table; of a file its name without ``.py``."""
+        return Path(self.name).stem if self.name.endswith(".py") else bare(self.name)
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class ChoiceTable:
     @property
     def kinds(self) -> tuple[str, ...]:
         """Kinds of names whose option tables may be in this table."""
-        return tuple(kind for _, kind, _ in CHOICES[self.section])
+        return tuple(kind for _, kind, _ in CHOICES.get(self.section, ()))
 
     def in_any(self, sections: Collection[str]) -> bool:
         """Return whether this table is the top level, or in one of these top-level tables."""
@@ -152,6 +153,12 @@ def places(data: dict[str, Any]) -> Iterator[ChoiceTable]:
                         yield _place(section, (*path, inner) if inner else path, table)
         elif isinstance(node, dict) and not inner:
             yield _place(section, (section,) if section else (), node)
+    entries, tables = data.get("plugins", []), data.get("plugin", {})
+    if isinstance(entries, list) and isinstance(tables, dict):
+        chosen = [
+            Chosen("plugins", "plugins", entry, "options") for entry in entries if isinstance(entry, str)
+        ]
+        yield ChoiceTable("plugin", ("plugin",), tables, tuple(chosen))
 
 
 def _place(section: str, path: tuple[str, ...], table: dict[str, Any]) -> ChoiceTable:
@@ -184,6 +191,8 @@ def used_names(data: Mapping[str, Any], sections: Collection[str] | None = None)
     names: dict[str, set[str]] = {}
     for place in places(prepared(data)):
         if sections is None or place.in_any(sections):
-            for chosen in place.chosen:
+            for chosen in (
+                place.chosen if place.section != "plugin" else ()
+            ):  # they are not chosen from a table
                 names.setdefault(chosen.kind, set()).add(chosen.name)
     return names

@@ -31,10 +31,12 @@ def as_data(config: EngineConfig) -> dict[str, Any]:
         holder = holder_of(config, place.path)
         for chosen in place.chosen:
             found = getattr(holder, chosen.field)
-            options = found.get(chosen.name) if chosen.kind == "trackers" else found
+            options = found.get(chosen.table) if isinstance(found, dict) else found
             free = chosen.table not in keys_of(type(holder))  # a name like a key of the core has no table
             if free and isinstance(options, BaseModel) and type(options).model_fields:
                 place.table[chosen.table] = place.table.get(chosen.table, {}) | _plain(options)
+    if not data["plugin"]:
+        del data["plugin"]
     return data
 
 

@@ -185,6 +185,8 @@ class DataConfig(ChoosingTable):
     """System message put before every prompt that has none."""
     chat_template: bool | None = None
     """Render prompts with the tokenizer's chat template; default: when it has one and the row is a conversation."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Arguments of the chat template, such as ``{ enable_thinking = false }``."""
     control_tokens: Literal["text", "allow"] = "text"
     """Control tokens, such as ``<|im_end|>``, that messages of the data and of an environment hold: ``text`` makes them plain text, which cannot forge a role or an end; ``allow`` lets the tokenizer recognize them."""
     prompts_per_step: PositiveInt = 64
@@ -260,7 +262,14 @@ class TrackingConfig(Table):
     rollouts_every_steps: NonNegativeInt = 1
     """Write the step's rollouts as Parquet every n steps; 0: never."""
     options: dict[str, Any] = Field(default={}, exclude=True)
-    """The trackers' own tables by name, filled in by the loader."""
+    """The trackers' own tables by bare name, filled in by the loader."""
+
+
+class PluginsConfig(Table):
+    """``[plugin]``: a table ``[plugin.NAME]`` for each plugin of ``plugins`` that has options."""
+
+    options: dict[str, Any] = Field(default={}, exclude=True)
+    """The tables by name, filled in by the loader."""
 
 
 class RuntimeConfig(ChoosingTable):
@@ -300,7 +309,8 @@ class EngineConfig(ChoosingTable):
     trainer: str = "rl"
     """The training loop, by name; options in the table of that name."""
     plugins: list[str] = []
-    """Plugins with step hooks or observers by name, and one-file plugins by path (``./my_plugin.py``)."""
+    """Plugins with step hooks or observers by name, and one-file plugins by path (``./my_plugin.py``); options in ``[plugin.NAME]``."""
+    plugin: PluginsConfig = PluginsConfig()
     model: ModelConfig = ModelConfig()
     actor: RoleConfig = RoleConfig()
     ref: RoleConfig | None = None

@@ -197,8 +197,8 @@ class _Validation:
         """Put validated option tables where the engines look for them."""
         for place, chosen, options in self.options:
             holder = holder_of(config, place.path)
-            if chosen.kind == "trackers":
-                holder.options = {**holder.options, chosen.name: options}
+            if isinstance(getattr(holder, chosen.field), dict):  # of several names
+                holder.options = {**holder.options, chosen.table: options}
             else:
                 setattr(holder, chosen.field, options)
         if getattr(config.options, "updates_weights_in_flight", False):
@@ -258,7 +258,9 @@ class _Validation:
         owner = owner or _core_owner(path)
         names = set(keys_of(model)) if model else set()
         if place is not None and isinstance(place.table.get(key), dict):
-            names |= {name for kind in place.kinds for name in self.known(kind)}
+            names |= {name for kind in place.kinds for name in self.known(kind)} | {
+                c.table for c in place.chosen
+            }
         nearest = did_you_mean(key, names)
         homes = [f"[{key_text(t)}]" for t, other in self.tables.items() if t and key in keys_of(other)]
         elsewhere = f" '{key}' is a key of {' and of '.join(homes[:3])}." if homes else ""
@@ -277,6 +279,8 @@ def _header(path: Path_) -> Path_:
 def _core_owner(path: Path_) -> str:
     """Return the end of a message about a key of the core."""
     table = key_text(_header(path[:-1]))
+    if table == "plugin":
+        return " A table [plugin.NAME] is of a plugin in plugins = [...]."
     return f" Table of the core; see: engine schema {table}" if table else " See: engine schema"
 
 

@@ -74,14 +74,20 @@ class ChatFormat:
     Args:
         tokenizer: a tokenizer with a chat template, unless only ``text`` is called.
         control_tokens: ``text``: control tokens in messages become plain text; ``allow``: they are recognized.
+        arguments: further arguments of the template, such as ``enable_thinking``.
 
     Attributes:
         ends: tokens that end a response, of the tokenizer and of the model's generation config.
         notes: changes to messages that the template has needed so far.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, control_tokens: str = "text") -> None:
-        self.tokenizer, self.notes = tokenizer, set[str]()
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        control_tokens: str = "text",
+        arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.tokenizer, self.notes, self._arguments = tokenizer, set[str](), dict(arguments or {})
         self._source = str(tokenizer.chat_template or "")
         added = list(tokenizer.added_tokens_decoder.values())
         self._special = {*tokenizer.all_special_tokens, *(str(token) for token in added if token.special)}
@@ -359,7 +365,8 @@ class ChatFormat:
             )
         render: Callable[..., Any] = self.tokenizer.apply_chat_template  # in transformers' sandbox
         try:
-            return str(render(messages, tools=tools or None, tokenize=False, **options))
+            asked = self._arguments | options
+            return str(render(messages, **asked | {"tools": tools or None, "tokenize": False}))
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
             raise BadRow(f"the chat template refuses it ({error})") from error
 

@@ -52,7 +52,7 @@ class Renderer:
         train_on_prompt: bool = False,
     ) -> None:
         self.tokenizer, self.config = tokenizer, config
-        self.chat = ChatFormat(tokenizer, config.control_tokens)
+        self.chat = ChatFormat(tokenizer, config.control_tokens, config.chat_template_kwargs)
         self.learn, self.train_on_prompt = learn, train_on_prompt
         added, end = list(tokenizer("")["input_ids"]), tokenizer.eos_token_id
         self._adds_end = added[-1:] == [end] and (len(added) > 1 or tokenizer.bos_token_id != end)

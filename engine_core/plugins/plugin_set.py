@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pluggy
+from pydantic import BaseModel, ValidationError
 
 import engine_core
 from engine_core import hooks as hookspecs
@@ -47,9 +48,7 @@ from engine_core.plugins.modules import (
     import_load,
     import_offer,
 )
-
-if TYPE_CHECKING:
-    from engine_core.specs import Spec
+from engine_core.specs import NoOptions, Spec
 
 __all__ = ["CAPABILITIES", "Plugin", "PluginProblems", "PluginSet", "known_names"]
 
@@ -73,6 +72,13 @@ class PluginProblems(PluginError):
         super().__init__("\n".join(message for _, _, message in problems))
 
 
+@dataclass(frozen=True, kw_only=True)
+class _PluginOptions(Spec):
+    """The options of a plugin in ``plugins = [...]``."""
+
+    noun = "plugin"
+
+
 @dataclass(eq=False)
 class Plugin:
     """An imported module with hooks."""
@@ -82,6 +88,7 @@ class Plugin:
     source: str  #: distribution, or the file's name
     version: str  #: of the distribution; of a file: a part of its hash
     tables: dict[str, dict[str, Spec]] = field(default_factory=dict)  #: specs by kind and name
+    options: BaseModel | None = None  #: of `[plugin.NAME]`; None: the hook of its options is missing
 
 
 class PluginSet:
@@ -95,6 +102,7 @@ class PluginSet:
         self.observer_failures = 0
         self.modules: Sequence[str] = ()  # as passed to `load`, so that another process can load the same
         self.root, self.allow_code = Path.cwd(), False
+        self.tables: Mapping[str, Any] = {}  # those of `[plugin]`, by name
         self.chosen: dict[tuple[str, str], tuple[Spec, Plugin]] = {}
         self._loader = _Loader(self)
 
@@ -105,6 +113,7 @@ class PluginSet:
         modules: Sequence[str] = (),
         root: Path | None = None,
         allow_code: bool = False,
+        tables: Mapping[str, Any] | None = None,
     ) -> PluginSet:
         """Import and check the plugins that a run uses, and no others.
 
@@ -115,13 +124,14 @@ class PluginSet:
                 paths ending in ``.py``.
             root: folder of the run file; default: the working directory.
             allow_code: run ``.py`` files outside ``root`` too.
+            tables: ``[plugin]`` of the run file. A wrong table is left to ``validate``, which names its line.
 
         Raises:
             PluginProblems: all problems at once.
         """
         plugin_set = cls()
         plugin_set.modules, plugin_set.allow_code = tuple(modules), allow_code
-        plugin_set.root = root or plugin_set.root
+        plugin_set.root, plugin_set.tables = root or plugin_set.root, tables or {}
         if problems := plugin_set._loader.load(names):
             raise PluginProblems(problems, plugin_set)
         return plugin_set
@@ -253,16 +263,24 @@ class PluginSet:
             self.spec(*backend)
         return list(dict.fromkeys([*self.named[::-1], *(self.chosen[backend][1] for backend in backends)]))
 
-    def emit(self, event: str, step: int, data: Mapping[str, Any]) -> None:
-        """Call every observer; a failure is logged and counted in ``observer_failures``."""
+    def emit(self, event: str, step: int, data: Mapping[str, Any]) -> list[str]:
+        """Call every observer; a failure is logged and counted in ``observer_failures``.
+
+        Return the answers, each after the label of its plugin.
+        """
+        answers = []
         for plugin in reversed(self.plugins):
             try:
-                self._caller("engine_on_event", plugin)(event=event, step=step, data=dict(data))
+                answer = self._caller("engine_on_event", plugin)(
+                    event=event, step=step, data=dict(data), plugin_options=plugin.options
+                )
+                answers += [f"{plugin.label}: {each}" for each in answer]
             except Exception:
                 self.observer_failures += 1
                 log.exception(
                     "%s failed to observe '%s' of step %d; training continues", plugin.label, event, step
                 )
+        return answers
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the core and of each distribution in use; a one-file plugin has its hash."""
@@ -297,7 +315,7 @@ class PluginSet:
             PluginError: the hook failed; the message names the plugin and its version.
         """
         with self.naming(plugin, f"{plugin.label} failed in {hook} ({asker})"):
-            return self._caller(hook, plugin)(**arguments)
+            return self._caller(hook, plugin)(**arguments, plugin_options=plugin.options)
 
     @contextlib.contextmanager
     def naming(self, plugin: Plugin, failure: str) -> Iterator[None]:
@@ -352,7 +370,36 @@ class _Loader:
             self.problems.append((kind, name, str(exc)))
 
     def _named(self, entry: str) -> Plugin | None:
-        """Import the plugin of an entry of ``plugins = [...]``; None if that failed."""
+        """Load the plugin of an entry of ``plugins = [...]`` with its options; None if that failed."""
+        plugin = self._imported(entry)
+        if plugin is not None:
+            with self._collecting("plugins", entry):
+                model = self._option_model(plugin)
+                self.plugin_set.chosen["plugins", entry] = _PluginOptions(load=model, config=model), plugin
+                table = self.plugin_set.tables.get(Path(split(entry)[1]).stem, {})
+                with contextlib.suppress(ValidationError):  # `validate` reports it with its line
+                    plugin.options = model.model_validate(table, context={"folder": self.plugin_set.root})
+        return plugin
+
+    def _option_model(self, plugin: Plugin) -> type[BaseModel]:
+        """Return what a plugin's ``engine_options`` returns, else the model without keys.
+
+        Raises:
+            PluginError: the hook failed, or returned something else.
+        """
+        hook = "engine_options"
+        if not hasattr(plugin.module, hook):
+            return NoOptions
+        with self.plugin_set.naming(plugin, f"{plugin.label} failed in {hook} (while it was loaded)"):
+            model = getattr(plugin.module, hook)()
+        if not (isinstance(model, type) and issubclass(model, BaseModel)):
+            raise PluginError(
+                f"{plugin.label}: {hook} must return a class derived from Options; it gave {model!r}."
+            )
+        return model
+
+    def _imported(self, entry: str) -> Plugin | None:
+        """Import the plugin of an entry; None if that failed."""
         if not entry.endswith(".py"):
             if not any(find("plugins", entry)):
                 self.problems.append(("plugins", entry, unknown_name("plugins", entry)))
@@ -447,3 +494,8 @@ class _Loader:
             self.problems.append((kind, name, unknown_name(kind, name, also)))
         elif spec := self.table(candidates[0], kind).get(short):  # else: its table failed and was reported
             self.plugin_set.chosen[kind, name] = spec, candidates[0]
+            if (
+                spec.given and not spec.internal and not isinstance(spec.load, str | type)
+            ):  # others: where used
+                with self._collecting(kind, name):
+                    self.plugin_set.function(kind, name)

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from engine_core import faults
+from engine_core.config.choices import bare
 from engine_core.config.dump import as_data, dump_toml, origins
 from engine_core.errors import DataError, EnvironmentProblem, did_you_mean
 from engine_core.redaction import Redactor
@@ -342,7 +343,7 @@ class TrackerHub:
         self._file: TextIO | None = None
         self._feeders: list[_Feeder] = []
         for name in config.tracking.trackers:
-            tracker = plugins.resolve("trackers", name)(config.tracking.options.get(name))
+            tracker = plugins.resolve("trackers", name)(config.tracking.options.get(bare(name)))
             self._feeders.append(_Feeder(name, tracker, functools.partial(tracker.start, run, plain)))
 
     def start(self) -> None:

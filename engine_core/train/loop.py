@@ -263,7 +263,9 @@ class Loop:
             self.log_advice(metrics)
             if run.progress:
                 run.progress.step(step, metrics)
-            run.emit("step_finished", {"metrics": metrics})
+            if reasons := run.emit("step_finished", {"metrics": metrics}):
+                self.total = step
+                log.info("The run ends after step %d. %s", step, "; ".join(reasons))
             self.check_bounds(metrics)
         self.point = run.resume_point(metrics)
         if step and self.saver.due(step, metrics, last=step == self.total):

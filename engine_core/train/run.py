@@ -450,9 +450,9 @@ class TrainingRun(abc.ABC):
         """Whether each step samples the rollouts that it learns from, and records them."""
         return False
 
-    def emit(self, event: str, data: Mapping[str, Any]) -> None:
-        """Send an event to the observers."""
-        self.plugins.emit(event, self.step_now, data)
+    def emit(self, event: str, data: Mapping[str, Any]) -> list[str]:
+        """Send an event to the observers; return their answers, see ``engine_on_event``."""
+        return self.plugins.emit(event, self.step_now, data)
 
     def held_out(self) -> list[HeldOut]:
         """Return the sets to evaluate under the settings of this step, without an empty one of a data source.

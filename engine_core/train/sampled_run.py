@@ -139,8 +139,8 @@ class SampledRun(TrainingRun):
         if config is None:
             return None
         length, known = model_length(self.text_config), {reward.name for reward in self.config.reward}
-        make, control = self.plugins.require("parts", "episodes"), self.config.data.control_tokens
-        episodes: Episodes = make(config, self.plugins, self.tokenizer, length, columns, known, control)
+        make, data = self.plugins.require("parts", "episodes"), self.config.data
+        episodes: Episodes = make(config, self.plugins, self.tokenizer, length, columns, known, data)
         return episodes
 
     def _check_rows(self, rows: Iterable[tuple[str, Mapping[str, Any]]], most_bad: int) -> None:

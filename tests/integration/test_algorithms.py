@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import tomllib
+from contextlib import closing, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -275,10 +276,7 @@ def test_what_a_plugins_function_does_wrong_is_said_with_its_name(grpo, tmp_path
     (tmp_path / "mine.py").write_text(text)
     (tmp_path / "run.toml").write_text('plugins = ["mine.py"]\n[[stage]]\nname = "cap"\n')
     changes = {"algorithm.advantage": "odd", "run.steps": 1}
-    run = Trainer(load_config(tmp_path / "run.toml", grpo | changes), rewards=[digits])
-    if message is None:
-        assert run.train()["stage/cap/kept"] == 16
-    else:
-        with pytest.raises(PluginError, match=message):
-            run.train()
-    run.close()
+    with nullcontext() if message is None else pytest.raises(PluginError, match=message):
+        run = Trainer(load_config(tmp_path / "run.toml", grpo | changes), rewards=[digits])
+        with closing(run):
+            assert run.train()["stage/cap/kept"] == 16

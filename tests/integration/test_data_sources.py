@@ -317,17 +317,12 @@ def test_every_trainer_reads_the_rows_before_a_model_is_built(make, no_model, tr
         run.train()
 
 
-def test_a_function_that_does_not_take_its_options_is_refused_before_a_model_is_built(make, no_model):
-    run = make(
-        source=SUMS.replace(
-            "def sums(split, count, held, sign):", "def sums(split, count, sign, held_out=0):"
-        )
-    )
-
+def test_a_function_that_does_not_take_its_options_is_refused_with_the_config(make):
+    source = SUMS.replace("def sums(split, count, held, sign):", "def sums(split, count, sign, held_out=0):")
     with pytest.raises(
         PluginError, match=r"'sums' must be callable as f\(split, \*, count, held, sign\): .*'held'"
     ):
-        run.train()
+        make(source=source)
 
 
 @pytest.mark.parametrize("trainer", ["rl", "sft", "dpo"])

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from engine_core.config.models import EnvironmentConfig
+from engine_core.config.models import DataConfig, EnvironmentConfig
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.local.runtime import LocalGroup
 from engine_core.plugins.plugin_set import PluginSet
@@ -172,7 +172,13 @@ def environment(tmp_path, tokenizer):
         config = EnvironmentConfig(name="mine", **settings)
         config.options = plugins.spec("environments", "mine").config.model_validate(options or {})
         runner = EnvironmentRunner(
-            config, plugins, own or tokenizer, max_tokens, columns, rewards, control_tokens
+            config,
+            plugins,
+            own or tokenizer,
+            max_tokens,
+            columns,
+            rewards,
+            DataConfig(control_tokens=control_tokens),
         )
         made.append(runner)
         return runner

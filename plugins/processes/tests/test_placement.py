@@ -59,13 +59,6 @@ def test_the_number_of_processes_is_what_the_file_says_or_left_open():
     assert wanted_processes(config(processes=3, pools={"a": 1, "b": 2})) == 3
 
 
-def test_two_keys_that_disagree_are_both_named():
-    with pytest.raises(
-        ConfigError, match=r"placement.pools: \{ a = 1, b = 2 \} need 3 .* runtime.torchrun.processes is 2"
-    ):
-        wanted_processes(config(processes=2, pools={"a": 1, "b": 2}))
-
-
 def test_pools_that_others_started_too_few_for_are_refused():
     with pytest.raises(ConfigError, match=r"placement.pools: they need 3 processes, and 2 were started"):
         plan_pools(config(pools={"a": 3}), RL, 2)

@@ -186,6 +186,20 @@ class Positions(torch.nn.Module):
         return Output(self.weight * input_ids.cumsum(1))
 
 
+class Plain(Positions):
+    """The same without an object around the values."""
+
+    def forward(self, input_ids, position_ids):
+        return super().forward(input_ids, position_ids).values
+
+
+class Columns(Positions):
+    """The same as a linear head gives them."""
+
+    def forward(self, input_ids, position_ids):
+        return super().forward(input_ids, position_ids).values[..., None]
+
+
 class Logits(Positions):
     """A language model."""
 
@@ -193,8 +207,9 @@ class Logits(Positions):
         return self.weight * torch.nn.functional.one_hot(input_ids)
 
 
-def test_a_plugin_builds_a_critic_of_its_own(make_critic, batch_of):
-    engine = make_critic(hooks={"engine_build_model": lambda role: Positions() if role == "critic" else None})
+@pytest.mark.parametrize("kind", [Positions, Plain, Columns])
+def test_a_plugin_builds_a_critic_of_its_own(make_critic, batch_of, kind):
+    engine = make_critic(hooks={"engine_build_model": lambda role: kind() if role == "critic" else None})
     batch = batch_of([4, 3])
     batch.token_ids[:] = torch.tensor([1, 2, 3, 4, 5, 6, 7])
     found = engine.infer(batch, ["values", "scores"])
@@ -205,7 +220,8 @@ def test_a_plugin_builds_a_critic_of_its_own(make_critic, batch_of):
 def test_a_plugin_whose_critic_gives_no_values_is_told(make_critic, batch):
     engine = make_critic(hooks={"engine_build_model": lambda role: Logits()})
     with pytest.raises(
-        PluginError, match=r"Logits was built for a critic, and its forward gives no tensor 'values'"
+        PluginError,
+        match=r"Logits was built for a critic, and its forward gives \[1, 7, \d+\], not values \[1, T\]",
     ):
         engine.infer(batch, ["values"])
 

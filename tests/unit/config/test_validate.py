@@ -275,6 +275,11 @@ def test_a_long_value_is_cut(problems_of):
             "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'",
             "1: placement.rollout: missing. With several pools (a, b) each role must name its pool.",
         ),
+        (
+            "runtime = { backend = 'torchrun', torchrun = { processes = 2 } }\n"
+            "placement = { pools = { a = 1, b = 2 }, actor = 'a', rollout = 'b' }",
+            "2: placement.pools: { a = 1, b = 2 } need 3 processes, but runtime.torchrun.processes is 2. Make them agree",
+        ),
     ],
 )
 def test_what_must_hold_between_keys_is_checked(problems_of, text, expected):

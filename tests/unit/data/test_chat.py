@@ -199,6 +199,15 @@ def test_a_block_that_the_prompt_opens_is_not_learned(made):
     assert turns(tokenizer, form.conversation([HI, thought])) == "Hm\n</think>\n\nHello<|im_end|>"
 
 
+def test_arguments_of_the_template_switch_thinking_off_in_prompts_and_further_turns(made):
+    (tokenizer, thinks), (_, quiet) = made("qwen3"), made("qwen3", arguments={"enable_thinking": False})
+    empty = "<think>\n\n</think>\n\n"
+    assert quiet.prompt([HI]).text == thinks.prompt([HI]).text + empty
+    ends = [tokenizer.eos_token_id]
+    assert tokenizer.decode(quiet.following([MORE], ends)).endswith(empty)
+    assert empty not in tokenizer.decode(thinks.following([MORE], ends))
+
+
 def test_control_tokens_are_recognized_on_request_and_it_is_logged(made, caplog):
     chat._log_once.cache_clear()
     with caplog.at_level(logging.WARNING, "engine"):

@@ -156,7 +156,7 @@ def test_a_wrong_hook_argument_is_an_error_with_the_nearest_argument(install):
 
     assert problems_of({"rewards": {"args"}}) == [
         "Plugin 'args' (args 1.0): hook 'engine_wrap_policy' has no argument 'modul'. Did you mean 'module'? "
-        "Known: module, options, role."
+        "Known: module, options, plugin_options, role."
     ]
 
 

@@ -483,3 +483,16 @@ def test_loading_and_listing_import_nothing_heavy():
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert child.stdout.strip() == "[]"
+
+
+def test_a_function_that_cannot_be_called_with_its_options_is_found_while_loading(tmp_path):
+    (tmp_path / "tether.py").write_text(
+        "from engine_core import hookimpl\n"
+        "from engine_core.specs import Loss\n"
+        "def tether(outputs, batch, strength): ...\n"
+        "@hookimpl\n"
+        "def engine_losses():\n"
+        "    return {'tether': Loss(load=tether)}\n"
+    )
+    with pytest.raises(PluginProblems, match=r"policy loss 'tether' must be callable as f\(outputs, batch\)"):
+        PluginSet.load({"losses": {"tether"}}, ["tether.py"], tmp_path)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+from engine_core.config.models import DataConfig
 from engine_core.data.chat import ChatFormat
 from engine_core.errors import TrainingFailed
 from engine_core.sampler_session import SamplerSession
@@ -51,7 +52,7 @@ class EnvironmentRunner:
         max_tokens: maximum sequence length of the model.
         columns: names of the data's columns.
         rewards: names in ``[[reward]]``.
-        control_tokens: ``[data] control_tokens``, which also applies to messages of episodes.
+        data: the ``[data]`` table, whose keys of chat templates also apply to messages of episodes.
 
     Raises:
         EngineError: the environment cannot be used; nothing was sampled.
@@ -65,11 +66,12 @@ class EnvironmentRunner:
         max_tokens: int,
         columns: Collection[str],
         rewards: Collection[str] = (),
-        control_tokens: str = "text",
+        data: DataConfig | None = None,
     ) -> None:
         self.config = config
         self.tokenizer = copy.deepcopy(tokenizer)  # a copy: the sampler uses the original concurrently
-        self.chat = ChatFormat(self.tokenizer, control_tokens)
+        data = data or DataConfig()
+        self.chat = ChatFormat(self.tokenizer, data.control_tokens, data.chat_template_kwargs)
         self.spec: Environment = plugins.spec("environments", config.name)  # type: ignore[assignment]
         check_reward_names(config, self.spec, rewards)
         self.check_columns(columns)

@@ -43,7 +43,13 @@ OF_AN_INTERPRETER = ("PYTHONHOME", "PYTHONEXECUTABLE", "__PYVENV_LAUNCHER__", "V
 
 
 def load_backend(
-    name: str, modules: Sequence[str], root: Path, allow_code: bool, other: bool, actor: str = ""
+    name: str,
+    modules: Sequence[str],
+    root: Path,
+    allow_code: bool,
+    other: bool,
+    actor: str = "",
+    tables: Mapping[str, Any] | None = None,
 ) -> PluginSet:
     """Return the plugin of a rollout engine, and those of the run's plugins that load in this environment.
 
@@ -55,13 +61,14 @@ def load_backend(
         other: whether this is not the trainer's environment: plugins of the run that the engine does not need may be
             missing.
         actor: train engine whose plugin also builds the sampler's model; "" if none does.
+        tables: ``[plugin]`` of the run file.
 
     Raises:
         PluginProblems: the engine cannot be loaded, or a required plugin of the run cannot.
     """
     try:
         names = {"rollout_engines": {name}, **({"train_engines": {actor}} if actor else {})}
-        return PluginSet.load(names, modules, root, allow_code)
+        return PluginSet.load(names, modules, root, allow_code, tables)
     except PluginProblems as error:
         if not other or error.loaded.find("rollout_engines", name) is None:
             raise

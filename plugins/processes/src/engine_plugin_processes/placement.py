@@ -36,24 +36,9 @@ class Slice:
 
 
 def wanted_processes(config: EngineConfig) -> int | None:
-    """Return the number of processes that the run file asks for; None if it depends on the machine.
-
-    Raises:
-        ConfigError: ``placement.pools`` and ``processes`` disagree.
-    """
+    """Return the number of processes that the run file asks for; None if it depends on the machine."""
     processes = config.runtime.options.processes
-    pools = config.placement.pools
-    asked = None if processes == "auto" else processes
-    if not pools:
-        return asked
-    need = sum(pools.values())
-    if asked not in (None, need):
-        listed = ", ".join(f"{name} = {size}" for name, size in pools.items())
-        raise ConfigError(
-            f"placement.pools: {{ {listed} }} need {need} processes, but runtime.{config.runtime.backend}.processes is {asked}. "
-            'Make them agree, or set processes = "auto".'
-        )
-    return need
+    return sum(config.placement.pools.values()) or (None if processes == "auto" else processes)
 
 
 def plan_pools(config: EngineConfig, roles: Iterable[str], processes: int) -> list[Pool]:

@@ -305,8 +305,8 @@ class ValueForward(PackedForward):
 
     Args:
         module: a transformers model with a head ``score`` (hidden size to 1), or a module whose
-            ``forward(input_ids, position_ids)`` takes [1, T] and returns ``values`` [1, T], read from each
-            token's own hidden state.
+            ``forward(input_ids, position_ids)`` takes [1, T] and returns values [1, T] or [1, T, 1], or an
+            object with such ``values``, read from each token's own hidden state.
         device: the engine's device.
         compute_dtype: type of the decoder; the head runs in the type of its weights.
 
@@ -358,13 +358,14 @@ class ValueForward(PackedForward):
 
     def _result(self, output: Any) -> Tensor:
         """Return the values [1, T, 1] from the output of a module that is no transformers model."""
-        values = getattr(output, "values", None)
-        if not isinstance(values, Tensor):
+        values = output if isinstance(output, Tensor) else getattr(output, "values", None)
+        if not isinstance(values, Tensor) or values.ndim < 2 or values.shape[2:] not in ((), (1,)):
+            given = list(values.shape) if isinstance(values, Tensor) else type(output).__name__
             raise PluginError(
-                f"{type(self.module).__name__} was built for a critic, and its forward gives no tensor 'values' [1, T]. "
-                "engine_build_model gives a module for this role whose output has it."
+                f"{type(self.module).__name__} was built for a critic, and its forward gives {given}, not values [1, T]. "
+                "engine_build_model gives a module for this role that returns them, or an object with 'values'."
             )
-        return values[..., None]
+        return values if values.ndim == 3 else values[..., None]
 
     @torch.no_grad()
     def _try(self) -> None:

@@ -59,7 +59,7 @@ def build_host(order: Mapping[str, Any]) -> SamplerHost:
     if order["steps_are_short"]:
         config.expect_updates()
     where = (order["modules"], root, order["allow_code"], order["other"])
-    plugins = foreign_interpreter.load_backend(config.backend, *where, order["actor"])
+    plugins = foreign_interpreter.load_backend(config.backend, *where, order["actor"], order["plugin_tables"])
     table = plugins.spec("rollout_engines", config.backend).config
     given = {"folder": root, "allow_code": order["allow_code"]}
     config.options = table.model_validate_json(json.dumps(order["options"]), strict=True, context=given)

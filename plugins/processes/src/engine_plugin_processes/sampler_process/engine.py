@@ -397,6 +397,7 @@ class SamplerEngine(RolloutEngine):
             "options": options,
             "model": self.model_config.model_dump(mode="json"),
             "modules": list(plugins.modules),
+            "plugin_tables": plugins.tables,
             "root": str(plugins.root),
             "allow_code": plugins.allow_code,
             "other": bool(self.settings.python) and not asked,  # the model's plugins must load there
