@@ -132,7 +132,8 @@ def skipped(app: Any, what: str, name: str, thing: Any, skip: bool, options: Any
         return False
     made = name == "__init__" and getattr(getattr(thing, "__code__", None), "co_filename", "") == "<string>"
     repeated = name in OF_SPECS and issubclass(owner, Spec) and owner is not Spec
-    return True if made or repeated or name in OF_PYDANTIC or name in dict(fields(owner)) else None
+    pydantic = name in OF_PYDANTIC and issubclass(owner, BaseModel)
+    return True if made or repeated or pydantic or name in dict(fields(owner)) else None
 
 
 @functools.cache

@@ -234,9 +234,10 @@ def hooks_page() -> str:
         "step": "Step hooks",
         "table": "Table hooks",
         "of plugins": "Table hooks of plugins",
-        "observer": "Observers",
+        "observer": "Observers, and options of plugins",
     }
     parts = [part for sort, title in titles.items() for part in (f"## {title}", *found[sort])]
+    parts.append(OWN_TABLE.strip())
     return page(
         "Hook reference",
         "For authors of plugins: every point that a plugin can change. [Write a plugin](../plugins.md) shows the main ones at work.\n"
@@ -245,17 +246,60 @@ def hooks_page() -> str:
     )
 
 
+OWN_TABLE = '''\
+## A table of your own: `engine.tables`
+
+A plugin with a new kind of names defines a table: a module with the class of its entries, `SPECS`, and the hook's specification.
+
+```py
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from engine_core.hooks import hookspec
+from engine_core.specs import Spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grader(Spec):
+    """A grader: ``load`` is a function of a text that returns a mark."""
+
+    kind = "graders"
+    noun = "grader"
+
+
+SPECS = {"graders": Grader}
+
+
+@hookspec
+def engine_graders() -> Mapping[str, Grader]:
+    """Offer graders: ``[reward.school] grader = "NAME"``."""
+```
+
+The entry point names the module. Other plugins offer their names in a group of the table's name, `engine.graders`:
+
+```toml
+[project]
+name = "engine-plugin-school"
+
+[project.entry-points."engine.tables"]
+graders = "engine_plugin_school.tables"
+```
+
+`PluginSet.load({"graders": [name]})` loads a name; `find("graders", name)` of `engine_core.plugins.metadata` gives the distributions that offer it.
+'''
+
+
 def sort_of(function: Any) -> str:
     if function.engine_spec["firstresult"]:
         return "step"
-    return "table" if not inspect.signature(function).parameters else "observer"
+    return "table" if "Mapping" in function.__annotations__["return"] else "observer"
 
 
 def hook_part(name: str, function: Any) -> str:
     signature = str(inspect.signature(function)).replace("'", "")
     if len(name + signature) > 88:  # an argument a line
         inside, _, result = signature[1:].rpartition(")")
-        signature = "(\n    " + inside.replace(", ", ",\n    ") + "\n)" + result
+        signature = "(\n    " + re.sub(r", (?=\w+:)", ",\n    ", inside) + "\n)" + result
     return f"### {name}\n\n```text\n{name}{signature}\n```\n\n{docstring(inspect.getdoc(function) or '')}"
 
 

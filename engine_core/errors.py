@@ -44,7 +44,7 @@ class ConfigError(EngineError):
     exit_code = 2
 
     def __init__(self, problems: str | Sequence[str]) -> None:
-        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.problems = [problems] if isinstance(problems, str) else list(problems)  #: a line each
         super().__init__("\n".join(self.problems))
 
 
@@ -87,7 +87,7 @@ class WorkerLost(TrainingFailed):
     """
 
     def __init__(self, role: str, rank: int, host: str, cause: str) -> None:
-        self.role, self.rank, self.host, self.cause = role, rank, host, cause
+        self.role, self.rank, self.host, self.cause = role, rank, host, cause  #: constructor argument
         super().__init__(f"Lost worker {role}[{rank}] on {host}: {cause}")
 
 

@@ -31,7 +31,7 @@ class TemporaryFolder:
 
     def __init__(self, prefix: str, dir: str | os.PathLike[str] | None = None) -> None:
         remove_abandoned(dir or tempfile.gettempdir())
-        self.path = os.path.abspath(tempfile.mkdtemp(prefix=NAME + prefix, dir=dir))
+        self.path = os.path.abspath(tempfile.mkdtemp(prefix=NAME + prefix, dir=dir))  #: the folder
         lock = os.open(self.path, os.O_RDONLY)
         with contextlib.suppress(
             OSError

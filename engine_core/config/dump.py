@@ -152,7 +152,7 @@ RULES: tuple[tuple[str, Verdict, str], ...] = (
         "environment.timeout_seconds", "environment.tool_timeout_seconds", "environment.max_concurrent"
     ),
     *_allowed("reward.*.workers", "reward.*.timeout_seconds", "reward.*.max_memory_gb"),
-    ("*", "warned", "later steps are done in another way than those before"),
+    ("*", "warned", "steps from here on use the new value"),
 )
 """The first pattern that fits a key decides. ``runtime.backend`` is one of ``*.backend``, see ``EXCEPT``."""
 EXCEPT: Mapping[str, Verdict] = {"runtime.backend": "allowed", "rollout.backend": "warned"}

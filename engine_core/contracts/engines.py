@@ -74,11 +74,11 @@ class TrainEngine(abc.ABC):
     def __init__(
         self, config: RoleConfig, model_config: ModelConfig, context: WorkerContext, *, trainable: bool = True
     ) -> None:
-        self.config, self.model_config, self.context = config, model_config, context
-        self.trainable = trainable
-        self.module: nn.Module
-        self.optimizer: torch.optim.Optimizer | None = None
-        self.lr_scheduler: Any = None
+        self.config, self.model_config, self.context = config, model_config, context  #: constructor argument
+        self.trainable = trainable  #: whether an optimizer is built
+        self.module: nn.Module  #: the model; set by a subclass
+        self.optimizer: torch.optim.Optimizer | None = None  #: set by a subclass for a role that is trained
+        self.lr_scheduler: Any = None  #: set by a subclass for a role that is trained
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> Any:
@@ -281,9 +281,9 @@ class RolloutEngine(abc.ABC):
     """
 
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
-        self.config, self.model_config, self.context = config, model_config, context
-        self.version = 0  # policy version of the weights
-        self.running: dict[str, Request] = {}  # in-flight requests of ``advance``, by id
+        self.config, self.model_config, self.context = config, model_config, context  #: constructor argument
+        self.version = 0  #: policy version of the weights
+        self.running: dict[str, Request] = {}  #: in-flight requests of ``advance``, by id
         self.dropped: set[str] = set()
         self.deadlines = sampling.Deadlines()
 

@@ -122,7 +122,7 @@ class Runtime(abc.ABC):
     shared = False  #: whether the sampler reads the actor's own module, so that both are one policy
 
     def __init__(self, config: EngineConfig, plugins: PluginSet, live: Mapping[str, Any]) -> None:
-        self.config, self.plugins, self.live = config, plugins, live
+        self.config, self.plugins, self.live = config, plugins, live  #: constructor argument
 
     @abc.abstractmethod
     def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:

@@ -78,8 +78,8 @@ class WeightTransport(abc.ABC):
     """
 
     def __init__(self, options: Options, endpoint: TransportEndpoint) -> None:
-        self.options: Any = options
-        self.endpoint = endpoint
+        self.options: Any = options  #: the option table
+        self.endpoint = endpoint  #: the process of this instance
 
     @classmethod
     def check(cls, options: Any, one_machine: bool) -> None:

@@ -68,7 +68,7 @@ class PluginProblems(PluginError):
     """
 
     def __init__(self, problems: Sequence[tuple[str, str, str]], loaded: PluginSet) -> None:
-        self.problems, self.loaded = list(problems), loaded
+        self.problems, self.loaded = list(problems), loaded  #: constructor argument
         super().__init__("\n".join(message for _, _, message in problems))
 
 
@@ -97,13 +97,13 @@ class PluginSet:
     def __init__(self) -> None:
         self.manager = pluggy.PluginManager("engine")
         self.manager.add_hookspecs(hookspecs)
-        self.plugins: list[Plugin] = []
-        self.named: list[Plugin] = []  # the plugins of `plugins = [...]`
+        self.plugins: list[Plugin] = []  #: all loaded plugins
+        self.named: list[Plugin] = []  #: the plugins of `plugins = [...]`
         self.observer_failures = 0
-        self.modules: Sequence[str] = ()  # as passed to `load`, so that another process can load the same
+        self.modules: Sequence[str] = ()  #: as passed to `load`, so that another process can load the same
         self.root, self.allow_code = Path.cwd(), False
-        self.tables: Mapping[str, Any] = {}  # those of `[plugin]`, by name
-        self.chosen: dict[tuple[str, str], tuple[Spec, Plugin]] = {}
+        self.tables: Mapping[str, Any] = {}  #: the tables of `[plugin]`, by name
+        self.chosen: dict[tuple[str, str], tuple[Spec, Plugin]] = {}  #: by kind and name
         self._loader = _Loader(self)
 
     @classmethod
@@ -118,10 +118,8 @@ class PluginSet:
         """Import and check the plugins that a run uses, and no others.
 
         Args:
-            names: used names by kind: ``{"train_engines": {"torch"}}``. ``"dist:name"`` picks a
-                distribution.
-            modules: the run file's ``plugins = [...]``: names of the group ``engine.plugins``, and
-                paths ending in ``.py``.
+            names: used names by kind: ``{"train_engines": {"torch"}}``. ``"dist:name"`` picks a distribution.
+            modules: the run file's ``plugins = [...]``: names of the group ``engine.plugins``, and paths ending in ``.py``.
             root: folder of the run file; default: the working directory.
             allow_code: run ``.py`` files outside ``root`` too.
             tables: ``[plugin]`` of the run file. A wrong table is left to ``validate``, which names its line.

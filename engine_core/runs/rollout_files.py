@@ -120,7 +120,7 @@ class RolloutFile:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        self.path = path
+        self.path = path  #: the file
         if not path.is_file():
             near = sorted(file.name for file in path.parent.glob("*.parquet"))
             listed = f"{near[0]} to {near[-1]}" if near else "no rollout file"
@@ -130,6 +130,7 @@ class RolloutFile:
         try:
             self._file = pq.ParquetFile(path)
             metadata = self._file.schema_arrow.metadata or {}
+            #: plain values that all rollouts share
             self.about: dict[str, Any] = json.loads(metadata.get(ABOUT, f'{{"format": {FORMAT}}}'))
             version = int(self.about["format"])
         except (pa.ArrowInvalid, ValueError, TypeError, KeyError) as error:

@@ -63,14 +63,14 @@ class RunFolder:
     """A run on disk: ``create`` makes a new one, ``open`` finds an existing one, ``close`` unlocks it."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.redactor = Redactor.of()  # removes secrets from what is written
-        self.attempt = 0  # number of this attempt, from 0
-        self.start_step = 0  # the step that this attempt resumed from
-        self.metrics_file = path / "metrics.jsonl"
-        self.rollouts_dir = path / "rollouts"
-        self.checkpoints = path / "checkpoints"
-        self.logs_dir = path / "logs"
+        self.path = path  #: the folder
+        self.redactor = Redactor.of()  #: removes secrets from what is written
+        self.attempt = 0  #: number of this attempt, from 0
+        self.start_step = 0  #: the step that this attempt resumed from, or 0
+        self.metrics_file = path / "metrics.jsonl"  #: one line of JSON a step
+        self.rollouts_dir = path / "rollouts"  #: the stored rollouts, a file a step
+        self.checkpoints = path / "checkpoints"  #: the checkpoints, a folder each
+        self.logs_dir = path / "logs"  #: the logs, a folder an attempt
         self._lock_file: TextIO | None = None
 
     @property
@@ -283,7 +283,7 @@ class Tracker:
     """
 
     def __init__(self, options: Any = None) -> None:
-        self.options = options
+        self.options = options  #: the tracker's table
 
     def start(self, run: RunFolder, config: Mapping[str, Any]) -> None:
         """Open what the tracker needs.

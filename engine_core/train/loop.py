@@ -371,8 +371,8 @@ class Loop:
         found, times = {}, self.run.times
         if times.get("generate") and "time/sampling" not in metrics:  # asynchronous sampling is no phase
             found["throughput/generated_tokens_per_second"] = metrics["tokens/generated"] / times["generate"]
-        if times.get("train"):
-            found["throughput/train_tokens_per_second"] = metrics.get("tokens/total", 0.0) / times["train"]
+        if times.get("train") and "tokens/total" in metrics:
+            found["throughput/train_tokens_per_second"] = metrics["tokens/total"] / times["train"]
         return found
 
 

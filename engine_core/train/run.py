@@ -70,23 +70,24 @@ class TrainingRun(abc.ABC):
     ) -> None:
         live = {"model": model, "tokenizer": tokenizer, "rewards": rewards, "data": data}
         check_live(live)
-        self.live = {name: value for name, value in live.items() if value is not None}
+        self.live = {name: value for name, value in live.items() if value is not None}  #: given from Python
         check_complete(config, self.live)
-        self.config, self.settings = config, Settings(config)
-        self.plugins = plugins_for(config)
-        self.given = GivenRows(config.data, self.plugins, self.live.get("data"))
-        self.clock = Clock()
-        self.folder: RunFolder | None = None
-        self.groups: dict[str, WorkerGroup] = {}
-        self.runtime: Runtime
-        self.step_done = self.step_now = 0
+        self.config = config  #: as the run file has it; ``config_now`` is that of this step
+        self.settings = Settings(config)  #: the config with the changes of ``[schedule]``
+        self.plugins = plugins_for(config)  #: the plugins of the run
+        self.given = GivenRows(config.data, self.plugins, self.live.get("data"))  #: rows that are in no file
+        self.clock = Clock()  #: time and threads
+        self.folder: RunFolder | None = None  #: the run folder, from the start of ``train``
+        self.groups: dict[str, WorkerGroup] = {}  #: the workers by role, after ``setup``
+        self.runtime: Runtime  #: starts and stops the workers; set by ``setup``
+        self.step_done = self.step_now = 0  #: number of the last finished step; number of the current step
         self.skipped_in_a_row: dict[str, int] = {}  # optimizer steps, by role
         self.signals = StopSignals()  # takes signals only within ``train``
-        self.times: dict[str, float] = {}  # seconds in each phase of this step
+        self.times: dict[str, float] = {}  #: seconds in each phase of this step
         self.progress: Progress | None = None  # while ``train`` does steps
         self._held_items: dict[str, list[Any]] = {}  # by held-out set
-        self.trained = False  # whether ``train`` has begun
-        self.training = False  # set up with optimizers, or about to be
+        self.trained = False  #: whether ``train`` has begun
+        self.training = False  #: whether it is set up with optimizers, or about to be
         self._restores = False
         self.weights_changed = False  # an optimizer step was done in this step, so the step must finish
         self._cleanup = ExitStack()  # workers and data

@@ -49,11 +49,19 @@ log = logging.getLogger("engine")
 
 
 class SampledRun(TrainingRun):
-    """A run that samples the rollouts it learns from; a subclass defines in ``step`` how it learns."""
+    """A run that samples the rollouts it learns from; a subclass defines in ``step`` how it learns.
 
-    samples = True  # each step samples its rollouts
-    samples_greedy = False  # each prompt gets an additional greedy response, for ``Rollout.greedy_reward``
-    scores = True  # rewards are computed here
+    Attributes:
+        stages: the stages of the run file.
+        environment: the environment; None without one.
+        rewards: computes the rewards of rollouts.
+        sampler: samples rollouts.
+        version: number of weight updates sent to the sampler.
+    """
+
+    samples = True  #: whether each step samples its rollouts
+    samples_greedy = False  #: whether each prompt gets a greedy response too, for ``Rollout.greedy_reward``
+    scores = True  #: whether rewards are computed here
     replays_support = False
     """Whether rollouts record the support that top-p and top-k left, and log-probs are computed over it."""
 

@@ -159,6 +159,8 @@ def _make_chat_model(folder: Path) -> None:
     script.write_text(block.text)
     runpy.run_path(str(script))
     shutil.rmtree(folder / "tiny" / "model")  # a page that makes one begins without
+    run = RUN.replace('"model"', '"../model"').replace('"data/', '"../data/')
+    (folder / "tiny" / "run.toml").write_text(run)
 
 
 class Session:

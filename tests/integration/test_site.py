@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import typing
+import zipfile
 from html import unescape
 from pathlib import Path
 
@@ -68,6 +69,62 @@ def test_links_and_anchors_within_the_site_lead_somewhere(site):
             assert not anchor or f'id="{anchor}"' in pages.get(target, ""), f"{page.name}: {link}"
             checked += 1
     assert checked > 100
+
+
+def example_files(folder: Path) -> dict[str, bytes]:
+    """Return the files of an example by path, without those that runs, tests and builds leave there."""
+    left = re.compile(r"/(\.[^/]*|__pycache__|[^/]*\.egg-info|build|dist|runs)(/|$)")
+    files = {f"/{file.relative_to(ROOT).as_posix()}": file for file in folder.rglob("*") if file.is_file()}
+    return {name[1:]: file.read_bytes() for name, file in files.items() if not left.search(name)}
+
+
+def test_a_link_to_an_example_is_a_zip_of_all_its_files_in_the_site(site):
+    linked = {
+        (page.relative_to(DOCS).with_suffix(".html"), name)
+        for page in DOCS.rglob("*.md")
+        for name in re.findall(r"\]\((?:\.\./)+examples/(\w+)/?\)", page.read_text("utf-8"))
+    }
+    assert linked
+    for page, name in linked:
+        link = f"{'../' * (len(page.parts) - 1)}_static/examples/{name}.zip"
+        assert f'href="{link}"' in (site / page).read_text("utf-8"), page
+        with zipfile.ZipFile((site / page).parent / link) as packed:
+            assert {each: packed.read(each) for each in packed.namelist()} == example_files(
+                ROOT / "examples" / name
+            )
+            assert {entry.date_time[0] for entry in packed.infolist()} == {1980}  # the same bytes each time
+
+
+def test_no_signature_or_value_of_the_api_pages_shows_the_text_of_an_object(site):
+    for page in (site / "reference" / "api").glob("*.html"):
+        for signature in re.findall(r"<dt class=\"sig .*?</dt>", page.read_text("utf-8"), re.DOTALL):
+            text = unescape(re.sub(r"<[^>]+>", "", signature))
+            assert not re.search(r" at 0x|<(class|function|built-in) ", text), f"{page.name}: {text}"
+
+
+def test_the_api_pages_show_the_attributes_that_plugins_use(site):
+    ids = {
+        each
+        for page in (site / "reference" / "api").glob("*.html")
+        for each in re.findall(r'id="(engine_[\w.]+)"', page.read_text("utf-8"))
+    }
+    attributes = {
+        "engine_core.runs.tracking.RunFolder": ("path", "start_step", "checkpoints", "metrics_file"),
+        "engine_core.runs.tracking.Tracker": ("options",),
+        "engine_core.train.run.TrainingRun": (
+            "config",
+            "plugins",
+            "folder",
+            "groups",
+            "runtime",
+            "step_done",
+        ),
+        "engine_core.train.sampled_run.SampledRun": ("rewards", "sampler", "version"),
+        "engine_core.contracts.engines.TrainEngine": ("module", "optimizer", "config", "model_config"),
+        "engine_core.contracts.engines.RolloutEngine": ("version", "running", "context"),
+        "engine_plugin_agents.Episode": ("prompt", "token_ids", "messages", "counts"),
+    }
+    assert {f"{kind}.{name}" for kind, names in attributes.items() for name in names} <= ids
 
 
 def test_the_pages_made_from_the_code_are_up_to_date():

@@ -42,12 +42,12 @@ class Episode:
     """
 
     def __init__(self, policy: Policy, chat: ChatFormat, names: frozenset[str] = frozenset()) -> None:
-        self.policy, self.chat = policy, chat
-        self.prompt: Prompt = policy.request.prompt  # with the row's columns
-        self.tokenizer: Any = policy.tokenizer
-        self.token_ids: list[int] = list(self.prompt.token_ids)  # the sequence so far
-        self.messages: list[dict[str, str]] = []  # the same after the prompt, as text
-        self.counts: Counter[str] = Counter()  # tool_calls, tool_errors, tool_timeouts
+        self.policy, self.chat = policy, chat  #: constructor argument
+        self.prompt: Prompt = policy.request.prompt  #: with the row's columns
+        self.tokenizer: Any = policy.tokenizer  #: the policy's tokenizer
+        self.token_ids: list[int] = list(self.prompt.token_ids)  #: the sequence so far
+        self.messages: list[dict[str, str]] = []  #: the same after the prompt, as text
+        self.counts: Counter[str] = Counter()  #: tool_calls, tool_errors, tool_timeouts
         self._names = names
         self._turns: list[tuple[int, Turn]] = []  # position of its first token, and the turn
 

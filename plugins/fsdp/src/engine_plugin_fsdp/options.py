@@ -42,7 +42,7 @@ class FSDPOptions(ForwardOptions):
     shard_group_size: int = Field(default=0, ge=0)
     """Ranks of one group of ``hybrid``; 0: the ranks of one host."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
-    """Whether a unit's gathered weights are freed after its forward pass, and gathered again for the backward pass; those of the last unit and of what lies in none (embeddings, head) stay, also with ``true``: the backward pass begins with them. ``auto``: with ``full`` and ``hybrid``, as ``true`` says. ``false`` makes ``grad_op`` of ``full``, and lets ``hybrid`` keep weights whole between the passes while gradients and optimizer stay spread inside of groups."""
+    """Whether the weights of a unit are freed after its forward pass and gathered again for its backward pass. ``auto``: yes with ``full`` and ``hybrid``. ``false`` uses more memory and fewer messages: it turns ``full`` into ``grad_op``, and ``hybrid`` then keeps weights whole between the passes. The last unit, embeddings and head always stay gathered, because the backward pass begins with them."""
     wrap: WrapOptions = WrapOptions()
     """What is gathered at one time."""
     param_dtype: Literal["auto", "fp32", "bf16"] = "auto"

@@ -54,10 +54,10 @@ class MultiProcessRuntime(Runtime):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.options: ProcessOptions = self.config.runtime.options
+        self.options: ProcessOptions = self.config.runtime.options  #: the option table of the runtime
         self.crew: WorkerPool | None = None
-        self.pools: list[Pool] = []
-        self.hosts: dict[int, str] = {}  # rank -> address at which it is reached
+        self.pools: list[Pool] = []  #: the pools of ranks
+        self.hosts: dict[int, str] = {}  #: rank -> address at which it is reached
         self.links: Links
         self.replacements: Replacements | None = None  # None: no sampler may be lost
         self._transport = ""  # that sends weights to the sampler

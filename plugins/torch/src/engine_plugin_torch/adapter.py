@@ -40,7 +40,7 @@ class Adapter:
     """
 
     def __init__(self, module: nn.Module, config: Any, base: str | None = None) -> None:
-        self.module, self.config = module, config
+        self.module, self.config = module, config  #: constructor argument
         self._base = base  # cached by ``base_identity``
 
     @contextlib.contextmanager

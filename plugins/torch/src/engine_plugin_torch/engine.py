@@ -66,6 +66,9 @@ class TorchEngine(TrainEngine):
         adapter: the LoRA adapter in the module; None where the model itself is trained.
         num_skipped_steps: total optimizer steps skipped because of non-finite gradients.
         change: the effect of quantization; None where nothing is quantized.
+        options: the option table of the backend.
+        device: the device of this worker.
+        forward: computes the outputs of a pack.
     """
 
     options_class: type[Options] = TorchOptions  #: the option table

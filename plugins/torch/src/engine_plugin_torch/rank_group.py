@@ -36,7 +36,7 @@ class RankGroup:
     """
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        self.device, self.rank, self.size = device, rank, size
+        self.device, self.rank, self.size = device, rank, size  #: constructor argument
         self._own = join(size, device)
         self.layout = Layout(rank, size)
 

@@ -90,7 +90,7 @@ class VLLMOptions(EngineOptions):
     sleep_level: Literal[0, 1, 2] = 1
     """What ``offload_idle_roles`` gives back. 0: nothing. 1: the KV cache, and the weights to the host where they are not kept. 2: all of it; the next update sends the weights again, and nothing is sampled before."""
     log_probs: Literal["auto", "sampled", "full"] = "auto"
-    """``full``: in addition to the log-probs of a distribution that top-p or top-k cut, those of the whole one (after temperature). ``sampled``: only the former. ``auto``: ``full`` where ``[rollout]`` cuts."""
+    """Which log-probs vLLM reports when top-p or top-k cut the distribution. ``sampled``: those of the cut distribution. ``full``: also those of the whole one, after temperature. ``auto``: ``full`` if ``[rollout]`` cuts."""
     quantization: Literal["fp8"] | None = None
     """Weights of linear layers in 8 bits, made again from each update. Experimental: the sampler is then another policy than the one that learns, see `other_policy`."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"

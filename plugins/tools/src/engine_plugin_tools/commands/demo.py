@@ -13,6 +13,7 @@ from engine_core.runs.rollout_files import read_rollouts
 from engine_plugin_tools.demo.prepare import prepare
 from engine_plugin_tools.demo.walkthrough import accuracies, engine, fresh
 from engine_plugin_tools.demo.walkthrough import steps as length
+from engine_plugin_tools.packages import require_package
 from engine_plugin_tools.scaffold import new_demo
 
 
@@ -38,6 +39,8 @@ def demo(
     accuracy before and after GRPO.
     """
     start = time.monotonic()
+    for package, extra in (("tensorboard", "tensorboard"), ("matplotlib", "report")):
+        require_package(package, extra, "engine demo")
     fresh(folder)
     print(f"Making data, tokenizer and a random model in {folder}", flush=True)
     prepare(folder, seed)
