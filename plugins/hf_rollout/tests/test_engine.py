@@ -424,3 +424,33 @@ def test_a_closed_engine_holds_nothing(make_engine, make_requests):
     engine.add(make_requests([[5]]))
     engine.close()
     assert engine.num_unfinished == 0
+
+
+def test_a_model_of_a_plugin_is_as_long_as_its_folder_says(tmp_path, tokenizer, make_requests):
+    """Its module has no transformers config; the length is in the folder's ``config.json``, or in ``model.override``."""
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "from engine_core import hookimpl\n"
+        "class Own(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.embed = torch.nn.Embedding(260, 8)\n"
+        "    def forward(self, input_ids, position_ids=None):\n"
+        "        return self.embed(input_ids) @ self.embed.weight.T\n"
+        "@hookimpl\n"
+        "def engine_build_model(role):\n"
+        "    return Own()\n"
+    )
+    plugins = PluginSet.load({"train_engines": {"torch"}, "rollout_engines": {"hf"}}, ["own.py"], tmp_path)
+
+    def longest(**override):
+        made = WorkerContext(plugins=plugins, role="rollout", device=CPU, live={"tokenizer": tokenizer})
+        config = RolloutConfig(options=HFOptions(), weights="own")
+        engine = HFRolloutEngine(config, ModelConfig(path=str(tmp_path), override=override), made)
+        (rollout,) = engine.generate(make_requests([tokenizer.encode("H")], max_response_tokens=30))
+        return len(rollout.token_ids)
+
+    assert longest() > 12
+    (tmp_path / "config.json").write_text('{"vocab_size": 260, "max_position_embeddings": 12}')
+    assert longest() <= 12
+    assert longest(max_position_embeddings=5) <= 5

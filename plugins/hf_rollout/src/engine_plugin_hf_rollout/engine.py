@@ -8,11 +8,13 @@ train engine it samples from that engine's module, so weights are never copied. 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -264,11 +266,18 @@ class HFRolloutEngine(RolloutEngine):
         return built.to(device).eval()
 
     def _limits(self) -> tuple[int, int]:
-        """Return vocabulary size and most positions; without a config, the tokenizer's size and ``NO_LIMIT``."""
+        """Return vocabulary size and most positions.
+
+        Of a module without a transformers config: the tokenizer's size, and ``max_position_embeddings`` of the model
+        folder's ``config.json``, else ``NO_LIMIT``.
+        """
         module: Any = self._module() if self._trainer is None else self._trainer.module
         config = getattr(module, "config", None)
         if not isinstance(config, PretrainedConfig):
-            return len(self.tokenizer), NO_LIMIT
+            file = Path(self.model_config.path) / "config.json"
+            keys = json.loads(file.read_text("utf-8")) if file.is_file() else {}
+            keys |= self.model_config.override
+            return len(self.tokenizer), keys.get("max_position_embeddings") or NO_LIMIT
         text = config.get_text_config()
         return text.vocab_size, getattr(text, "max_position_embeddings", None) or NO_LIMIT
 

@@ -30,6 +30,7 @@ class Contract:
     catches: tuple[str, ...]  # planted faults that only this contract must catch, for the docs
     follow: Callable[[Any], None] | None = None  # the second half, on other numbers of ranks
     options: frozenset[str] = frozenset()  # empty, or runs if the spec declares one of these sampling options
+    package: str = ""  # skipped where it is not installed
 
     @property
     def name(self) -> str:
@@ -63,6 +64,7 @@ def contract(
     catches: Sequence[str] = (),
     follow: Callable[[Any], None] | None = None,
     options: Collection[str] = (),
+    package: str = "",
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Mark a function of one bench as a contract.
 
@@ -72,11 +74,14 @@ def contract(
         follow: a function that each number of ranks of ``Suite.resumes_on`` runs after the contract; the two share the
             folder ``bench.shared``.
         options: sampling options that the contract is about; it runs if the spec declares one of them.
+        package: the contract is skipped where this package is not installed.
     """
 
     def mark(function: Callable[[Any], None]) -> Callable[[Any], None]:
         """Attach the ``Contract`` to the function."""
-        function.contract = Contract(function, capability, tuple(catches), follow, frozenset(options))  # type: ignore[attr-defined]
+        function.contract = Contract(
+            function, capability, tuple(catches), follow, frozenset(options), package
+        )  # type: ignore[attr-defined]
         return function
 
     return mark

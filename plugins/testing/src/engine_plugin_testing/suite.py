@@ -6,6 +6,7 @@ Imports no torch beyond what the contracts' modules import: the tests run in the
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import inspect
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -176,6 +177,8 @@ class Suite:
         if made.options and not made.options & self._sampling:
             names = " nor ".join(f"'{name}'" for name in sorted(made.options))
             pytest.skip(f"the spec of '{self.offered()}' has neither {names} in `sampling`")
+        if made.package and importlib.util.find_spec(made.package) is None:
+            pytest.skip(f"it needs the package {made.package}, which is not installed")
         if made.follow and not self.resumes_on:
             pytest.skip(NOWHERE_ELSE)
         most = max(self.world_size, *(self.resumes_on if made.follow else ()), 0)
@@ -209,8 +212,7 @@ class Suite:
 def _test_of(made: Contract) -> Any:
     def test(self: Suite) -> None:
         """Run the contract."""
-        __tracebackhide__ = True
-        self.check(made)
+        self.check(made)  # in sight of pytest, which reports this place for a skip
 
     test.__name__, test.__doc__ = made.name, made.promise
     test.__qualname__ = made.name

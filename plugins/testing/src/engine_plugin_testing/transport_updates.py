@@ -134,7 +134,7 @@ def _gathered(
         yield name, torch.cat(parts).to(device)
 
 
-@contract()
+@contract(package="peft")
 def an_adapter_alone_arrives_before_the_model_would(bench: TransportBench) -> None:
     """The stream of a LoRA adapter (the engine ``torch``): its configuration first, then its tensors, under the names of an adapter file, and nothing of the base."""
     link, file = bench.link(), bench.folder / "adapter.safetensors"
