@@ -273,7 +273,7 @@ class PluginSet:
                     event=event, step=step, data=dict(data), plugin_options=plugin.options
                 )
                 answers += [f"{plugin.label}: {each}" for each in answer]
-            except Exception:
+            except (Exception, SystemExit):
                 self.observer_failures += 1
                 log.exception(
                     "%s failed to observe '%s' of step %d; training continues", plugin.label, event, step
@@ -327,7 +327,7 @@ class PluginSet:
         except EngineError as exc:
             exc.add_note(f"{failure}.")
             raise
-        except Exception as exc:
+        except (Exception, SystemExit) as exc:
             raise PluginError(f"{failure}: {describe(exc, plugin.module.__name__)}") from exc
 
 

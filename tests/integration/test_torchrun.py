@@ -306,9 +306,8 @@ def refused(settings, changes):
 
 def test_placements_that_cannot_be_are_refused_with_their_keys(settings, monkeypatch):
     pools = {"placement.pools": {"a": 1, "b": 2}, "placement.actor": "a", "placement.rollout": "b"}
-    assert "placement.pools: { a = 1, b = 2 } need 3 processes" in refused(
-        settings, {**pools, "runtime.torchrun.processes": 2}
-    )
+    with pytest.raises(ConfigError, match=r"placement.pools: \{ a = 1, b = 2 \} need 3 processes"):
+        config_of(settings, **{**TORCHRUN, **pools, "runtime.torchrun.processes": 2})
     assert "pool 'b' serves no role" in refused(settings, {**pools, "placement.rollout": "a"})
     spare = {"runtime.torchrun.max_replacements": 1}
     assert (
