@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,12 +145,17 @@ def load_reward(
         allow_code: whether files outside of ``root`` may be executed.
         timeout: seconds that a call may take.
         modules: the run file's `plugins`, from which a factory can load entries of other tables.
+
+    Raises:
+        PluginError: the plugin is broken, or the factory failed.
+        ConfigError: the function cannot be called by argument names, or does not take one of the options.
     """
     spec, function = plugins.spec("rewards", name), plugins.resolve("rewards", name)
     values = option_values(spec.config.model_validate(options or {}))
     if not getattr(spec, "factory", False):
         return RewardFunction(name, function, values)
-    made = call_named(function, values, root=root, allow_code=allow_code, timeout=timeout, modules=modules)
+    make = plugins.guarded("rewards", name, partial(call_named, function))
+    made = make(values, root=root, allow_code=allow_code, timeout=timeout, modules=modules)
     return RewardFunction(name, made, {})
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import reprlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from engine_core.errors import DataError
+from engine_core.errors import DataError, PluginError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +50,28 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         return load_file(path)
     except SafetensorError as error:
         raise DataError(f"{path} is no safetensors file: {error}. Take another checkpoint.") from error
+
+
+def plain_state(owner: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a state as JSON gives it back.
+
+    Args:
+        owner: what the state is of, for messages.
+        state: values by name.
+
+    Raises:
+        PluginError: JSON cannot hold one of the values; the message has its name.
+    """
+    copied = {}
+    for name, value in state.items():
+        try:
+            copied[name] = json.loads(json.dumps(value))
+        except (TypeError, ValueError) as exc:
+            raise PluginError(
+                f"{owner}: state() gives '{name}' = {reprlib.repr(value)}, which cannot be written as JSON: {exc}. "
+                "Return numbers, texts, lists and dicts."
+            ) from exc
+    return copied
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -234,8 +234,7 @@ class Loop:
         run, start = self.run, self.run.clock.now()
         run.begin_step(step)
         faults.point("step.begin")
-        with self._memory_explained():
-            metrics = run.step(step)
+        metrics = run.guarded(self._step_of_trainer)(step)
         if not isinstance(metrics, Mapping):
             raise PluginError(
                 f"{type(run).__name__}.step must return the metrics of the step as a dict; it gave {metrics!r}."
@@ -362,6 +361,10 @@ class Loop:
             self._save(must=True)
         except EngineError as error:  # the caller reports the loss itself
             log.error("%s", error)
+
+    def _step_of_trainer(self, step: int) -> dict[str, float]:
+        with self._memory_explained():
+            return self.run.step(step)
 
     def _memory_explained(self) -> AbstractContextManager[None]:
         run = self.run

@@ -11,7 +11,6 @@ Left out: keeping surplus groups for the next step, where they would be rollouts
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import hashlib
 import logging
@@ -25,6 +24,7 @@ from urllib.parse import quote
 from engine_core.errors import PluginError, TrainingFailed
 from engine_core.metrics import Sum
 from engine_core.runs.rollout_files import read_rollouts, write_rollouts
+from engine_core.runs.state_files import plain_state
 from engine_core.specs import RefillOptions
 from engine_core.tables import Distribution
 from engine_core.types import TIMEOUT, Request, Sampling, StageState
@@ -327,7 +327,7 @@ class Stages:
     """
 
     def __init__(self, configs: Sequence[StageConfig], plugins: PluginSet) -> None:
-        self.calls: dict[str, Callable[..., Any]] = {}
+        self.plugins, self.calls = plugins, dict[str, Callable[..., Any]]()
         self.keeping: dict[str, Any] = {}  # stages with state: objects of a class
         for config in configs:
             own = set(RefillOptions.model_fields) if isinstance(config.options, RefillOptions) else set()
@@ -360,7 +360,7 @@ class Stages:
 
     def state(self) -> dict[str, Any]:
         """Return the plain values that the stages keep, by name."""
-        return {name: copy.deepcopy(self._state(name).values) for name in self.keeping}
+        return {name: plain_state(f"Stage '{name}'", self._state(name).values) for name in self.keeping}
 
     def files(self) -> dict[str, Callable[[Path], object]]:
         """Return the functions that write the rollouts that stages keep now, by file name."""
@@ -380,13 +380,14 @@ class Stages:
                     "Stage '%s' was not there when the checkpoint was written: it begins empty.", name
                 )
                 continue
-            stage.load_state(StageState(values[name], read_rollouts(folder / _file(name))))
+            restore = self.plugins.guarded("stages", name, stage.load_state)
+            restore(StageState(values[name], read_rollouts(folder / _file(name))))
 
     def _state(self, name: str) -> StageState:
-        state = self.keeping[name].state()
-        if not isinstance(state, StageState):
+        state = self.plugins.guarded("stages", name, self.keeping[name].state)()
+        if not (isinstance(state, StageState) and isinstance(state.values, dict)):
             raise PluginError(
-                f"Stage '{name}': state() must return a StageState, got {type(state).__name__}."
+                f"Stage '{name}': state() must return a StageState with a dict of values, got {type(state).__name__}."
             )
         return state
 

@@ -24,7 +24,7 @@ from engine_core.data import check_tokenizer, load_tokenizer, tokenizer_hash
 from engine_core.errors import ConfigError, DataError, TrainingFailed
 from engine_core.metrics import Max, Sum, declared, merge
 from engine_core.model_config import load_hf_config
-from engine_core.runs.state_files import STATE, reading
+from engine_core.runs.state_files import STATE, plain_state, reading
 from engine_core.train import checkpointing
 from engine_core.train.checkpointing import Resume, ResumePoint
 from engine_core.train.clock import Clock
@@ -75,6 +75,7 @@ class TrainingRun(abc.ABC):
         self.config = config  #: as the run file has it; ``config_now`` is that of this step
         self.settings = Settings(config)  #: the config with the changes of ``[schedule]``
         self.plugins = plugins_for(config)  #: the plugins of the run
+        self.guarded = functools.partial(self.plugins.guarded, "trainers", config.trainer)  # names the plugin
         self.given = GivenRows(config.data, self.plugins, self.live.get("data"))  #: rows that are in no file
         self.clock = Clock()  #: time and threads
         self.folder: RunFolder | None = None  #: the run folder, from the start of ``train``
@@ -210,7 +211,7 @@ class TrainingRun(abc.ABC):
         self._cleanup.callback(self.source.close)
         if self.config.data.source and self.config.eval.during_training:
             self.held_out()  # rows that cannot be used are refused now, not at the first evaluation
-        self.prepare()
+        self.guarded(self.prepare)()
 
     @property
     def total_steps(self) -> int:
@@ -285,9 +286,8 @@ class TrainingRun(abc.ABC):
 
     def restore(self, resume: Resume) -> ResumePoint:
         """Load weights, optimizers, random states and the trainer's own state; the trainer must be set up."""
-        for name in self._saved_roles:
-            if name in self.groups:
-                self.groups[name].call("load", folder=resume.path / name).result()
+        for name in filter(self.groups.__contains__, self._saved_roles):
+            self.groups[name].call("load", folder=resume.path / name).result()
         state = resume.state
         self.step_done = self.step_now = state["step"]
         with reading(resume.path / STATE):
@@ -306,13 +306,13 @@ class TrainingRun(abc.ABC):
             metrics: of the step that was done last.
             unfinished: the same, if the step is not evaluated and recorded yet.
         """
-        for name in self.trained_roles:
-            if name in self.groups:  # not all outside of training
-                self.groups[name].call("mark").result()
+        for name in filter(self.groups.__contains__, self.trained_roles):  # not all outside of training
+            self.groups[name].call("mark").result()
         return ResumePoint(
             self.step_done,
             self.source.state(),
-            {"skipped_in_a_row": dict(self.skipped_in_a_row), **self.state()},
+            plain_state(type(self).__name__, self.guarded(self.state)())
+            | {"skipped_in_a_row": dict(self.skipped_in_a_row)},
             checkpointing.random_state(),
             checkpointing.plain_metrics(metrics),
             None if unfinished is None else checkpointing.plain_metrics(unfinished),

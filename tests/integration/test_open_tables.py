@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_core import load_config
 from engine_core.config.assemble import plugins_for
-from engine_core.errors import ConfigError, PluginError
+from engine_core.errors import ConfigError, EngineError, PluginError
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +218,23 @@ def test_a_worker_in_another_process_loads_the_objective_itself(make, model, wor
 def test_an_objective_that_fails_is_named_with_its_plugin(power, called, source, said):
     with pytest.raises(PluginError, match=said):
         power(called, source=source).train()
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("step(self, step): SEEN[step]", r"trainer 'power' failed: IndexError: .*power_plugin\.py:\d+: "),
+        ("prepare(self): raise SystemExit(3)", r"trainer 'power' failed: SystemExit: 3 .*power_plugin\.py:"),
+        ("state(self): return 1 / 0", "trainer 'power' failed: ZeroDivisionError: "),
+        ("state(self): return {'best': SEEN, 'all': {1}}", r"state\(\) gives 'all' = \{1\}, which cannot be"),
+        ("step(self, step): raise DataError('no row')", "^no row"),
+    ],
+)
+def test_a_trainer_that_fails_is_named_with_its_plugin(power, method, said):
+    source = OBJECTIVES.replace("def step(self, step):", f"def {method}\n\n        def kept(self, step):")
+    source = source.replace("    import torch\n", "    import torch\n\n    from engine_core.errors import DataError\n")
+    with pytest.raises(EngineError, match=said):
+        power("power", source=source).train()
 
 
 # ------------------------------------------------------------------ columns

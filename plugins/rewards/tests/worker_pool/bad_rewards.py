@@ -111,6 +111,10 @@ def make_scaled(factor, root):
     return lambda completion: factor * len(completion) if root.is_dir() else None
 
 
+def make_from_a_file(factor, root):
+    return (root / "absent.json").read_text()
+
+
 class NoSuchArgument(Options):
     tolerance: float = 0.1
 
@@ -134,5 +138,6 @@ def engine_rewards():
         "scaled": Reward(load=scaled, config=ScaleOptions),
         "busy": Reward(load=letters, workers="cores"),
         "made": Reward(load=make_scaled, config=ScaleOptions, factory=True),
+        "no_file": Reward(load=make_from_a_file, config=ScaleOptions, factory=True),
         "wrong_option": Reward(load=exact, config=NoSuchArgument),
     }

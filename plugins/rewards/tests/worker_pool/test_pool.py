@@ -249,6 +249,14 @@ def test_a_reward_that_does_not_fit_its_options_ends_the_start_and_leaves_no_pro
     assert children() <= before
 
 
+def test_a_factory_that_fails_is_told_with_its_line_and_tried_once(runner, caplog):
+    with pytest.raises(
+        PluginError, match=r"reward 'no_file' failed: FileNotFoundError: .*absent.json.*bad_rewards.py:\d+: return"
+    ):
+        runner("no_file")
+    assert "Started again" not in caplog.text
+
+
 def test_a_worker_that_cannot_start_is_told_with_its_last_output(runner, monkeypatch):
     monkeypatch.setattr("engine_plugin_processes.child.sys.executable", str(Path("/bin/false")))
     with pytest.raises(PluginError, match="Reward 'letters' does not start: its worker exited with status 1"):

@@ -204,7 +204,8 @@ class Pool:
             self._settle(worker.job[message["at"]], Outcome(**message["outcome"]), on_failure)
 
     def _bury(self, worker: Worker, on_failure: OnFailure) -> None:
-        late = self._late(worker)
+        if not (late := self._late(worker)):
+            worker.ended(GRACE_SECONDS)  # a process that exits closes its connection first
         worker.kill()
         self.workers.remove(worker)
         self.restarts += 1
