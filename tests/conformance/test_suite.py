@@ -130,11 +130,18 @@ def test_a_capability_that_is_not_declared_is_a_skip_and_a_declared_one_is_requi
         TrainEngineSuite.teardown_class()
 
 
-def test_a_contract_of_options_that_the_sampler_does_not_declare_is_a_skip(monkeypatch):
-    made = RolloutEngineSuite.contracts["test_log_probs_are_of_what_top_p_and_top_k_left"]
+@pytest.mark.parametrize(
+    ("contract", "options"),
+    [
+        ("log_probs_are_of_what_top_p_and_top_k_left", "'top_k' and 'top_p'"),
+        ("a_stop_string_ends_a_response", "'stop'"),
+        ("a_stop_token_ends_a_response", "'stop_token_ids'"),
+    ],
+)
+def test_a_contract_of_options_that_the_sampler_does_not_declare_is_a_skip(monkeypatch, contract, options):
     monkeypatch.setattr(RolloutEngineSuite, "_sampling", frozenset({"temperature"}))
-    with pytest.raises(pytest.skip.Exception, match="has neither 'top_k' nor 'top_p' in `sampling`"):
-        RolloutEngineSuite().check(made)
+    with pytest.raises(pytest.skip.Exception, match=f"lacks {options} in `sampling`"):
+        RolloutEngineSuite().check(RolloutEngineSuite.contracts[f"test_{contract}"])
 
 
 @pytest.mark.parametrize("suite", SUITES)

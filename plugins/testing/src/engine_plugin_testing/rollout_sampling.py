@@ -145,7 +145,7 @@ def _first_times(tokens: list[int]) -> list[int]:
     return [at for at, token in enumerate(tokens) if token not in tokens[:at]]
 
 
-@contract(catches=("stop strings ignored",))
+@contract(options=("stop",), catches=("stop strings ignored",))
 def a_stop_string_ends_a_response(bench: RolloutBench) -> None:
     """Sampling ends with the token that completes a stop string; the string stays in the response; the reason is ``stop``."""
     engine = bench.engine()
@@ -173,7 +173,7 @@ def a_stop_string_ends_a_response(bench: RolloutBench) -> None:
             )
 
 
-@contract(catches=("stop token ids ignored",))
+@contract(options=("stop_token_ids",), catches=("stop token ids ignored",))
 def a_stop_token_ends_a_response(bench: RolloutBench) -> None:
     """Sampling ends with one of ``stop_token_ids``, which stays in the response; the reason is ``stop``."""
     engine = bench.engine()

@@ -175,8 +175,8 @@ class Suite:
         if made.capability and made.capability not in self._capabilities:
             pytest.skip(f"the spec of '{self.offered()}'{UNDECLARED}'{made.capability}'")
         if made.options and not made.options & self._sampling:
-            names = " nor ".join(f"'{name}'" for name in sorted(made.options))
-            pytest.skip(f"the spec of '{self.offered()}' has neither {names} in `sampling`")
+            names = " and ".join(f"'{name}'" for name in sorted(made.options))
+            pytest.skip(f"the spec of '{self.offered()}' lacks {names} in `sampling`")
         if made.package and importlib.util.find_spec(made.package) is None:
             pytest.skip(f"it needs the package {made.package}, which is not installed")
         if made.follow and not self.resumes_on:
