@@ -19,14 +19,20 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from engine_core.tables import BASE_SAMPLING
 
 
+class InputFile(str):
+    """The value of an option of the type ``FilePath``."""
+
+
 def _absolute(path: str, info: ValidationInfo) -> str:
     folder = (info.context or {}).get("folder")
     return path if folder is None else str((Path(folder) / path).resolve())
 
 
-FilePath = Annotated[str, AfterValidator(_absolute)]
+OutputPath = Annotated[str, AfterValidator(_absolute)]
 """An option that names a file or folder, relative to the run file's folder. It is made absolute when the run file is
 read, so that a run that is resumed or exported finds it."""
+FilePath = Annotated[OutputPath, AfterValidator(InputFile)]
+"""An ``OutputPath`` at which something must be: ``engine validate`` and a run refuse an absent one."""
 
 
 class Options(BaseModel):
@@ -150,8 +156,7 @@ class Reward(Spec):
     Args:
         factory: ``load`` is a function that makes the reward function. It is called once in each worker with the
             options, and with ``root`` (folder of the run file, in a resumed run of its resolved copy), ``allow_code``, ``timeout``
-            (seconds that a call may take) and ``modules`` (`plugins` of the run file) if it names them. An option of the
-            type ``FilePath`` names a file.
+            (seconds that a call may take) and ``modules`` (`plugins` of the run file) if it names them.
         answers: the function returns ``{"score": number, "pred": text}``; equal texts are the same
             answer, so a majority vote (`eval.majority`) can use them.
         workers: default of `workers`. ``cores`` is for a CPU-bound function without state that takes

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.config.choices import bare, places, prepared, used_names
 from engine_core.config.dump import as_data
-from engine_core.config.inputs import HUB_NAME, data_problems, files_of, model_problems, model_tables
+from engine_core.config.inputs import HUB_NAME, absent, data_problems, files_of, model_problems, model_tables
 from engine_core.config.read import RawConfig, key_text, read_config
 from engine_core.config.roles import RolloutConfig
 from engine_core.config.validate import validate
@@ -93,9 +93,10 @@ def rebuild(values: Mapping[str, Any]) -> tuple[EngineConfig, PluginSet]:
 def check_inputs(config: EngineConfig) -> list[str]:
     """Return the problems of the folders and files that a config names, as far as they show without torch."""
     trainer: Any = plugins_for(config).spec("trainers", config.trainer)
-    origins = (config._source or RawConfig({})).origins
+    source = config._source or RawConfig({})
     found = [*model_problems(config), *data_problems(config.data, config.eval.set, trainer.stored)]
-    return [place_of(origins.get(key), key) + text if key else text for key, text in found]
+    found += [(key, absent(path)) for key, path in source.inputs.items() if not Path(path).exists()]
+    return [place_of(source.origins.get(key), key) + text if key else text for key, text in found]
 
 
 def _source(config: EngineConfig) -> RawConfig:

@@ -82,6 +82,11 @@ def _folder_problem(
         yield key, f"there is no folder '{text}'.{_neighbour(path)} Expected {expected}{name}."
 
 
+def absent(path: str | Path) -> str:
+    """Return the problem of a path at which nothing is, with what has nearly that name there."""
+    return f"there is no file or folder '{path}'.{_neighbour(Path(path))}"
+
+
 def _neighbour(path: Path) -> str:
     """`` Did you mean 'x'?`` where something of nearly that name lies in the same folder."""
     names = [str(path.parent / other.name) for other in path.parent.iterdir()] if path.parent.is_dir() else []
@@ -123,7 +128,7 @@ def data_problems(
 
 def _stored_problems(key: str, path: Path) -> Iterator[tuple[str, str]]:
     if not path.exists():
-        yield key, f"there is no file or folder '{path}'.{_neighbour(path)}"
+        yield key, absent(path)
     elif not stored_files(path):
         yield key, f"'{path}' holds no Parquet file. Expected rollouts: a file, a folder of them, or a run."
     for file in stored_files(path) if path.exists() else ():

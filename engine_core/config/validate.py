@@ -37,7 +37,7 @@ from engine_core.config.schedule import boundaries, config_at
 from engine_core.config.wording import Problem, in_order, located, sentence
 from engine_core.errors import ConfigError, did_you_mean
 from engine_core.plugins.metadata import known_names
-from engine_core.specs import Advantage, Loss, RolloutBackend, Spec, TrainerSpec
+from engine_core.specs import Advantage, InputFile, Loss, RolloutBackend, Spec, TrainerSpec
 from engine_core.tables import DEFAULTS
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -96,6 +96,7 @@ class _Validation:
         self.problems: list[Problem] = []
         self.unread: list[str] = []
         self.options: list[tuple[ChoiceTable, Chosen, BaseModel]] = []
+        self.inputs: dict[str, str] = {}
         self.tables = dict(_tables_in((), EngineConfig))  # models by header, for hints
 
     def run(self) -> EngineConfig:
@@ -115,7 +116,8 @@ class _Validation:
             self.problems += cross_problems(config, sections)
         if self.problems or config is None:
             raise ConfigError(in_order(self.problems, self.raw))
-        config._source = dataclasses.replace(self.raw, unread=[*self.unread, *self.misnamed()])
+        unread = [*self.unread, *self.misnamed()]
+        config._source = dataclasses.replace(self.raw, unread=unread, inputs=self.inputs)
         return config
 
     def misnamed(self) -> Iterator[str]:
@@ -177,6 +179,8 @@ class _Validation:
             options = self.check(spec.config, mine, path, owner)
             if options is not None:
                 self.options.append((place, chosen, options))
+                files = {key: value for key, value in options if isinstance(value, InputFile)}
+                self.inputs |= {key_text((*path, key)): value for key, value in files.items()}
 
     def check(self, model: type[Model], data: Any, path: Path_, owner: str = "") -> Model | None:
         """Validate one table; ``owner`` ends each message: whose table it is, and how to see its keys."""

@@ -15,13 +15,13 @@ from pathlib import Path
 from pydantic import Field
 
 from engine_core import hookimpl
-from engine_core.specs import FilePath, Options
+from engine_core.specs import Options, OutputPath
 
 
 class NotesOptions(Options):
     last: int = Field(3, gt=0)
     "Step after which the run ends."
-    out: FilePath = "notes"
+    out: OutputPath = "notes"
     "Folder of what the hooks received."
 
 

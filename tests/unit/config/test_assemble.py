@@ -255,6 +255,18 @@ def test_inputs_on_the_disk_are_tested(run, tmp_path):
     assert found[1].startswith(f"{file}:5: data.train: there is no file '{folder}/trian.jsonl'. Did you mean")
 
 
+def test_an_absent_file_of_an_option_table_is_named_with_its_line(run, tmp_path):
+    text = RL + '[model]\npath = "model"\n[data]\ntrain = "train.jsonl"\n'
+    file = run(text.replace("scale = 2.0", 'table = "trian.jsonl"'))
+    (found,) = check_inputs(load_config(file))
+    assert found == (
+        f"{file}:7: reward.seven.seven.table: there is no file or folder '{tmp_path}/project/trian.jsonl'. "
+        f"Did you mean '{tmp_path}/project/train.jsonl'?"
+    )
+    (found,) = check_inputs(load_config(run(text)))  # the default is looked for, too
+    assert found.startswith(f"reward.seven.seven.table: there is no file or folder '{tmp_path}/project/none'")
+
+
 def test_a_config_is_loaded_quickly_and_without_heavy_libraries(run):
     code = (
         "import sys, engine_core\n"
