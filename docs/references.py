@@ -395,8 +395,8 @@ def errors_page() -> str:
         "what it is, what was expected, what to do.",
         table(["exit code", "exception", "meaning"], [list(row) for row in ordered]),
         "## Which error a plugin raises",
-        "Except from an observer, any of these passes through as it is. Anything else that a plugin raises becomes a `PluginError` that names the plugin, or for a\n"
-        "reward a failed sample.",
+        "Except from an observer, any of these passes through as it is. Anything else that a plugin raises becomes a `PluginError` that names the plugin and the\n"
+        "line, or for a reward a failed sample. The traceback is in the run's `run.log`.",
         table(
             ["what is wrong", "raise"],
             [
@@ -422,6 +422,7 @@ INHERITED = ("engine_core.data",)
 """Modules whose classes are shown with the methods of a private base class."""
 ON_DEMAND = {"engine_plugin_testing": HOMES}
 """Modules whose classes are imported when they are used, and these classes."""
+TRAINER = "algorithms_trainers_and_data.md#engine_coretraintrainer"
 BY_CLASS = ("engine_core.types", "engine_core.contracts.engines", "engine_core.contracts.weight_transport")
 """Modules whose classes have a heading each, so that other pages can link to them."""
 
@@ -447,6 +448,9 @@ def api_page(title: str) -> str:
 
 def api_part(name: str) -> str:
     """Return the section of a module; the classes of a module of ``BY_CLASS`` are subsections."""
+    if name == "engine_core":
+        hint = f"`hookimpl` marks the functions of a plugin that are hooks. `Trainer` is that of [engine_core.train.trainer]({TRAINER})."
+        return "\n\n".join((f"## {name}", hint, directive("autofunction", "engine_core.load_config", [])))
     options = [f":members: {ALONE.get(name, '')}".rstrip()]
     options += [":inherited-members:"] * (name in INHERITED)
     classes = own_classes(name) if name in BY_CLASS else []

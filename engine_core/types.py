@@ -124,8 +124,8 @@ class Rollout:
     token_ids: Tensor  #: [T_i] int64, prompt and response
     loss_mask: Tensor  #: [T_i] bool
     rollout_log_probs: Tensor  #: [T_i] float32, after temperature, top-p and top-k; 0 where not sampled
-    policy_versions: Tensor  #: [T_i] int32
-    finish_reason: str  #: "stop" (end token or stop string), "length", "abort"
+    policy_versions: Tensor  #: [T_i] int32; at prompt tokens 0, or what ``Request.begun`` has
+    finish_reason: str  #: "stop" (end token or stop string), "length", "abort" (also after a timeout)
     group_id: int = 0  #: number of its group: the responses to one prompt in one step share it
     index: int = 0  #: position in the group, from 0
     text: str = ""  #: the response decoded, without special tokens; for rewards and people only

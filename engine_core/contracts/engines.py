@@ -380,7 +380,15 @@ class RolloutEngine(abc.ABC):
         return sampling.advance(self, requests, dropped, stopped, rounds)
 
     def pause(self, mode: str = "drain") -> None:
-        """Pause between calls: ``drain`` finishes in-flight requests, ``keep`` freezes them, ``abort`` drops them."""
+        """Pause: ``step`` raises until ``resume``, and every request is still answered once.
+
+        Args:
+            mode: ``drain`` finishes the requests in flight and ``abort`` ends them as the method ``abort`` does; the next
+                ``step`` after ``resume`` returns their rollouts. ``keep`` freezes them; they continue after ``resume``.
+
+        Raises:
+            ValueError: another mode.
+        """
 
     def resume(self) -> None:
         """Continue after ``pause``."""

@@ -234,7 +234,7 @@ class Loop:
         run, start = self.run, self.run.clock.now()
         run.begin_step(step)
         faults.point("step.begin")
-        metrics = run.guarded(self._step_of_trainer)(step)
+        metrics: dict[str, float] = run.guarded(self._step_of_trainer)(step)
         if not isinstance(metrics, Mapping):
             raise PluginError(
                 f"{type(run).__name__}.step must return the metrics of the step as a dict; it gave {metrics!r}."

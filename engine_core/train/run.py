@@ -142,7 +142,7 @@ class TrainingRun(abc.ABC):
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return the trainer's own JSON state, for checkpoints."""
+        """Return the trainer's own JSON state, for checkpoints; first called before step 1, after ``prepare``."""
         return {}
 
     def files(self) -> Mapping[str, Callable[[Path], object]]:

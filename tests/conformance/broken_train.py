@@ -20,6 +20,12 @@ class Shifted(TorchEngine):
         return {name: value.roll(-1) if name == "log_probs" else value for name, value in found.items()}
 
 
+class ValuesOfThemselves(TorchEngine):
+    def _outputs(self, micro, grad, watched=()):
+        found = super()._outputs(micro, grad, watched)
+        return {name: value.roll(-1) if name == "values" else value for name, value in found.items()}
+
+
 class NoTemperature(TorchEngine):
     def _outputs(self, micro, grad, watched=()):
         micro.temperature = 1.0

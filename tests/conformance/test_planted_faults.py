@@ -38,6 +38,8 @@ class Transport(TransportSuite):
 FAULTS = [
     (Heavy, "heavy", "torch imported at the top of the hook module", "hooks_load_without_heavy_imports"),
     (Train, "Shifted", "log-probs shifted by one token", "log_probs_equal_the_reference"),
+    (Train, "ValuesOfThemselves", "values read from the token itself", "values_see_only_the_tokens_before"),
+    (Train, "Leaking", "values that depend on packed sequences", "values_see_only_the_tokens_before"),
     (Train, "NoTemperature", "temperature ignored in training", "log_probs_are_at_the_temperature_of_the_batch"),
     (Train, "Leaking", "attention across packed sequences", "a_sequence_does_not_see_its_neighbours"),
     (Train, "WrongOrder", "results in the order of the micro-batches", "results_come_in_the_order_of_the_batch"),

@@ -5,6 +5,7 @@ from engine_plugin_testing import TrainEngineSuite
 
 class DeepSpeed(TrainEngineSuite):
     backend = "deepspeed"
+    roles = ("critic",)
     world_size = 2
     on_accelerator = {"compute_dtype": "fp32"}
 

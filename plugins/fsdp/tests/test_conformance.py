@@ -5,6 +5,7 @@ from engine_plugin_testing import TrainEngineSuite
 
 class FSDP(TrainEngineSuite):
     backend = "fsdp"
+    roles = ("critic",)
     on_accelerator = {"mixed_precision": {"param_dtype": "fp32"}}
 
 

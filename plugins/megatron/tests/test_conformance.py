@@ -16,6 +16,7 @@ class Megatron(TrainEngineSuite):
     """megatron-core asks CUDA for a device: in these workers a CPU answers, but with ``ENGINE_TEST_DEVICE=cuda``."""
 
     backend = "megatron"
+    roles = ("critic",)
     worker_context = "" if asked_accelerator() else "cpu_shim.py:megatron_on_cpu"
     on_accelerator = {"compute_dtype": "fp32"}
 

@@ -251,7 +251,8 @@ def test_a_reward_that_does_not_fit_its_options_ends_the_start_and_leaves_no_pro
 
 def test_a_factory_that_fails_is_told_with_its_line_and_tried_once(runner, caplog):
     with pytest.raises(
-        PluginError, match=r"reward 'no_file' failed: FileNotFoundError: .*absent.json.*bad_rewards.py:\d+: return"
+        PluginError,
+        match=r"reward 'no_file' failed: FileNotFoundError: .*absent.json.*bad_rewards.py:\d+: return",
     ):
         runner("no_file")
     assert "Started again" not in caplog.text

@@ -17,6 +17,8 @@ def table(suite: type[Suite]) -> str:
         promise = made.promise.replace("``", "`")
         if made.capability:
             promise += f" (Capability `{made.capability}`.)"
+        if made.role:
+            promise += f" (Role `{made.role}`.)"
         rows.append(f"| `{made.name}` | {promise} | {'; '.join(made.catches)} |")
     return "\n".join(rows)
 

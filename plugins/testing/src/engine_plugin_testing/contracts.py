@@ -31,6 +31,7 @@ class Contract:
     follow: Callable[[Any], None] | None = None  # the second half, on other numbers of ranks
     options: frozenset[str] = frozenset()  # empty, or runs if the spec declares one of these sampling options
     package: str = ""  # skipped where it is not installed
+    role: str = ""  # empty, or runs if the suite declares the role
 
     @property
     def name(self) -> str:
@@ -65,6 +66,7 @@ def contract(
     follow: Callable[[Any], None] | None = None,
     options: Collection[str] = (),
     package: str = "",
+    role: str = "",
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Mark a function of one bench as a contract.
 
@@ -75,12 +77,13 @@ def contract(
             folder ``bench.shared``.
         options: sampling options that the contract is about; it runs if the spec declares one of them.
         package: the contract is skipped where this package is not installed.
+        role: the contract runs if the suite's ``roles`` has this role.
     """
 
     def mark(function: Callable[[Any], None]) -> Callable[[Any], None]:
         """Attach the ``Contract`` to the function."""
         function.contract = Contract(
-            function, capability, tuple(catches), follow, frozenset(options), package
+            function, capability, tuple(catches), follow, frozenset(options), package, role
         )  # type: ignore[attr-defined]
         return function
 

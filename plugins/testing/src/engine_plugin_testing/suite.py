@@ -177,6 +177,8 @@ class Suite:
         if made.options and not made.options & self._sampling:
             names = " and ".join(f"'{name}'" for name in sorted(made.options))
             pytest.skip(f"the spec of '{self.offered()}' lacks {names} in `sampling`")
+        if made.role and made.role not in getattr(self, "roles", ()):
+            pytest.skip(f"`roles` of the suite lacks '{made.role}'")
         if made.package and importlib.util.find_spec(made.package) is None:
             pytest.skip(f"it needs the package {made.package}, which is not installed")
         if made.follow and not self.resumes_on:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
+from engine_core.types import LossCall
 from engine_plugin_testing.contracts import close, contract, identical, refused
 from engine_plugin_testing.reference import logits_of, outputs_of, rows_of
 from engine_plugin_testing.train_bench import NLL, POLICY, TrainBench
@@ -217,3 +220,24 @@ def several_outputs_at_once_equal_each_alone(bench: TrainBench) -> None:
     both = bench.infer(engine, batch, ("entropy", "log_probs"))["log_probs"]
     close(both, alone, bench.tolerance / 10, "log_probs with entropy")
     bench.forward_backward(engine, batch, NLL)
+
+
+@contract(
+    role="critic", catches=("values read from the token itself", "values that depend on packed sequences")
+)
+def values_see_only_the_tokens_before(bench: TrainBench) -> None:
+    """A critic's ``values[t]`` is computed from the tokens of its sequence before t: it changes with token t - 1, and with no other sequence."""
+    engine, batch = bench.engine(role="critic"), bench.batch((9, 14, 6))
+    targets = {"returns": torch.linspace(-1, 1, batch.num_tokens), "values": torch.zeros(batch.num_tokens)}
+    value = LossCall("value", {"value_clip": None}, outputs=("values",))
+    bench.step(engine, batch.with_columns(targets), value)  # a new head may be all zeros
+    before = bench.infer(engine, batch, ("values",))["values"]
+    at, end = 9 + 4, 9 + 14  # a token of the second sequence
+    ids = batch.token_ids.clone()
+    ids[at] = 2 + (int(ids[at]) + 1) % 95
+    after = bench.infer(engine, dataclasses.replace(batch, token_ids=ids), ("values",))["values"]
+    reached = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    reached[at + 1 : end] = True
+    close(after[~reached], before[~reached], bench.tolerance, f"values that token {at} must not reach")
+    gap = float((after[at + 1] - before[at + 1]).abs())
+    assert gap > 0, f"The value of token {at + 1} does not change with token {at}, the one before it."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from engine_plugin_testing import imports, train_outputs, train_state, train_steps, train_weights
@@ -31,6 +31,7 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
         tolerance: largest difference of a log-prob, in nats.
         gradient_tolerance: largest difference of a gradient, as a share of its norm.
         norm_tolerance: largest difference of a gradient's norm, as a share of it.
+        roles: roles besides the actor that the engine serves: ``critic``.
         bit_exact: a resumed run continues bit for bit; False allows rounding.
     """
 
@@ -53,4 +54,5 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
     tolerance: float = 1e-4
     gradient_tolerance: float = 2e-3
     norm_tolerance: float = 1e-6
+    roles: Sequence[str] = ()
     bit_exact: bool = True
