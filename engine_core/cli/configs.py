@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import re
+from typing import Annotated, Any
 
 import typer
 
-from engine_core.cli.loading import print_unread, read
+from engine_core.cli.loading import check_config, print_unread, read, refuse
 from engine_core.cli.options import AllowCode, Files, Json, Sets
 from engine_core.cli.output import print_json, print_table
-from engine_core.config.assemble import check_inputs, plugins_for
-from engine_core.config.completeness import check_complete
+from engine_core.config.assemble import plugins_for
 from engine_core.config.dump import dump_toml, origins
-from engine_core.errors import DataError, EngineError
-from engine_core.plugins.plugin_set import PluginSet
-from engine_core.rewards.preflight import check_rewards
-from engine_core.rewards.signatures import check_functions
+from engine_core.errors import EngineError
 
-if TYPE_CHECKING:
-    from engine_core.config import EngineConfig
+PLACE = re.compile(r"((?P<file>[^:]+):(?P<line>\d+)|--set (?P<set>[^:]+)|environment \w+): ")
+KEY = re.compile(r"(?P<key>[a-z_]+(\.[\w.\"/*-]+)?): ")
 
 
 def validate(files: Files, sets: Sets = None, allow_code: AllowCode = False, as_json: Json = False) -> int:
@@ -29,30 +26,42 @@ def validate(files: Files, sets: Sets = None, allow_code: AllowCode = False, as_
     """
     try:
         config = read(files, sets, allow_code=allow_code)
-        plugins = plugins_for(config)
-        check_complete(config, plugins=plugins)
-        _check_rewards(config, plugins)
-        if problems := check_inputs(config):
-            raise DataError("\n".join(problems))
+        errors = check_config(config)
     except EngineError as error:
-        if not as_json:
-            raise
-        print_json({"valid": False, "problems": str(error).splitlines()})
-        return error.exit_code
+        errors = [error]
+    if errors and as_json:
+        problems = [as_record(line, error) for error in errors for line in str(error).splitlines()]
+        print_json({"valid": False, "problems": problems})
+        return errors[0].exit_code
+    refuse(errors)
     if as_json:
-        print_json({"valid": True, "unread": config.unread, "plugins": plugins.versions()})
+        print_json({"valid": True, "unread": config.unread, "plugins": plugins_for(config).versions()})
         return 0
     print(f"{', '.join(files)}: valid, trainer '{config.trainer}'")
     print_unread(config)
     return 0
 
 
-def _check_rewards(config: EngineConfig, plugins: PluginSet) -> None:
-    """Check the reward functions of a run whose trainer reads ``[[reward]]``."""
-    trainer: Any = plugins.spec("trainers", config.trainer)
-    if config.reward and (trainer.sections is None or "reward" in trainer.sections):
-        check_functions(config.reward, plugins)
-        check_rewards(config.reward, plugins)
+def as_record(line: str, error: EngineError) -> dict[str, Any]:
+    """Return a line of an error as ``{code, file, line, key, message, hint}``; what it does not name is None.
+
+    Args:
+        line: ``FILE:LINE: KEY: message. Hint.``
+        error: the error, whose class is the code.
+    """
+    place = PLACE.match(line)
+    rest = line[place.end() :] if place else line
+    named = place.groupdict() if place else {"file": None, "line": None, "set": None}
+    key = KEY.match(rest)
+    message, _, hint = rest[key.end() if key else 0 :].partition(". ")
+    return {
+        "code": type(error).__name__,
+        "file": named["file"],
+        "line": int(named["line"]) if named["line"] else None,
+        "key": key["key"] if key else named["set"],
+        "message": message,
+        "hint": hint or None,
+    }
 
 
 def show(

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine_core.config.assemble import check_inputs, load_config, plugins_for
-from engine_core.errors import DataError
+from engine_core.config.completeness import check_complete
+from engine_core.config.read import RawConfig
+from engine_core.config.wording import placed
+from engine_core.errors import DataError, EngineError
+from engine_core.rewards.preflight import check_rewards
+from engine_core.rewards.signatures import check_functions
 from engine_core.runs.checkpoint import Checkpoints
 from engine_core.runs.checkpoint import problems as checkpoint_problems
 
@@ -14,6 +20,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_core.config import EngineConfig
+    from engine_core.config.rewards import RewardConfig
+    from engine_core.plugins.plugin_set import PluginSet
     from engine_core.runs.tracking import RunFolder
 
 
@@ -66,11 +74,53 @@ def trainer_of(config: EngineConfig) -> Any:
     """Return the trainer that the config names. Models are built later, in its ``setup`` or ``train``.
 
     Raises:
-        DataError: every problem of the files and folders that the config names.
+        EngineError: every problem of the config and of the files that it names.
     """
+    refuse(check_config(config))
+    return plugins_for(config).resolve("trainers", config.trainer)(config)
+
+
+def check_config(config: EngineConfig) -> list[EngineError]:
+    """Return the errors of a valid config that show without torch: missing keys, rewards, files and folders."""
+    plugins = plugins_for(config)
+    trainer: Any = plugins.spec("trainers", config.trainer)
+    reads_rewards = trainer.sections is None or "reward" in trainer.sections
+    checks = [
+        partial(check_complete, config, plugins=plugins),
+        *(partial(_check_reward, config, reward, plugins) for reward in config.reward if reads_rewards),
+        partial(_check_files, config),
+    ]
+    return [error for check in checks if (error := _error_of(check)) is not None]
+
+
+def refuse(errors: Sequence[EngineError]) -> None:
+    """Raise one error with all messages, of the first error's class, if there are any errors."""
+    if errors:
+        raise type(errors[0])("\n".join(map(str, errors)))
+
+
+def _error_of(check: Callable[[], None]) -> EngineError | None:
+    try:
+        check()
+    except EngineError as error:
+        return error
+    return None
+
+
+def _check_reward(config: EngineConfig, reward: RewardConfig, plugins: PluginSet) -> None:
+    """Check that a reward function can be called, and what its plugin checks; messages begin with the line of its table."""
+    try:
+        check_functions([reward], plugins)
+        check_rewards([reward], plugins)
+    except EngineError as error:
+        source = config._source or RawConfig({})
+        lines = [placed(f"reward.{reward.name}: {line}", source) for line in str(error).splitlines()]
+        raise type(error)("\n".join(lines)) from error
+
+
+def _check_files(config: EngineConfig) -> None:
     if problems := check_inputs(config):
         raise DataError("\n".join(problems))
-    return plugins_for(config).resolve("trainers", config.trainer)(config)
 
 
 def print_unread(config: EngineConfig) -> None:

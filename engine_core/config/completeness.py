@@ -15,8 +15,9 @@ from engine_core.config.assemble import plugins_for
 from engine_core.config.choices import AUTO, OPTIONAL_ROLES
 from engine_core.config.evaluation import held_out_sets
 from engine_core.config.inputs import files_of
-from engine_core.config.read import key_text
+from engine_core.config.read import RawConfig, key_text
 from engine_core.config.requirements import GREEDY, plan_run, producers_of
+from engine_core.config.wording import placed
 from engine_core.errors import ConfigError, PluginError, did_you_mean
 from engine_core.plugins.metadata import unknown_name
 from engine_core.plugins.plugin_set import PluginSet
@@ -59,8 +60,8 @@ def check_complete(
     if "stage" in reads:
         missing += _stage_problems(config, plugins)
     absent = absent_parts(config, plugins, spec)
-    files = config._source.files if config._source else []
-    lines = [f"{files[-1]}: {line}" if files else line for line in [*missing, *absent]]
+    source = config._source or RawConfig({})
+    lines = [placed(line, source) for line in [*missing, *absent]]
     if missing:
         raise ConfigError(lines)
     if absent:

@@ -54,6 +54,15 @@ def place_of(origin: Origin | None, key: str) -> str:
     return f"{origin}: " if origin.override == key else f"{origin}: {key}: "
 
 
+def placed(line: str, raw: RawConfig) -> str:
+    """Return ``KEY: message`` with its file and line before it: those of the key, else of the table around it."""
+    key = line.split(":")[0].split(" ")[0]
+    origin = raw.origin(key.split("."))
+    if origin is None:
+        return f"{raw.files[-1]}: {line}" if raw.files else line
+    return f"{origin}: {line.removeprefix(f'{key}: ') if origin.override == key else line}"
+
+
 def in_order(problems: Sequence[Problem], raw: RawConfig) -> list[str]:
     """Their lines: by file and line, then those of the environment and overrides."""
 

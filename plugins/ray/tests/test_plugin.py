@@ -1,5 +1,6 @@
 """The parts of this plugin that the engine reads before Ray is needed."""
 
+import re
 import subprocess
 import sys
 
@@ -59,7 +60,7 @@ def problems(tmp_path):
         try:
             check_complete(load_config(path))
         except ConfigError as error:
-            return [text.partition("run.toml: ")[2] for text in error.problems]
+            return [re.split(r"run.toml:\d+: ", text)[1] for text in error.problems]
         return []
 
     return found

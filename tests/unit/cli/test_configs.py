@@ -79,8 +79,8 @@ def test_validate_tells_of_reward_functions_that_could_not_be_called(engine, rl_
     answer = engine("validate", "rl.toml")
     assert answer.code == 2
     assert answer.err.splitlines() == [
-        "engine: Reward 'both' names 'completion' (one sample a call) and 'prompts' (lists). Name one form.",
-        "engine: Reward 'deaf' declares the option 'words' but has no such argument. Known: completions.",
+        "engine: rl.toml:13: reward.both: Reward 'both' names 'completion' (one sample a call) and 'prompts' (lists). Name one form.",
+        "engine: rl.toml:15: reward.deaf: Reward 'deaf' declares the option 'words' but has no such argument. Known: completions.",
     ]
     rl_run.write_text(text)
     assert engine("validate", "rl.toml").code == 0
@@ -94,7 +94,28 @@ def test_validate_as_json(engine, sft_run):
     found = json.loads(answer.out)
     assert found["valid"] is False
     assert len(found["problems"]) == 1
-    assert "run.stesp" in found["problems"][0]
+    (problem,) = found["problems"]
+    assert problem | {"hint": ""} == {
+        "code": "ConfigError", "file": None, "line": None, "key": "run.stesp", "message": "unknown key", "hint": "",
+    }  # fmt: skip
+    assert problem["hint"].startswith("Did you mean 'steps'?")
+
+
+def test_validate_tells_the_problems_of_all_stages_in_one_go(engine, rl_run):
+    (rl_run.parent / "mine.py").write_text(MINE)
+    text = rl_run.read_text().replace('plugins = ["dice.py"]', 'plugins = ["dice.py", "mine.py"]')
+    text = text.replace("max_prompts = 2", "max_prompts = 2\nevery_steps = 1\nscore = 'nix'")
+    rl_run.write_text(text + '[[reward]]\nname = "deaf"\n')
+    answer = engine("validate", "rl.toml", "--json", "--set", "model.path=none")
+    assert answer.code == 2
+    found = [(p["code"], p["file"], p["line"], p["key"]) for p in json.loads(answer.out)["problems"]]
+    assert found == [
+        ("ConfigError", "rl.toml", 14, "eval.score"),
+        ("ConfigError", "rl.toml", 15, "reward.deaf"),
+        ("DataError", None, None, "model.path"),
+    ]
+    lines = engine("train", "rl.toml", "--set", "model.path=none").err
+    assert len(lines.splitlines()) == 3
 
 
 def test_a_later_file_wins_and_set_wins_over_it(engine, sft_run):

@@ -297,7 +297,7 @@ def test_an_algorithm_whose_needs_nobody_meets_is_refused_with_its_file(run):
         RL.replace('["say_seven.py"]', '["say_seven.py", "mine.py"]')
         + '[model]\npath = "model"\n[data]\ntrain = ["train.jsonl"]\n[algorithm]\nadvantage = "mine"\n'
     )
-    expected = r"run.toml: algorithm.advantage = 'mine' needs the column 'group_id'.*Did you mean 'group_ids'"
+    expected = r"run.toml:\d+: algorithm.advantage = 'mine' needs the column 'group_id'.*Did you mean 'group_ids'"
     with pytest.raises(ConfigError, match=expected):
         check_complete(load_config(path))
 
