@@ -19,7 +19,7 @@ expected, what to do, and the nearest known name.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 NO_HUB = (
     " Where the hub cannot be reached, give a local folder in [model] path, as save_pretrained writes it; with "
@@ -92,22 +92,59 @@ class WorkerLost(TrainingFailed):
 
 
 ELSEWHERE = {
-    **dict.fromkeys(("learning_rate", "peak_lr"), "lr"),
-    **dict.fromkeys(("num_generations", "n", "n_samples_per_prompt"), "group_size"),
-    **dict.fromkeys(
-        ("max_completion_length", "max_new_tokens", "max_response_length"), "max_response_tokens"
-    ),
-    **dict.fromkeys(("train_batch_size", "batch_size"), "prompts_per_step"),
-    **dict.fromkeys(("ppo", "grpo", "gspo"), "rl"),
-    **{"max_steps": "steps", "num_train_epochs": "epochs", "save_steps": "every_steps", "beta": "kl_coef"},
+    "lr": "learning_rate peak_lr",
+    "warmup_steps": "warmup_ratio num_warmup_steps",
+    "max_grad_norm": "gradient_clip gradient_clipping clip_grad grad_clip",
+    "group_size": "num_generations n n_samples_per_prompt rollout_n",
+    "max_response_tokens": "max_completion_length max_new_tokens max_response_length max_tokens",
+    "max_prompt_tokens": "max_prompt_length",
+    "temperature": "do_sample",
+    "prompts_per_step": "train_batch_size batch_size per_device_train_batch_size gen_batch_size",
+    "max_tokens_per_rank": "gradient_accumulation_steps ppo_max_token_len_per_gpu micro_batch_size",
+    "activation_checkpointing": "gradient_checkpointing",
+    "steps": "max_steps total_training_steps",
+    "epochs": "num_train_epochs total_epochs num_epochs",
+    "every_steps": "save_steps eval_steps logging_steps test_freq save_freq save_interval",
+    "keep_last": "save_total_limit max_actor_ckpt_to_keep",
+    "dir": "output_dir default_local_dir",
+    "path": "model_name model_name_or_path pretrained name",
+    "train": "dataset dataset_name train_files",
+    "validation": "eval_dataset val_files",
+    "kl_coef": "beta kl_beta kl_loss_coef init_kl_coef",
+    "clip_ratio": "epsilon cliprange clip_range clip_eps",
+    "clip_ratio_high": "epsilon_high clip_high",
+    "rank": "r lora_r lora_rank",
+    "rl": "ppo grpo gspo dapo",
+    "gae": "ppo",
+    "grpo": "dapo",
+    "ppo_clip": "ppo grpo dapo",
 }
-"""Names that other trainers use, each with the engine's name; suggested only if that name is allowed there."""
+"""Names with those that other trainers use for them; suggested only where the name is allowed."""
+
+
+def errors_of(checks: Iterable[Callable[[], object]]) -> list[EngineError]:
+    """Call functions that are independent of each other and return their errors."""
+    found = []
+    for check in checks:
+        try:
+            check()
+        except EngineError as error:
+            found.append(error)
+    return found
+
+
+def refuse(errors: Sequence[EngineError]) -> None:
+    """Raise the first error with the messages of all, if there is one."""
+    if errors:
+        raise type(errors[0])("\n".join(map(str, errors))) if len(errors) > 1 else errors[0]
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that ``name`` most likely means, or None."""
     names = {known_name.lower(): known_name for known_name in known}
-    if (ours := ELSEWHERE.get(name.lower())) in names:
+    if ours := next(
+        (ours for ours, theirs in ELSEWHERE.items() if name.lower() in theirs.split() and ours in names), None
+    ):
         return ours
     matches = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
     return names[matches[0]] if matches else None

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 
 import typer
 
-from engine_core.cli.loading import check_config, print_unread, read, refuse
+from engine_core.cli.loading import check_config, print_unread, read
 from engine_core.cli.options import AllowCode, Files, Json, Sets
 from engine_core.cli.output import print_json, print_table
 from engine_core.config.assemble import plugins_for
 from engine_core.config.dump import dump_toml, origins
-from engine_core.errors import EngineError
+from engine_core.errors import EngineError, refuse
 
 PLACE = re.compile(r"((?P<file>[^:]+):(?P<line>\d+)|--set (?P<set>[^:]+)|environment \w+): ")
 KEY = re.compile(r"(?P<key>[a-z_]+(\.[\w.\"/*-]+)?): ")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,15 @@ from engine_core.config.assemble import check_inputs, load_config, plugins_for
 from engine_core.config.completeness import check_complete
 from engine_core.config.read import RawConfig
 from engine_core.config.wording import placed
-from engine_core.errors import DataError, EngineError
+from engine_core.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    EnvironmentProblem,
+    PluginError,
+    errors_of,
+    refuse,
+)
 from engine_core.rewards.preflight import check_rewards
 from engine_core.rewards.signatures import check_functions
 from engine_core.runs.checkpoint import Checkpoints
@@ -23,6 +32,9 @@ if TYPE_CHECKING:
     from engine_core.config.rewards import RewardConfig
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.runs.tracking import RunFolder
+
+
+PLAIN = (ConfigError, DataError, PluginError, EnvironmentProblem)
 
 
 def read(
@@ -77,7 +89,8 @@ def trainer_of(config: EngineConfig) -> Any:
         EngineError: every problem of the config and of the files that it names.
     """
     refuse(check_config(config))
-    return plugins_for(config).resolve("trainers", config.trainer)(config)
+    with placing(config):
+        return plugins_for(config).resolve("trainers", config.trainer)(config)
 
 
 def check_config(config: EngineConfig) -> list[EngineError]:
@@ -90,21 +103,20 @@ def check_config(config: EngineConfig) -> list[EngineError]:
         *(partial(_check_reward, config, reward, plugins) for reward in config.reward if reads_rewards),
         partial(_check_files, config),
     ]
-    return [error for check in checks if (error := _error_of(check)) is not None]
+    return errors_of(checks)
 
 
-def refuse(errors: Sequence[EngineError]) -> None:
-    """Raise one error with all messages, of the first error's class, if there are any errors."""
-    if errors:
-        raise type(errors[0])("\n".join(map(str, errors)))
-
-
-def _error_of(check: Callable[[], None]) -> EngineError | None:
+@contextmanager
+def placing(config: EngineConfig) -> Iterator[None]:
+    """Put file and line before each message of an error that begins with a key of the run file."""
+    source = config._source or RawConfig({})
     try:
-        check()
-    except EngineError as error:
-        return error
-    return None
+        yield
+    except PLAIN as error:
+        lines = [placed(line, source, only_known=True) for line in str(error).splitlines()]
+        if type(error) not in PLAIN or "\n".join(lines) == str(error):
+            raise
+        raise type(error)("\n".join(lines)) from error
 
 
 def _check_reward(config: EngineConfig, reward: RewardConfig, plugins: PluginSet) -> None:

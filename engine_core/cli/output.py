@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine_core.errors import ConfigError, EnvironmentProblem
+from engine_core.runs.folders import writing_problem
 from engine_core.runs.logs import half_width, with_interval
 
 
@@ -48,11 +48,3 @@ def check_new(path: Path) -> None:
         raise ConfigError(f"'{path}' exists already, and nothing is overwritten. Choose another name.")
     if problem := writing_problem(path):
         raise EnvironmentProblem(f"'{path}' cannot be made: {problem}. Choose another place.")
-
-
-def writing_problem(path: Path) -> str | None:
-    """Return why nothing can be written at ``path``, which need not exist; None if it can be written."""
-    existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    if not existing.is_dir():
-        return f"'{existing}' is no folder"
-    return None if os.access(existing, os.W_OK | os.X_OK) else f"you may not write to '{existing}'"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine_core.cli.loading import checkpoint_of, print_unread, read, read_run, trainer_of
+from engine_core.cli.loading import checkpoint_of, placing, print_unread, read, read_run, trainer_of
 from engine_core.cli.options import AllowCode, Files, Run, Sets, Step
 from engine_core.cli.output import check_new
 from engine_core.errors import DataError, WorkerLost
@@ -38,9 +38,10 @@ def train(
     """Train as the run file says; prints the run folder at the end."""
     config = read(files, sets, steps, allow_code)
     if dry_run:
-        with closing(trainer_of(config)) as trainer:
-            trainer.load_inputs()
-            print("\n".join(trainer.derived()))
+        from engine_core.train.dry_run import dry_run as check
+
+        with closing(trainer_of(config)) as trainer, placing(config):
+            print("\n".join(check(trainer)))
             print_unread(config)
         return
     print(_to_the_end(config))

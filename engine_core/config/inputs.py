@@ -21,6 +21,7 @@ from engine_core.errors import did_you_mean, nearest
 if TYPE_CHECKING:
     from engine_core.config.evaluation import EvalSetConfig
 
+HEADER_BYTES = 100_000_000  # largest header of a safetensors file
 SCAN_BYTES = 1_000_000  # of JSONL; about 50 ms a file
 SHOWN = 5  # problems reported for one file
 
@@ -75,11 +76,36 @@ def _folder_problem(
     if path.is_dir():
         if not any((path / file).is_file() for file in files):
             yield key, f"'{text}' has no {' or '.join(files)}. Expected {expected}."
+        elif files == _MODEL:
+            yield from ((key, problem) for problem in _damage(path))
     elif path.exists():
         yield key, f"'{text}' is a file. Expected {expected}."
     elif not hub or not HUB_NAME.fullmatch(text) or path.parent.is_dir():
         name = ", or a hub name like 'Qwen/Qwen3-0.6B'" if hub else ""
         yield key, f"there is no folder '{text}'.{_neighbour(path)} Expected {expected}{name}."
+
+
+def _damage(folder: Path) -> Iterator[str]:
+    """Yield what is wrong with the config and the weights of a model folder, as the headers of the files show."""
+    try:
+        whole = isinstance(json.loads((folder / "config.json").read_text("utf-8")), dict)
+    except ValueError:
+        whole = False
+    if not whole:
+        yield f"'{folder / 'config.json'}' is no JSON object. Download or write the model again."
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = stream.read(length) if length <= min(size, HEADER_BYTES) else b""
+        try:
+            tensors = [value for name, value in json.loads(header).items() if name != "__metadata__"]
+            expected = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+            yield f"'{file}' ({size} bytes) is cut off or no safetensors file. Download or write the model again."
+            continue
+        if size != expected:
+            yield f"'{file}' has {size} bytes, and its header says {expected}: was it cut off? Download or write it again."
 
 
 def absent(path: str | Path) -> str:

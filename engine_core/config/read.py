@@ -107,7 +107,12 @@ Path_ = tuple[str, ...]
 Overrides = Mapping[str, Any] | Sequence[str | Mapping[str, Any]]
 
 _FIXES = {
-    "Invalid value": ' A text needs quotes: name = "first".',
+    "Invalid value": ' A text needs quotes: name = "first". A switch is true or false, in small letters.',
+    "Illegal character": " A text ends on its line, with the quote that it began with.",
+    "Expected newline": " A value is a text in quotes, a number such as 1e-4, true, false, a list or a table.",
+    'Expected "': " A text ends on its line, with the quote that it began with.",
+    'Expected "\'"': " A text ends on its line, with the quote that it began with.",
+    "Expected ']' at": " A header ends with its bracket: [run], or [[reward]] for one of several.",
     "Cannot overwrite": " The key stands twice in its table: keep one.",
     "Cannot declare": " The table stands twice: write its keys below one header.",
     "Expected '=' after": ' A line is a header, [run], or a key and its value, steps = 100. YAML ("key: value") is not read.',

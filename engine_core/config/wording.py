@@ -54,11 +54,19 @@ def place_of(origin: Origin | None, key: str) -> str:
     return f"{origin}: " if origin.override == key else f"{origin}: {key}: "
 
 
-def placed(line: str, raw: RawConfig) -> str:
-    """Return ``KEY: message`` with its file and line before it: those of the key, else of the table around it."""
+def placed(line: str, raw: RawConfig, only_known: bool = False) -> str:
+    """Return ``KEY: message`` with its file and line before it: those of the key, else of the table around it.
+
+    Args:
+        line: of an error.
+        raw: where its keys were set.
+        only_known: return lines unchanged that begin with no key that was set.
+    """
     key = line.split(":")[0].split(" ")[0]
     origin = raw.origin(key.split("."))
     if origin is None:
+        if only_known:
+            return line
         return f"{raw.files[-1]}: {line}" if raw.files else line
     return f"{origin}: {line.removeprefix(f'{key}: ') if origin.override == key else line}"
 
@@ -123,7 +131,9 @@ def sentence(value: Any, path: Path_, details: list[Any], raw: RawConfig) -> str
     origin, quoted = raw.origin(path), ""
     if "string_type" in kinds and origin and not origin.file:
         quoted = f" (a text that looks like something else needs its own quotes: '\"{value}\"')"
-    if kinds == {"list_type"} and isinstance(value, dict):
+    if path[:1] == ("schedule",) and "list_type" in kinds:
+        expected += " of steps and values, such as [[1, 1e-4], [100, 1e-5]]"
+    elif kinds == {"list_type"} and isinstance(value, dict):
         expected += f" of tables, each below its own header: [[{key_text(path)}]]"
     return f"{got}, expected {expected}{quoted}."
 

@@ -44,7 +44,7 @@ def load_tokenizer(model: ModelConfig, table: str = "model") -> PreTrainedTokeni
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().split("\n")[0]
         hint = "" if local.exists() else NO_HUB
-        raise DataError(f"[{table}] {key}: no tokenizer loads from '{name}': {reason}{hint}") from error
+        raise DataError(f"{table}.{key}: no tokenizer loads from '{name}': {reason}{hint}") from error
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = True) -> list[int]:

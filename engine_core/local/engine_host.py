@@ -72,10 +72,7 @@ class EngineHost:
         torch.manual_seed(self.config.run.seed)
         if self.place.device.type == "cpu":
             keep_freed_memory()
-        for name, role in roles.items():
-            if role.kind == "train":
-                context = self._train_context(name, role, total_steps)
-                self._train_class(name).check(self.config.role(name), context, trainable=role.trainable)
+        self.check(roles, total_steps)
         try:
             for name, role in roles.items():
                 log.info("Building the role %s.", name)
@@ -87,6 +84,17 @@ class EngineHost:
         except BaseException:
             self.close()
             raise
+
+    def check(self, roles: Mapping[str, Role], total_steps: int = 0) -> None:
+        """Check that each train engine supports its role; the arguments are those of ``build``.
+
+        Raises:
+            ConfigError: this machine cannot serve an option.
+        """
+        for name, role in roles.items():
+            if role.kind == "train":
+                context = self._train_context(name, role, total_steps)
+                self._train_class(name).check(self.config.role(name), context, trainable=role.trainable)
 
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
         """Copy the weights of a train role to the sampler, both in this process."""

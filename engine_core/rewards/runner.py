@@ -194,10 +194,17 @@ class RewardRunner:
         self._start()  # a worker reports the signature
         return [pool for pool in self.pools if pool.signature and not pool.signature.whole_batch]
 
-    def outcomes(self, rollouts: Sequence[Rollout]) -> dict[str, list[Outcome]]:
-        """Score complete groups with the rewards of ``in_parts``; return outcomes by reward, without counting failures."""
+    def outcomes(
+        self, rollouts: Sequence[Rollout], pools: Sequence[RewardPool] | None = None
+    ) -> dict[str, list[Outcome]]:
+        """Score complete groups with the rewards of ``in_parts``; return outcomes by reward, without counting failures.
+
+        Args:
+            rollouts: in groups.
+            pools: the started worker pools of other rewards, which to use instead.
+        """
         self._decode(rollouts)
-        pools = self.in_parts()
+        pools = self.in_parts() if pools is None else pools
         for pool in pools:
             assert pool.signature is not None
             pool.begin(arguments(pool.name, pool.signature, rollouts), len(rollouts))
@@ -383,7 +390,7 @@ class RewardRunner:
             try:
                 check_columns(scorer.config.name, scorer.runner.signature, columns)
             except DataError as error:
-                problems.append(str(error))
+                problems.append(f"reward.{scorer.config.name}: {error}")
         if problems:
             raise DataError("\n".join(problems))
 

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from engine_core import faults
 from engine_core.config.choices import bare
 from engine_core.config.dump import as_data, dump_toml, origins
-from engine_core.errors import DataError, EnvironmentProblem, did_you_mean
+from engine_core.errors import DataError, EngineError, EnvironmentProblem, did_you_mean
 from engine_core.redaction import Redactor
 from engine_core.runs.folders import (
     ATTEMPT,
@@ -328,6 +328,19 @@ class _Feeder(threading.Thread):
             )  # fmt: skip
 
 
+def make_tracker(name: str, config: EngineConfig, plugins: PluginSet) -> Tracker:
+    """Return a tracker with its options, not started.
+
+    Raises:
+        EngineError: the tracker cannot work here.
+    """
+    try:
+        tracker: Tracker = plugins.resolve("trackers", name)(config.tracking.options.get(bare(name)))
+    except EngineError as error:
+        raise type(error)(f"tracking.trackers: {error}") from error
+    return tracker
+
+
 class TrackerHub:
     """A dispatcher of each step's metrics, to ``metrics.jsonl`` at once and to the trackers of ``[tracking]`` by queues.
 
@@ -343,7 +356,7 @@ class TrackerHub:
         self._file: TextIO | None = None
         self._feeders: list[_Feeder] = []
         for name in config.tracking.trackers:
-            tracker = plugins.resolve("trackers", name)(config.tracking.options.get(bare(name)))
+            tracker = make_tracker(name, config, plugins)
             self._feeders.append(_Feeder(name, tracker, functools.partial(tracker.start, run, plain)))
 
     def start(self) -> None:

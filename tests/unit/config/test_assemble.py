@@ -50,7 +50,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.delenv(name)
     folder = tmp_path / "project"
     (folder / "model").mkdir(parents=True)
-    (folder / "model/config.json").touch()
+    (folder / "model/config.json").write_text("{}")
     (folder / "model/tokenizer.json").touch()
     (folder / "train.jsonl").write_text(json.dumps({"prompt": "x", "response": "y"}) + "\n")
     (folder / "say_seven.py").write_text(PLUGIN)
@@ -297,7 +297,9 @@ def test_an_algorithm_whose_needs_nobody_meets_is_refused_with_its_file(run):
         RL.replace('["say_seven.py"]', '["say_seven.py", "mine.py"]')
         + '[model]\npath = "model"\n[data]\ntrain = ["train.jsonl"]\n[algorithm]\nadvantage = "mine"\n'
     )
-    expected = r"run.toml:\d+: algorithm.advantage = 'mine' needs the column 'group_id'.*Did you mean 'group_ids'"
+    expected = (
+        r"run.toml:\d+: algorithm.advantage = 'mine' needs the column 'group_id'.*Did you mean 'group_ids'"
+    )
     with pytest.raises(ConfigError, match=expected):
         check_complete(load_config(path))
 

@@ -78,7 +78,8 @@ def test_a_part_that_is_not_installed_is_missed_by_its_key(check, without_parts,
 
     (line,) = str(caught.value).splitlines()
     assert re.search(
-        rf"run.toml:\d+: {key}: Part '{part}' is not installed. Try: pip install engine-plugin-{plugin}$", line
+        rf"run.toml:\d+: {key}: Part '{part}' is not installed. Try: pip install engine-plugin-{plugin}$",
+        line,
     )
 
 

@@ -149,7 +149,7 @@ def test_a_folder_without_a_model_or_tokenizer_says_what_is_missing(tmp_path):
         f"model.path: '{tmp_path}' has no tokenizer.json or tokenizer_config.json or tokenizer.model or vocab.json. "
         "Expected a tokenizer there, or model.tokenizer set.",
     ]
-    (tmp_path / "config.json").touch()
+    (tmp_path / "config.json").write_text("{}")
     assert model(path=str(tmp_path), tokenizer="a/b") == []
     (tmp_path / "tokenizer.json").touch()
     assert model(path=str(tmp_path)) == []

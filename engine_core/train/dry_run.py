@@ -1,0 +1,56 @@
+"""``engine train --dry-run``: what a start would refuse, short of making a run folder and building a model."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from engine_core.config.read import key_text
+from engine_core.errors import errors_of, refuse
+from engine_core.rewards.preflight import try_rewards
+from engine_core.runs.folders import check_free
+from engine_core.runs.tracking import make_tracker
+
+if TYPE_CHECKING:
+    from engine_core.train.run import TrainingRun
+
+
+def dry_run(run: TrainingRun) -> list[str]:
+    """Check what a start would check, and call each reward on a made-up response.
+
+    Args:
+        run: a trainer that is not set up.
+
+    Returns:
+        The numbers derived from the run file, and the value of each reward, as lines.
+
+    Raises:
+        EngineError: everything that a start would refuse.
+    """
+    refuse(errors_of([partial(check_free, run.config), partial(_make_trackers, run), run.load_inputs]))
+    lines = run.derived()
+    refuse(errors_of([partial(_check_engines, run), lambda: lines.extend(_rewards(run))]))
+    return lines
+
+
+def _make_trackers(run: TrainingRun) -> None:
+    for name in run.config.tracking.trackers:
+        make_tracker(name, run.config, run.plugins)
+
+
+def _check_engines(run: TrainingRun) -> None:
+    """Check that this machine can serve the options of the roles, if they run in this process."""
+    if run.config.runtime.backend == "local":
+        runtime: Any = run.plugins.resolve("runtimes", "local")(run.config, run.plugins, run.live)
+        runtime.host.check(run.roles(training=True))
+
+
+def _rewards(run: Any) -> list[str]:
+    """Return the value that each reward gives a made-up response to the first row, as lines."""
+    if not (getattr(run, "scores", False) and run.rewards.scorers):
+        return []
+    prompts = run.source.take(1)
+    return [
+        f"Reward {key_text((name,))} of a made-up response: {value}"
+        for name, value in try_rewards(run.rewards, prompts[0]).items()
+    ]
