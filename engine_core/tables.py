@@ -8,7 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-PositiveInt = Annotated[int, Field(gt=0, lt=2**31)]
+MOST = 2**31
+"""No count in a run file is as high; the text of a key's type leaves this bound out."""
+PositiveInt = Annotated[int, Field(gt=0, lt=MOST)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]

@@ -14,7 +14,9 @@ from engine_core.config.assemble import plugins_for
 from engine_core.config.dump import dump_toml, origins
 from engine_core.errors import EngineError, refuse
 
-PLACE = re.compile(r"((?P<file>[^:]+):(?P<line>\d+)|--set (?P<set>[^:]+)|environment \w+): ")
+PLACE = re.compile(
+    r"((?P<file>[^:]+):(?P<line>\d+)(:\d+)?|(?P<bare>[^: ]+\.(jsonl?|csv|parquet|toml))|--set (?P<set>[^:]+)|environment \w+): "
+)
 KEY = re.compile(r"(?P<key>[a-z_]+(\.[\w.\"/*-]+)?): ")
 
 
@@ -51,12 +53,12 @@ def as_record(line: str, error: EngineError) -> dict[str, Any]:
     """
     place = PLACE.match(line)
     rest = line[place.end() :] if place else line
-    named = place.groupdict() if place else {"file": None, "line": None, "set": None}
+    named = place.groupdict() if place else dict.fromkeys(PLACE.groupindex)
     key = KEY.match(rest)
     message, _, hint = rest[key.end() if key else 0 :].partition(". ")
     return {
         "code": type(error).__name__,
-        "file": named["file"],
+        "file": named["file"] or named["bare"],
         "line": int(named["line"]) if named["line"] else None,
         "key": key["key"] if key else named["set"],
         "message": message,

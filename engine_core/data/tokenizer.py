@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +16,10 @@ if TYPE_CHECKING:
 
     from engine_core.config.roles import ModelConfig
 
+log = logging.getLogger("engine")
+
 ROLES = ("bos", "eos", "pad")
+HUB_SECONDS = 10.0  # until a hub that does not answer is given up
 
 
 def load_tokenizer(model: ModelConfig, table: str = "model") -> PreTrainedTokenizerBase:
@@ -31,10 +36,12 @@ def load_tokenizer(model: ModelConfig, table: str = "model") -> PreTrainedTokeni
     key = "tokenizer" if model.tokenizer else "path"
     local = Path(name).expanduser()
     if not name:
-        raise DataError(f"[{table}] path is not set. Give a model folder or a hub name.")
+        raise DataError(f"{table}.path: missing. Give a model folder or a hub name.")
     # A hub name is one or two words; anything else is a folder and is not looked up on the network.
     if not local.exists() and (local.is_absolute() or name[0] in ".~" or name.count("/") > 1):
-        raise DataError(f"[{table}] {key}: there is no folder '{name}'.")
+        raise DataError(f"{table}.{key}: there is no folder '{name}'.")
+    if not local.exists():
+        use_cache_if_unreachable(name)
     from transformers import AutoTokenizer
 
     try:
@@ -45,6 +52,27 @@ def load_tokenizer(model: ModelConfig, table: str = "model") -> PreTrainedTokeni
         reason = str(error).strip().split("\n")[0]
         hint = "" if local.exists() else NO_HUB
         raise DataError(f"{table}.{key}: no tokenizer loads from '{name}': {reason}{hint}") from error
+
+
+def use_cache_if_unreachable(name: str) -> None:
+    """Ask the hub for a model, once; if nothing answers, use only cached files in this process and its children.
+
+    The hub's client would try each file of a model again for 20 s.
+    """
+    import httpx
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        HfApi().model_info(name, timeout=HUB_SECONDS)
+    except HfHubHTTPError:  # an answer: no such model, or no access
+        return
+    except (httpx.HTTPError, OSError) as error:
+        log.warning("The hub does not answer (%s): only cached files are used.", error)
+        constants.HF_HUB_OFFLINE = True
+        os.environ["HF_HUB_OFFLINE"] = "1"
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = True) -> list[int]:

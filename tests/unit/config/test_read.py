@@ -264,7 +264,10 @@ def test_merging_a_tree_with_itself_or_nothing_changes_nothing(tree):
 @pytest.mark.parametrize(
     ("text", "fix"),
     [
-        ("[run]\nname = first\n", r'Invalid value\. A text needs quotes: name = "first"\. A switch is true or false, in small letters\.$'),
+        (
+            "[run]\nname = first\n",
+            r'Invalid value\. A text needs quotes: name = "first"\. A switch is true or false, in small letters\.$',
+        ),
         ("[run]\nsteps = 1\nsteps = 2\n", r"The key stands twice in its table: keep one\.$"),
         (
             "[run]\nsteps = 1\n[run]\nepochs = 2\n",

@@ -155,7 +155,10 @@ weight = 2
         ("[algorithm]\nkl_in = 'los'", "2: algorithm.kl_in: got 'los', expected 'loss' or 'reward'."),
         ("[[reward]]\nweight = 1", "1: reward.0.name: missing, and it has no default."),
         ("[[reward]]\nname = 'math'\nclip = [2, 'x']", "3: reward.math.clip.1: got 'x', expected a number."),
-        ("[schedule]\nx = 3", "2: schedule.x: got 3, expected a list of steps and values, such as [[1, 1e-4], [100, 1e-5]]."),
+        (
+            "[schedule]\nx = 3",
+            "2: schedule.x: got 3, expected a list of steps and values, such as [[1, 1e-4], [100, 1e-5]].",
+        ),
     ],
 )
 def test_a_wrong_value_is_said_in_words(problems_of, text, expected):

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import os
+
+import httpx
 import pytest
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import Qwen3Config
 
 from engine_core.config.roles import ModelConfig
@@ -10,6 +15,7 @@ from engine_core.data.tokenizer import (
     token_ids,
     tokenizer_hash,
     tokens_differ,
+    use_cache_if_unreachable,
 )
 from engine_core.errors import DataError
 
@@ -24,11 +30,11 @@ def test_a_tokenizer_loads_from_its_folder_or_the_models(tokenizer, tmp_path):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (ModelConfig(), r"\[model\] path is not set"),
-        (ModelConfig(path="./absent"), r"\[model\] path: there is no folder './absent'\."),
+        (ModelConfig(), r"model\.path: missing\. Give"),
+        (ModelConfig(path="./absent"), r"model\.path: there is no folder './absent'\."),
         (
             ModelConfig(path="x", tokenizer="/absent/tok"),
-            r"\[model\] tokenizer: there is no folder '/absent/tok'\.",
+            r"model\.tokenizer: there is no folder '/absent/tok'\.",
         ),
     ],
 )
@@ -124,6 +130,38 @@ def test_a_hub_that_cannot_be_reached_is_told_with_what_to_do(monkeypatch):
         DataError, match=r"no tokenizer loads from 'nobody/nothing': .*give a local folder in"
     ):
         load_tokenizer(ModelConfig(path="nobody/nothing"))
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch, caplog):
+    asked = []
+
+    def refuse(self, name, timeout):
+        asked.append(name)
+        raise httpx.ConnectError("no such host")
+
+    monkeypatch.setattr(HfApi, "model_info", refuse)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for _ in range(2):
+        with pytest.raises(DataError, match="no tokenizer loads from 'nobody/nothing': "):
+            load_tokenizer(ModelConfig(path="nobody/nothing"))
+    assert asked == ["nobody/nothing"]
+    assert caplog.text.count("The hub does not answer (no such host): only cached files are used.") == 1
+    assert os.environ.pop("HF_HUB_OFFLINE") == "1"
+
+
+def test_a_hub_that_answers_stays_in_use(monkeypatch):
+    answer = HfHubHTTPError(
+        "no such model", response=httpx.Response(404, request=httpx.Request("GET", "http://hub"))
+    )
+
+    def refuse(self, name, timeout):
+        raise answer
+
+    monkeypatch.setattr(HfApi, "model_info", refuse)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    use_cache_if_unreachable("nobody/nothing")
+    assert not constants.HF_HUB_OFFLINE
 
 
 def test_tokenizers_differ_where_an_id_means_another_token_and_not_by_template(make_tokenizer):

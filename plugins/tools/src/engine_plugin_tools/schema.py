@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.config.choices import AUTO, CHOICES, model_of
 from engine_core.config.models import EngineConfig
 from engine_core.errors import ConfigError, did_you_mean
+from engine_core.tables import MOST
 
 if TYPE_CHECKING:
     from engine_core.specs import Spec
@@ -159,7 +160,7 @@ def type_text(node: Schema) -> str:
         return f"[{', '.join(type_text(item) for item in node['prefixItems'])}]"
     if node.get("type") == "array":
         return f"list of {type_text(node.get('items', {}))}"
-    bounds = [f"{sign} {node[name]}" for name, sign in BOUNDS.items() if name in node]
+    bounds = [f"{sign} {node[name]}" for name, sign in BOUNDS.items() if node.get(name, MOST) != MOST]
     return " ".join([node.get("type", "any"), *bounds])
 
 
