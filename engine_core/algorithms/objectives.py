@@ -135,13 +135,13 @@ def make_policy(
         The loss gets only the outputs that it declares: metrics read the others, which have no gradient.
         """
         made = found({name: value for name, value in outputs.items() if name in declared}, batch)
-        _check_token_loss(loss, made, outputs["log_probs"])
+        check_token_loss(loss, made, outputs["log_probs"])
         return made
 
     return partial(policy, token_loss=token_loss, correction=Correction(**correction or {}), **parameters)
 
 
-def _check_token_loss(name: str, made: Any, log_probs: Tensor) -> None:
+def check_token_loss(name: str, made: Any, log_probs: Tensor) -> None:
     """Refuse a result that is not the loss of each token and metrics: a mean would be trained on with another gradient.
 
     Args:

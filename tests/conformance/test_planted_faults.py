@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from engine_plugin_testing import RewardSuite, RolloutEngineSuite, TrainEngineSuite, TransportSuite
+from engine_plugin_testing import (
+    AdvantageSuite,
+    LossSuite,
+    RewardSuite,
+    RolloutEngineSuite,
+    StageSuite,
+    TrainEngineSuite,
+    TransportSuite,
+)
 from engine_plugin_testing.launcher import CaseFailed, Workers
 
 
@@ -28,6 +36,21 @@ class Rollout(RolloutEngineSuite):
 class Rewards(RewardSuite):
     plugins = ["broken_plugin.py"]
     examples = [(" 4.", 1.0), ("4", 1.0), ("5", 0.0)]
+
+
+class Advantages(AdvantageSuite):
+    plugins = ["broken_algorithms.py"]
+    examples = [([[0.0, 1.0], [1.0, 3.0]], [[-0.5, 0.5], [-1.0, 1.0]])]
+
+
+class Losses(LossSuite):
+    plugins = ["broken_algorithms.py"]
+    examples = [((-1.0, -1.0, 2.0), -2.0)]
+
+
+class Stages(StageSuite):
+    plugins = ["broken_algorithms.py"]
+    examples = [([[0.0, 1.0], [1.0, 1.0]], [[0, 1], []])]
 
 
 class Transport(TransportSuite):
@@ -127,8 +150,30 @@ FAULTS = [
     (Rewards, "strips", "changes its inputs", "inputs_are_left_alone"),
     (Rewards, "first_letter", "fails on an empty completion", "any_text_gets_a_value"),
     (Rewards, "undocumented", "an option without a docstring", "options_are_documented_and_checked"),
+    (Advantages, "negated", "advantages of the wrong sign", "values_are_right"),
+    (Advantages, "everywhere", "advantages of prompt tokens", "tokens_outside_the_mask_get_0"),
+    (Advantages, "of_all", "invalid rollouts in the statistics", "invalid_rollouts_do_not_count"),
+    (Advantages, "in_order", "groups taken to be in order", "order_does_not_matter"),
+    (Advantages, "divided", "a division by a spread of 0", "degenerate_groups_are_finite"),
+    (Advantages, "in_place", "the batch changed in place", "the_batch_is_left_alone"),
+    (Losses, "half", "a loss of half the size", "values_are_right"),
+    (Losses, "turned", "the sign of the advantages turned", "the_gradient_follows_the_advantage"),
+    (Losses, "centred", "a mean over the micro-batch", "a_micro_batch_changes_no_loss"),
+    (Losses, "unclamped", "an overflow of the ratio", "a_policy_that_moved_far_is_finite"),
+    (Losses, "watched", "the gradient through a metric", "metrics_are_without_gradient"),
+    (Losses, "scaled", "the advantages changed in place", "inputs_are_left_alone"),
+    (Stages, "everything", "the wrong groups kept", "examples_are_kept_as_they_say"),
+    (Stages, "rounded", "log-probs changed in a rollout", "what_was_sampled_stays"),
+    (Stages, "averaging", "a failure on a step without valid rollouts", "steps_without_anything_pass"),
+    (Stages, "lottery", "a random choice", "a_step_is_repeated_exactly"),
+    (Stages, "forgets", "a state that lacks a part", "a_resumed_stage_continues"),
     (Rewards, "loose", "unknown options accepted", "options_are_documented_and_checked"),
 ]  # fmt: skip
+
+
+SUITES = (
+    TrainEngineSuite, RolloutEngineSuite, RewardSuite, TransportSuite, AdvantageSuite, LossSuite, StageSuite,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +196,7 @@ def workers():
 )
 def test_a_planted_fault_is_caught_by_its_contract(workers, tmp_path, suite, name, fault, contract):
     made = suite.contracts[f"test_{contract}"]
-    key = "name" if suite is Rewards else "backend"
+    key = "backend" if "backend" in suite.fields else "name"
     settings = {**suite.settings(), key: name, "shared": str(tmp_path)}
     case, size = made.case, suite.world_size
     if made.follow:
@@ -165,9 +210,6 @@ def test_a_planted_fault_is_caught_by_its_contract(workers, tmp_path, suite, nam
 
 def test_every_fault_that_a_contract_claims_to_catch_is_planted():
     claimed = {
-        (made.name, fault)
-        for suite in (TrainEngineSuite, RolloutEngineSuite, RewardSuite, TransportSuite)
-        for made in suite.contracts.values()
-        for fault in made.catches
+        (made.name, fault) for suite in SUITES for made in suite.contracts.values() for fault in made.catches
     }
     assert claimed == {(f"test_{contract}", fault) for _, _, fault, contract in FAULTS}

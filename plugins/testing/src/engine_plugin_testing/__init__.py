@@ -8,8 +8,8 @@
     class TestMine(TrainEngineSuite):
         backend = "mine"
 
-``pytest -v`` then shows one line for each contract. Five suites: ``TrainEngineSuite``, ``RolloutEngineSuite``,
-``RewardSuite``, ``RuntimeSuite``, ``TransportSuite``. ``python -m engine_plugin_testing`` prints their contracts.
+``pytest -v`` then shows one line for each contract. The suites are those of ``__all__``: of engines, runtimes,
+transports, rewards, advantages, losses and stages. ``python -m engine_plugin_testing`` prints their contracts.
 
 How it works: a *contract* is a function with a promise (``contracts``), in a module of cases (``train_outputs``,
 ``train_steps``, ``rollout_sampling``, ``reward_cases``, ...). It receives a *bench* (``train_bench``,
@@ -27,6 +27,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from engine_plugin_testing.algorithm_suites import AdvantageSuite, LossSuite, StageSuite
     from engine_plugin_testing.reward_suite import RewardSuite
     from engine_plugin_testing.rollout_suite import RolloutEngineSuite
     from engine_plugin_testing.runtime_suite import RuntimeSuite
@@ -34,14 +35,26 @@ if TYPE_CHECKING:
     from engine_plugin_testing.transport_suite import TransportSuite
 
 HOMES = {
+    "AdvantageSuite": "algorithm_suites",
+    "LossSuite": "algorithm_suites",
     "TrainEngineSuite": "train_suite",
     "RolloutEngineSuite": "rollout_suite",
     "RewardSuite": "reward_suite",
     "RuntimeSuite": "runtime_suite",
+    "StageSuite": "algorithm_suites",
     "TransportSuite": "transport_suite",
 }
 
-__all__ = ["RewardSuite", "RolloutEngineSuite", "RuntimeSuite", "TrainEngineSuite", "TransportSuite"]
+__all__ = [
+    "AdvantageSuite",
+    "LossSuite",
+    "RewardSuite",
+    "RolloutEngineSuite",
+    "RuntimeSuite",
+    "StageSuite",
+    "TrainEngineSuite",
+    "TransportSuite",
+]
 
 
 def __getattr__(name: str) -> Any:

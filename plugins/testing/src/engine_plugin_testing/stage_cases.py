@@ -1,0 +1,118 @@
+"""Contracts of a stage: what it keeps, what it leaves alone, and its state."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.types import StageState
+from engine_plugin_testing.contracts import contract
+
+if TYPE_CHECKING:
+    from engine_core.types import Rollout
+    from engine_plugin_testing.algorithm_bench import StageBench
+
+GROUPS = [[0.0, 1.0, 0.5, 1.0], [2.0, -1.0, 0.0, 0.25], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0]]
+STEPS = 4
+SAMPLED = ("token_ids", "loss_mask", "rollout_log_probs", "policy_versions")
+
+
+def _call(stage: Any, rollouts: list[Rollout], step: int) -> tuple[list[Rollout], Mapping[str, Any]]:
+    made = stage(rollouts, step)
+    pair = isinstance(made, tuple) and len(made) == 2 and isinstance(made[1], Mapping)
+    assert pair, f"It must return (rollouts, metrics), a list and a dict; it returned {type(made).__name__}."
+    kept = list(made[0])
+    for name, value in made[1].items():
+        assert math.isfinite(float(value)), f"Metric '{name}' is {value}."
+    return kept, made[1]
+
+
+def _ids(rollouts: Sequence[Rollout]) -> list[str]:
+    return [rollout.request_id for rollout in rollouts]
+
+
+@contract(catches=("the wrong groups kept",))
+def examples_are_kept_as_they_say(bench: StageBench) -> None:
+    """A new stage keeps of each example's groups the given positions, in any order."""
+    for groups, expected in bench.examples:
+        kept, _ = _call(bench.stage(), bench.rollouts(groups), 1)
+        found = [sorted(r.index for r in kept if r.group_id == number) for number in range(len(groups))]
+        assert found == [sorted(positions) for positions in expected], (
+            f"Of groups {groups} it keeps the positions {found}; expected {expected}."
+        )
+
+
+@contract(catches=("log-probs changed in a rollout",))
+def what_was_sampled_stays(bench: StageBench) -> None:
+    """Tokens, masks, log-probs, versions and prompts of rollouts that come out are those that went in; groups stay together."""
+    stage = bench.stage()
+    for step in range(1, STEPS + 1):
+        before = {r.request_id: r for r in bench.rollouts(GROUPS, step)}
+        kept, _ = _call(stage, bench.rollouts(GROUPS, step), step)
+        for rollout in kept:
+            if (own := before.get(rollout.request_id)) is None:  # of an earlier step
+                continue
+            for name in SAMPLED:
+                assert torch.equal(getattr(rollout, name), getattr(own, name)), (
+                    f"It changes {name} of rollout '{rollout.request_id}'."
+                )
+            assert rollout.prompt == own.prompt, f"It changes the prompt of rollout '{rollout.request_id}'."
+        current = [rollout for rollout in kept if rollout.request_id in before]
+        pairs = {(rollout.group_id, before[rollout.request_id].group_id) for rollout in current}
+        assert len(pairs) == len({new for new, _ in pairs}) == len({old for _, old in pairs}), (
+            "It puts the rollouts of a group into several groups, or those of several groups into one."
+        )
+
+
+@contract(catches=("a failure on a step without valid rollouts",))
+def steps_without_anything_pass(bench: StageBench) -> None:
+    """A step without rollouts, one whose rollouts are all invalid, and one with a single rollout pass."""
+    invalid = [dataclasses.replace(rollout, valid=False) for rollout in bench.rollouts(GROUPS)]
+    for name, rollouts in (
+        ("no rollout", []),
+        ("invalid rollouts only", invalid),
+        ("one rollout", bench.rollouts([[1.0]])),
+    ):
+        try:
+            _call(bench.stage(), rollouts, 1)
+        except Exception as error:
+            raise AssertionError(f"It fails on a step with {name}: {error}") from error
+
+
+@contract(catches=("a random choice",))
+def a_step_is_repeated_exactly(bench: StageBench) -> None:
+    """New stages that see the same steps keep the same rollouts: a step that a resumed run repeats has the same result."""
+    stages = [bench.stage(), bench.stage()]
+    for step in range(1, STEPS + 1):
+        torch.manual_seed(step)
+        first, second = (_ids(_call(stage, bench.rollouts(GROUPS, step), step)[0]) for stage in stages)
+        assert first == second, f"In step {step} one keeps {first}, the other {second}."
+
+
+@contract(catches=("a state that lacks a part",))
+def a_resumed_stage_continues(bench: StageBench) -> None:
+    """A stage with the state of another, as a checkpoint holds it, keeps what that one keeps in all further steps."""
+    going = bench.stage()
+    if not hasattr(going, "state"):
+        return  # a function has no state
+    for step in range(1, STEPS + 1):
+        _call(going, bench.rollouts(GROUPS, step), step)
+    state = going.state()
+    assert isinstance(state, StageState), f"state() gives {type(state).__name__}, expected a StageState."
+    try:
+        values = json.loads(json.dumps(state.values))
+    except TypeError as error:
+        raise AssertionError(f"The values of state() cannot be written as JSON: {error}") from error
+    held = [dataclasses.replace(rollout) for rollout in state.rollouts]
+    resumed = bench.stage()
+    resumed.load_state(StageState(values, held))  # type: ignore[attr-defined]
+    for step in (2, STEPS + 1, STEPS + 2):
+        first, second = (
+            _ids(_call(stage, bench.rollouts(GROUPS, step), step)[0]) for stage in (going, resumed)
+        )
+        assert first == second, f"In step {step} the stage keeps {first}, the resumed one {second}."
