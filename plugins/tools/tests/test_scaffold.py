@@ -1,4 +1,5 @@
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import pytest
 from engine_core.config import EngineConfig
 from engine_core.errors import ConfigError
 from engine_plugin_testing import RewardSuite
-from engine_plugin_tools.scaffold import TEMPLATES, new_plugin, new_run
+from engine_plugin_testing.reference import write_model
+from engine_plugin_tools.scaffold import KINDS, TEMPLATES, new_plugin, new_run
 
 ROOT = Path(__file__).parents[3]
 
@@ -49,6 +51,43 @@ def test_a_new_plugin_installs_is_listed_loads_by_name_and_passes_its_own_tests(
     assert used.stdout.splitlines() == ["engine-plugin-brief-answers rewards True", "[1.0, 0.0]"]
     assert tested.returncode == 0, tested.stdout
     assert f"{len(RewardSuite.contracts)} passed" in tested.stdout, tested.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "reward"])
+def test_a_new_plugin_of_each_kind_is_listed_validates_and_passes_its_own_tests(tmp_path, kind):
+    plugin = new_plugin("brief", tmp_path, kind)
+    pip("install", "--target", str(tmp_path / "site"), str(plugin))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+
+    def run(*words):
+        done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    engine = str(Path(sys.executable).with_name("engine"))
+    assert re.search(
+        r"^brief .*engine-plugin-brief .* ok$", run(engine, "plugins", KINDS[kind][0]), re.MULTILINE
+    )
+    tested = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(plugin / "tests"))
+    assert "passed" in tested
+    assert "skipped" not in tested
+
+    (table,) = re.findall(r"```toml\n(.*?)```", (plugin / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "own.toml").write_text(table)
+    write_model(tmp_path / "model", {}, seed=0, tied=True)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    base = '[model]\npath = "model"\n[run]\nsteps = 1\n[[reward]]\nname = "exact_match"\n'
+    (tmp_path / "base.toml").write_text(
+        base + ("" if kind == "data-source" else '[data]\ntrain = "rows.jsonl"\n')
+    )
+    assert "base.toml, own.toml: valid" in run(engine, "validate", "base.toml", "own.toml")
+
+
+def test_a_kind_that_cannot_be_made_is_refused_with_the_nearest(tmp_path):
+    with pytest.raises(ConfigError, match=r"--kind 'advantages' is unknown\. Did you mean 'advantage'\?"):
+        new_plugin("brief", tmp_path, "advantages")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_of_the_template_is_left_in_a_new_plugin(tmp_path):

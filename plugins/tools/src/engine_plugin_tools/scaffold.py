@@ -1,7 +1,8 @@
 """New plugins and run files, from the templates in the wheel.
 
-The plugin template, ``templates/plugin``, is a working plugin. Copying replaces a few exact words, so the tested
-template is what gets written.
+The plugin template, ``templates/plugin``, is a working plugin with a reward. ``templates/kinds`` has what replaces its
+hooks, its tests and its table of a run file in plugins of other kinds. Copying replaces a few exact words, so the
+tested template is what gets written.
 """
 
 from __future__ import annotations
@@ -10,27 +11,42 @@ import keyword
 import re
 from pathlib import Path
 
-from engine_core.errors import ConfigError
+from engine_core.errors import ConfigError, did_you_mean
 
 TEMPLATES = Path(__file__).parent / "templates"
 USED_IN_TEMPLATE = ("len", "hookimpl", "engine_rewards")  # a function of that name would hide it
+KINDS = {
+    "reward": ("rewards", "A reward", ""),
+    "advantage": ("advantages", "An advantage estimator", "torch"),
+    "loss": ("losses", "A policy loss", "torch"),
+    "stage": ("stages", "A stage", "torch"),
+    "environment": ("environments", "An environment", "torch"),
+    "trainer": ("trainers", "A trainer", "torch"),
+    "data-source": ("data_sources", "A data source", ""),
+    "observer": ("plugins", "An observer", ""),
+}
+"""Kinds of a new plugin, each with its entry-point group, its noun, and the extra of the kit that its tests need."""
+TABLE = re.compile(r"```toml\n.*?```", re.DOTALL)
 LEFT_BY_TOOLS = re.compile(r"\..*|__pycache__|build|.*\.egg-info")
 
 
-def new_plugin(name: str, folder: Path) -> Path:
-    """Write a complete plugin that offers one reward called ``name``.
+def new_plugin(name: str, folder: Path, kind: str = "reward") -> Path:
+    """Write a complete plugin that offers one reward, or something of another kind, called ``name``.
 
     Args:
         name: letters, digits, ``_`` and ``-``; run files will use this name (with ``_``). A leading ``engine-plugin-``
             is ignored, since the folder's name has it anyway.
         folder: parent of the plugin's own folder ``engine-plugin-NAME``.
+        kind: one of ``KINDS``.
 
     Returns:
         The plugin's folder.
 
     Raises:
-        ConfigError: the name is not valid, or a file of the plugin exists; nothing was written.
+        ConfigError: name or kind is not valid, or a file of the plugin exists; nothing was written.
     """
+    if kind not in KINDS:
+        raise ConfigError(f"--kind '{kind}' is unknown.{did_you_mean(kind, KINDS)}")
     python_name = _python_name(name)
     distribution = f"engine-plugin-{python_name.replace('_', '-')}"
     camel = python_name.title().replace("_", "")
@@ -41,7 +57,18 @@ def new_plugin(name: str, folder: Path) -> Path:
         "TemplateReward": camel,
         "TemplateOptions": f"{camel}Options",
     }
-    return _copy("plugin", folder / distribution, words)
+    if kind == "reward":
+        return _write(_files("plugin", words), folder / distribution)
+    group, noun, extra = KINDS[kind]
+    words |= {"template_name": python_name, "TemplateName": camel}
+    files = _files("plugin", words | {"engine.rewards": f"engine.{group}", "A reward": noun})
+    own = _files(f"kinds/{kind}", words)
+    files[f"src/engine_plugin_{python_name}/plugin.py"] = own["plugin.py"]
+    files["tests/test_plugin.py"] = own["test_plugin.py"]
+    files["README.md"] = TABLE.sub(lambda _: f"```toml\n{own['usage.toml']}```", files["README.md"])
+    if extra:
+        files["pyproject.toml"] = files["pyproject.toml"].replace("-testing>", f"-testing[{extra}]>")
+    return _write(files, folder / distribution)
 
 
 def _python_name(name: str) -> str:
@@ -71,7 +98,7 @@ def new_run(folder: Path) -> Path:
     Raises:
         ConfigError: one of the files exists; nothing was written.
     """
-    return _copy("run", folder, {}) / "run.toml"
+    return _write(_files("run", {}), folder) / "run.toml"
 
 
 def new_demo(folder: Path) -> None:
@@ -80,26 +107,36 @@ def new_demo(folder: Path) -> None:
     Raises:
         ConfigError: one of the files exists; nothing was written.
     """
-    _copy("demo", folder, {"demo/runs": (folder / "runs").as_posix()})
+    _write(_files("demo", {"demo/runs": (folder / "runs").as_posix()}), folder)
 
 
-def _copy(template: str, target: Path, words: dict[str, str]) -> Path:
+def _files(template: str, words: dict[str, str]) -> dict[str, str]:
+    """Return the texts of a template's files by path, with words replaced in both."""
     source = TEMPLATES / template
-    files: dict[Path, str] = {}
+    files: dict[str, str] = {}
     for file in source.rglob("*"):
         path = file.relative_to(source)
         if file.is_file() and not any(LEFT_BY_TOOLS.fullmatch(part) for part in path.parts):
-            files[target / _replaced(str(path), words)] = _replaced(file.read_text("utf-8"), words)
-    if existing := [str(file) for file in files if file.exists()]:
+            files[_replaced(str(path), words)] = _replaced(file.read_text("utf-8"), words)
+    return files
+
+
+def _write(files: dict[str, str], target: Path) -> Path:
+    """Write files below a folder and return it.
+
+    Raises:
+        ConfigError: one of the files exists; nothing was written.
+    """
+    if existing := [str(target / path) for path in files if (target / path).exists()]:
         raise ConfigError(
             f"Not written, because it exists: {', '.join(sorted(existing))}. Choose another name or folder."
         )
-    for file, text in files.items():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, "utf-8")
+    for path, text in files.items():
+        (target / path).parent.mkdir(parents=True, exist_ok=True)
+        (target / path).write_text(text, "utf-8")
     return target
 
 
 def _replaced(text: str, words: dict[str, str]) -> str:
     # One pass: a new name may itself contain a word of the template.
-    return re.sub("|".join(words) or r"(?!)", lambda match: words[match.group()], text)
+    return re.sub("|".join(map(re.escape, words)) or r"(?!)", lambda match: words[match.group()], text)

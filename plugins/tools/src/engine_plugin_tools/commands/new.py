@@ -9,7 +9,7 @@ import typer
 
 from engine_core.cli.output import writing_problem
 from engine_core.errors import EnvironmentProblem
-from engine_plugin_tools.scaffold import new_plugin, new_run
+from engine_plugin_tools.scaffold import KINDS, new_plugin, new_run
 
 
 def plugin(
@@ -19,10 +19,13 @@ def plugin(
     folder: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="Where its own folder is put.")
     ] = Path(),
+    kind: Annotated[
+        str, typer.Option("--kind", metavar="KIND", help=f"One of {', '.join(KINDS)}.")
+    ] = "reward",
 ) -> None:
-    """Write a complete plugin with a reward, its tests and its packaging; prints its folder."""
+    """Write a complete plugin with a reward, or with another kind of thing, its tests and its packaging; prints its folder."""
     check_writable(folder)
-    path = new_plugin(name, folder)
+    path = new_plugin(name, folder, kind)
     print(f"{path}\nInstall it: pip install -e {path}")
 
 

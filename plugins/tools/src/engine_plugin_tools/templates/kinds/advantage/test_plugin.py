@@ -1,0 +1,9 @@
+"""The contracts that every advantage estimator keeps: docs/reference/contracts.md of the engine."""
+
+from engine_plugin_testing import AdvantageSuite
+
+
+class TestTemplateName(AdvantageSuite):
+    name = "template_name"
+    options = {"quantile": 0.5}
+    examples = [([[0.0, 1.0, 5.0], [2.0, 2.0]], [[-1.0, 0.0, 4.0], [0.0, 0.0]])]

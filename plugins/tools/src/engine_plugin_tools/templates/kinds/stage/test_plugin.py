@@ -1,0 +1,11 @@
+"""The contracts that every stage keeps: docs/reference/contracts.md of the engine."""
+
+from engine_plugin_testing import StageSuite
+
+
+class TestTemplateName(StageSuite):
+    name = "template_name"
+    options = {"times": 1}
+    examples = [
+        ([[0.0, 1.0], [1.0, 1.0]], [[0, 1], [0, 1]])
+    ]  # rewards by group; what a new stage keeps of them
