@@ -395,8 +395,8 @@ def errors_page() -> str:
         "what it is, what was expected, what to do.",
         table(["exit code", "exception", "meaning"], [list(row) for row in ordered]),
         "## Which error a plugin raises",
-        "Except from an observer, any of these passes through as it is. Anything else that a plugin raises becomes a `PluginError` that names the plugin and the\n"
-        "line, or for a reward a failed sample. The traceback is in the run's `run.log`.",
+        "Except from an observer, any of these passes through as it is. Anything else that a hook, a function or a trainer of a plugin raises becomes a `PluginError`\n"
+        "that names the plugin and the line, or for a reward a failed sample. The traceback is in the run's `run.log`; that of an engine is shown, too.",
         table(
             ["what is wrong", "raise"],
             [

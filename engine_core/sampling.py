@@ -13,11 +13,20 @@ from pydantic import TypeAdapter, ValidationError
 from engine_core.config.wording import expectation
 from engine_core.errors import DataError, PluginError
 from engine_core.tables import DEFAULTS, SamplingOptions
-from engine_core.types import TIMEOUT
+from engine_core.types import TIMEOUT, Rollout
 
 if TYPE_CHECKING:
     from engine_core.contracts.engines import RolloutEngine
-    from engine_core.types import Request, Rollout, Sampling
+    from engine_core.types import Request, Sampling
+
+COLUMNS = {
+    "token_ids": "int64",
+    "loss_mask": "bool",
+    "rollout_log_probs": "float32",
+    "policy_versions": "int32",
+}
+"""The tensors of a rollout, and their types."""
+HIGHEST_LOG_PROB = 1e-2  # what rounding may make of 0
 
 
 def check_request(
@@ -167,7 +176,7 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Generator[list
     try:
         while len(done) < len(wanted):
             unfinished = engine.num_unfinished
-            finished = engine.step()
+            finished = _stepped(engine)
             engine.deadlines.end(rollout.request_id for rollout in finished)
             finished += _stop_late(engine)
             for rollout in finished:
@@ -237,9 +246,22 @@ def _round(engine: RolloutEngine) -> list[Rollout]:
     """Run one engine step and return the finished rollouts."""
     return [
         _over(engine, rollout)
-        for rollout in [*engine.step(), *_stop_late(engine)]
+        for rollout in [*_stepped(engine), *_stop_late(engine)]
         if rollout.request_id not in engine.dropped  # a dropped request may have finished already
     ]
+
+
+def _stepped(engine: RolloutEngine) -> list[Rollout]:
+    """Run one engine step and return its rollouts.
+
+    Raises:
+        PluginError: ``step`` returned something else.
+    """
+    made = engine.step()
+    if isinstance(made, list | tuple) and all(isinstance(each, Rollout) for each in made):
+        return list(made)
+    found = {type(each).__name__ for each in made} if isinstance(made, list | tuple) else type(made).__name__
+    raise _broken(engine, f"returned {found} from step(), expected a list of Rollout")
 
 
 def _stop(engine: RolloutEngine, ids: Sequence[str]) -> list[Rollout]:
@@ -283,10 +305,17 @@ def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | No
     if seen:
         raise _broken(engine, f"returned the rollout for '{name}' twice")
     length = len(rollout.token_ids)
-    for column in ("loss_mask", "rollout_log_probs", "policy_versions"):
-        if len(getattr(rollout, column)) != length:
-            found = len(getattr(rollout, column))
-            raise _broken(engine, f"gave '{name}' {found} {column} for {length} tokens")
+    for column, kind in COLUMNS.items():
+        values = getattr(rollout, column)
+        if str(getattr(values, "dtype", "")) != f"torch.{kind}":
+            got = getattr(values, "dtype", type(values).__name__)
+            raise _broken(engine, f"gave '{name}' {column} as {got}, expected a tensor of {kind}")
+        if len(values) != length:
+            raise _broken(engine, f"gave '{name}' {len(values)} {column} for {length} tokens")
+    if (rollout.prompt.id, rollout.group_id, rollout.index) != (
+        request.prompt.id, request.group_id, request.index,
+    ):  # fmt: skip
+        raise _broken(engine, f"gave '{name}' the prompt, the group or the index of another request")
     prompt = request.prompt.token_ids
     if rollout.token_ids[: len(prompt)].tolist() != prompt:
         raise _broken(engine, f"returned '{name}' with another prompt than was asked")
@@ -295,11 +324,15 @@ def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | No
     ):
         raise _broken(engine, f"continued '{name}' from another beginning than it was given")
     sampled = rollout.loss_mask
+    if bool(sampled[: len(prompt)].any()) or not bool(sampled[len(prompt) :].any() or length == len(prompt)):
+        raise _broken(engine, f"gave '{name}' a loss mask that is not that of its response")
+    if bool((rollout.rollout_log_probs[sampled] > HIGHEST_LOG_PROB).any()):
+        raise _broken(engine, f"gave '{name}' a log-prob above 0")
     if not bool(rollout.rollout_log_probs[sampled].isfinite().all()):
         raise _broken(engine, f"gave '{name}' a log-prob that is not finite")
-    stale = rollout.policy_versions[sampled]
-    if bool((stale > engine.version).any()):
-        raise _broken(engine, f"gave '{name}' a policy version above its own {engine.version}")
+    versions = rollout.policy_versions[sampled]
+    if bool((versions > engine.version).any() or (versions < 0).any()):
+        raise _broken(engine, f"gave '{name}' a policy version below 0 or above its own {engine.version}")
 
 
 def _broken(engine: RolloutEngine, what: str) -> PluginError:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine_core import load_config
-from engine_core.errors import ConfigError
+from engine_core.errors import ConfigError, PluginError
 from engine_core.runs.rollout_files import read_rollouts
 from engine_core.train.trainer import Trainer
 from engine_plugin_tools.advice import advice
@@ -183,7 +183,7 @@ def test_a_failure_of_the_sampler_ends_the_run_with_its_cause(train, monkeypatch
         return step(self)
 
     monkeypatch.setattr(HFRolloutEngine, "step", breaking)
-    with pytest.raises(ZeroDivisionError, match="the sampler broke"):
+    with pytest.raises(PluginError, match=r"trainer 'async' failed: ZeroDivisionError: the sampler broke"):
         train("broken", AHEAD)
     assert threads() == set()
 

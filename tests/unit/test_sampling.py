@@ -38,6 +38,8 @@ class Echo(RolloutEngine):
             torch.tensor([0.0] * n + [-1.0]),
             torch.zeros(n + 1, dtype=torch.int32),
             "stop",
+            request.group_id,
+            request.index,
         )
 
     def abort(self, ids):
@@ -85,8 +87,38 @@ def spoiled(change):
         ),
         (
             spoiled(lambda r: dataclasses.replace(r, policy_versions=r.policy_versions + 1)),
-            "a policy version above its own 0",
+            "a policy version below 0 or above its own 0",
         ),
+        (
+            spoiled(lambda r: dataclasses.replace(r, policy_versions=r.policy_versions - 1)),
+            "a policy version below 0 or above its own 0",
+        ),
+        (spoiled(lambda r: dataclasses.replace(r, group_id=7)), "the group or the index of another request"),
+        (spoiled(lambda r: dataclasses.replace(r, index=7)), "the group or the index of another request"),
+        (
+            spoiled(lambda r: dataclasses.replace(r, prompt=dataclasses.replace(r.prompt, id="train:9"))),
+            "the prompt, the group or the index of another request",
+        ),
+        (spoiled(lambda r: dataclasses.replace(r, loss_mask=~r.loss_mask)), "not that of its response"),
+        (
+            spoiled(lambda r: dataclasses.replace(r, loss_mask=r.loss_mask & False)),
+            "not that of its response",
+        ),
+        (
+            spoiled(lambda r: dataclasses.replace(r, rollout_log_probs=-r.rollout_log_probs)),
+            "a log-prob above 0",
+        ),
+        (
+            spoiled(lambda r: dataclasses.replace(r, token_ids=r.token_ids.float())),
+            "token_ids as torch.float32, expected a tensor of int64",
+        ),
+        (
+            spoiled(lambda r: dataclasses.replace(r, token_ids=r.token_ids.tolist())),
+            "token_ids as list, expected",
+        ),
+        (spoiled(lambda r: dataclasses.replace(r, loss_mask=r.loss_mask.int())), "loss_mask as torch.int32"),
+        (lambda rs: None, "returned NoneType from step"),
+        (lambda rs: [{"text": "4"}], "returned {'dict'} from step"),
     ],
 )
 def test_what_an_engine_returns_is_checked_and_the_engine_named(spoil, message):

@@ -75,7 +75,7 @@ def test_a_package_that_is_not_installed_is_said_before_the_first_step(tmp_path,
     with pytest.raises(PluginError) as error:
         TrackerHub(RunFolder.create(config), config, Plugins())
     assert str(error.value) == (
-        f"Tracker '{package}' needs the package {package}, which is not installed. "
+        f"tracking.trackers: Tracker '{package}' needs the package {package}, which is not installed. "
         f"Try: pip install 'engine-plugin-tools[{package}]', or take it out of tracking.trackers."
     )
 
