@@ -108,6 +108,9 @@ def _loaded(name: str, full: str) -> Any:
     return get_command(single)
 
 
+SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Native caches of torch on a CPU, with an entry for each shape: by default they grow by 60 KB a step for thousands of steps."""
+
 app = typer.Typer(cls=CommandGroup, context_settings={"help_option_names": ["--help", "-h"]}, **PLAIN)
 
 
@@ -138,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         Exception: any error that is not an ``EngineError``, a usage error or a full disk: a bug in the engine.
     """
+    for cache in SHAPE_CACHES:  # before torch is imported; workers inherit it
+        os.environ.setdefault(cache, "64")
     try:
         with _sigterm_ends_cleanly(), controlling() as controls:
             if not controls:  # a torchrun rank other than 0 executes the commands of rank 0

@@ -232,3 +232,11 @@ def test_a_key_that_is_given_as_an_option_is_led_to_set(engine, sft_run):
 @pytest.mark.parametrize("command", [[], ["train"], ["bench"], ["bench", "step"]])
 def test_h_is_help(engine, command):
     assert engine(*command, "-h").out == engine(*command, "--help").out != ""
+
+
+def test_native_caches_by_shape_are_bounded_unless_the_user_says_otherwise(engine, monkeypatch):
+    monkeypatch.delenv("LRU_CACHE_CAPACITY", raising=False)
+    monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "2048")
+    engine("--version")
+    assert os.environ["LRU_CACHE_CAPACITY"] == "64"
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "2048"
