@@ -1,7 +1,7 @@
 """Redaction of secrets in a run's output: logs, ``env.json``, resolved configs, data sent to trackers.
 
 A secret is the value of an environment variable or config key whose name contains a word such as TOKEN, KEY,
-SECRET or PASSWORD. Every occurrence of such a value in a text is replaced: in a config dump, a URL, a traceback.
+SECRET or PASSWORD, and the password in a URL. Every occurrence of such a value in a text is replaced: in a config dump, a URL, a traceback.
 
 Secrets are not guessed from the form of a value, because hashes and model names would be redacted too.
 """
@@ -22,9 +22,10 @@ MIN_LENGTH = 6  # a shorter value may occur in ordinary words
 
 _known: set[str] = set()  # the secrets of all redactors of this process
 
-_WORD = r"(^|_)(token|key|apikey|secret|password|passwd|passphrase|credentials?)"
-_ENV_NAME = re.compile(_WORD + "(_|$)", re.IGNORECASE)  # any word of it
+_WORD = r"(^|[_-])(token|key|apikey|secret|pgpassword|password|passwd|passphrase|sshpass|credentials?|authorization)"
+_ENV_NAME = re.compile(_WORD + "(_|$)|_(pat|auth)$", re.IGNORECASE)  # any word of it
 _CONFIG_KEY = re.compile(_WORD + "$", re.IGNORECASE)  # the last word: `stop_token_ids` is no secret
+_URL_PASSWORD = re.compile(r"\w://[^/\s:@]*:([^/\s@]+)@")
 
 
 class Redactor:
@@ -45,8 +46,7 @@ class Redactor:
     def of(cls, config: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None) -> Redactor:
         """Build a redactor of the secrets of an environment (default: this process's) and of a config."""
         environment = os.environ if env is None else env
-        from_env = [value for name, value in environment.items() if _ENV_NAME.search(name)]
-        return cls([*from_env, *secrets_in(config or {})])
+        return cls([*_secrets_of(environment), *secrets_in(config or {})])
 
     def __call__(self, text: str) -> str:
         """Return ``text`` with every secret replaced by ``[redacted]``."""
@@ -70,7 +70,7 @@ def names_secret(variable: str) -> bool:
 
 def without_secrets(text: str) -> str:
     """Return ``text`` without the secrets of the environment and of all configs of this process."""
-    return Redactor([*_known, *(v for name, v in os.environ.items() if _ENV_NAME.search(name))])(text)
+    return Redactor([*_known, *_secrets_of(os.environ)])(text)
 
 
 def show_uncaught(
@@ -80,12 +80,22 @@ def show_uncaught(
     print(without_secrets("".join(traceback.format_exception(kind, error, trace))), file=sys.stderr, end="")
 
 
+def _secrets_of(environment: Mapping[str, str]) -> Iterator[str]:
+    for name, value in environment.items():
+        if _ENV_NAME.search(name):
+            yield value
+        yield from _URL_PASSWORD.findall(value)
+
+
 def secrets_in(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the string values of keys such as ``api_key``, at any depth."""
+    """Yield the string values of keys such as ``api_key`` and the passwords in URLs, at any depth."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             yield from secrets_in(value)
         elif isinstance(value, list | tuple):
             yield from secrets_in({str(i): item for i, item in enumerate(value)})
-        elif isinstance(value, str) and _CONFIG_KEY.search(str(key)):
-            yield value
+        elif isinstance(value, str):
+            if _CONFIG_KEY.search(str(key)):
+                yield value
+                yield value.rpartition(" ")[2]  # of "Bearer abc"
+            yield from _URL_PASSWORD.findall(value)

@@ -9,13 +9,16 @@ from engine_core.redaction import Redactor, show_uncaught
 
 @pytest.mark.parametrize(
     "name",
-    ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "token", "GOOGLE_CREDENTIALS"],
-)
+    [
+        "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "token", "GOOGLE_CREDENTIALS", "PGPASSWORD",
+        "SSHPASS", "GITHUB_PAT", "NPM_AUTH",
+    ],
+)  # fmt: skip
 def test_the_values_of_secret_variables_are_replaced(name):
     assert Redactor.of(env={name: "abc123xyz"})("see https://abc123xyz@host") == "see https://[redacted]@host"
 
 
-@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "KEYBOARD", "MONKEY", "HOME"])
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "KEYBOARD", "MONKEY", "HOME", "PATH", "AUTHOR"])
 def test_the_values_of_others_are_not(name):
     assert Redactor.of(env={name: "abc123xyz"})("abc123xyz") == "abc123xyz"
 
@@ -27,6 +30,22 @@ def test_short_values_are_not_looked_for():
 def test_secret_keys_of_a_config_are_found_at_any_depth():
     config = {"a": [{"api_key": "deep-secret"}], "rollout": {"stop_token_ids": ["not-a-secret"]}}
     assert Redactor.of(config, env={})("deep-secret not-a-secret") == "[redacted] not-a-secret"
+
+
+def test_passwords_in_urls_are_replaced_in_the_environment_and_in_a_config():
+    config = {"mine": {"server": "https://me:from-config@host/x"}}
+    redact = Redactor.of(config, env={"DATABASE_URL": "postgres://me:from-env@host:5432/x"})
+    assert redact("from-config, postgres://me:from-env@host") == "[redacted], postgres://me:[redacted]@host"
+
+
+def test_headers_of_a_config_are_replaced_with_and_without_their_scheme():
+    config = {
+        "headers": {"Authorization": "Bearer abc123xyz", "X-Api-Key": "def456uvw", "Accept": "text/html"}
+    }
+    redact = Redactor.of(config, env={})
+    assert redact("Bearer abc123xyz | abc123xyz | def456uvw | text/html") == (
+        "[redacted] | [redacted] | [redacted] | text/html"
+    )
 
 
 def test_the_longer_of_two_secrets_goes_first():
