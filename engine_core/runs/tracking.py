@@ -373,9 +373,13 @@ class TrackerHub:
 
         Raises:
             TypeError: a metric is not a number. Nothing was written.
-            EnvironmentProblem: the line cannot be written.
+            EnvironmentProblem: the line cannot be written, or the file was deleted.
         """
         assert self._file is not None, "start() comes before log()"
+        if not self._path.exists():
+            raise EnvironmentProblem(
+                f"{self._path} was deleted during the run, which ends: its metrics would be lost."
+            )
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
         if bad := len(numbers) - len(finite):

@@ -286,6 +286,14 @@ def test_every_step_is_one_line_written_at_once(tmp_path, run):
     hub.close()
 
 
+def test_metrics_deleted_during_a_run_end_it(tmp_path, run):
+    hub = hub_of(run, tmp_path)
+    hub.log(1, {"a": 1.0})
+    run.metrics_file.unlink()
+    with pytest.raises(EnvironmentProblem, match=r"metrics\.jsonl was deleted during the run"):
+        hub.log(2, {"a": 2.0})
+
+
 def test_values_that_are_not_finite_are_null_and_counted(tmp_path, run):
     seen = []
 
