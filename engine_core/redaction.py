@@ -20,6 +20,8 @@ from typing import Any
 REDACTED = "[redacted]"
 MIN_LENGTH = 6  # a shorter value may occur in ordinary words
 
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
 _known: set[str] = set()  # the secrets of all redactors of this process
 
 _WORD = r"(^|[_-])(token|key|apikey|secret|pgpassword|password|passwd|passphrase|sshpass|credentials?|authorization)"
@@ -71,6 +73,11 @@ def names_secret(variable: str) -> bool:
 def without_secrets(text: str) -> str:
     """Return ``text`` without the secrets of the environment and of all configs of this process."""
     return Redactor([*_known, *_secrets_of(os.environ)])(text)
+
+
+def harmless(text: str) -> str:
+    """Return a text whose control characters are spelled out, so that no data steers a terminal; lines and tabs stay."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 def show_uncaught(

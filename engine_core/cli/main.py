@@ -28,7 +28,7 @@ from engine_core.errors import ConfigError, EngineError, EnvironmentProblem
 from engine_core.launch import controlling, serve
 from engine_core.plugins import PluginSet
 from engine_core.plugins.metadata import find, known_names, split, unknown_name
-from engine_core.redaction import show_uncaught, without_secrets
+from engine_core.redaction import harmless, show_uncaught, without_secrets
 from engine_core.train.stopping import Terminated
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a full or read-only disk: reported without a traceback
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(message: str) -> None:
-    print(without_secrets(f"engine: {message}"), file=sys.stderr)
+    print(harmless(without_secrets(f"engine: {message}")), file=sys.stderr)
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_core.errors import ConfigError, EnvironmentProblem
+from engine_core.redaction import harmless
 from engine_core.runs.folders import writing_problem
 from engine_core.runs.logs import half_width, with_interval
 
@@ -21,7 +22,7 @@ def print_table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> No
     """Print left-aligned columns, two spaces apart. Print nothing if there are no rows."""
     if not rows:
         return
-    lines = [header, *rows] if header else list(rows)
+    lines = [[harmless(cell) for cell in line] for line in ([header, *rows] if header else rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine_core.redaction import Redactor, show_uncaught
+from engine_core.redaction import Redactor, harmless, show_uncaught
 
 
 @pytest.mark.parametrize(
@@ -57,6 +57,11 @@ def test_a_secret_is_found_as_json_writes_it():
 
     secret = 'pass"word\\1'
     assert json.loads(Redactor([secret])(json.dumps({"a": secret}))) == {"a": "[redacted]"}
+
+
+@pytest.mark.parametrize("code", [0x1B, 0x07, 0x08, 0x0D, 0x7F, 0x9B, 0x202E, 0xDC80])
+def test_control_characters_are_spelled_out_and_lines_stay(code):
+    assert harmless(f"a{chr(code)}[2Jb\n\tc\u00e9\u200d") == f"a\\x{code:02x}[2Jb\n\tc\u00e9\u200d"
 
 
 def test_a_tree_keeps_its_shape():

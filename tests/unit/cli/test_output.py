@@ -12,6 +12,11 @@ def test_columns_are_aligned_and_have_no_trailing_spaces(capsys):
     assert capsys.readouterr().out == "X       Y\na       long word\nlonger  b\n"
 
 
+def test_a_cell_cannot_steer_the_terminal(capsys):
+    print_table([("evil\x1b[2J", "1.0")])
+    assert capsys.readouterr().out == "evil\\x1b[2J  1.0\n"
+
+
 def test_what_json_has_not_is_text(capsys):
     print_json({"path": Path("runs/a"), "name": "é"})
     assert capsys.readouterr().out == '{\n  "path": "runs/a",\n  "name": "é"\n}\n'

@@ -12,6 +12,7 @@ from engine_core.cli.options import Json, Run
 from engine_core.cli.output import print_json
 from engine_core.config.models import CheckpointConfig
 from engine_core.errors import DataError
+from engine_core.redaction import harmless
 from engine_core.runs.checkpoint import Best, Checkpoints
 from engine_core.runs.tracking import RunFolder, read_rollouts
 
@@ -43,7 +44,7 @@ def rollouts(
         print_json([_plain(rollout) for rollout in shown[:limit]])
         return
     for rollout in shown[:limit]:
-        print(_text(rollout))
+        print(harmless(_text(rollout)))
     if len(shown) > limit:
         print(f"--- {len(shown) - limit} more; see --limit")
 
