@@ -163,6 +163,7 @@ class Checkpoints:
             path
             for sort in ("partial", "broken", "deleted")
             for path in self.folder.glob(f".step_*.{sort}-*")
+            if not path.is_symlink()  # not a save's
         )
 
     def prune(

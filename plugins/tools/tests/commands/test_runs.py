@@ -75,6 +75,17 @@ def test_prune_deletes_old_checkpoints_and_leftovers(engine, finished):
     assert [path.name for path in checkpoints.iterdir()] == ["step_00000002"]
 
 
+def test_prune_leaves_a_link_alone_that_has_the_name_of_a_leftover(engine, finished, tmp_path):
+    (tmp_path / "other").mkdir()
+    link = finished / "checkpoints" / ".step_00000003.partial-1234"
+    link.symlink_to(tmp_path / "other")
+    answer = engine("prune", "first")
+    assert answer.code == 0
+    assert str(link) not in answer.out
+    assert link.is_symlink()
+    assert (tmp_path / "other").is_dir()
+
+
 def test_prune_never_counts_a_damaged_checkpoint_as_kept(engine, finished):
     (finished / "checkpoints" / "step_00000002" / "state.json").write_text("{}")
     assert engine("prune", "first").out == ""
