@@ -30,6 +30,7 @@ from engine_core.config.choices import (
     prepared,
 )
 from engine_core.config.evaluation import held_out_sets
+from engine_core.config.inputs import absent
 from engine_core.config.models import EngineConfig
 from engine_core.config.read import ENV_PREFIX, Path_, RawConfig, key_text
 from engine_core.config.roles import CriticConfig
@@ -79,7 +80,11 @@ def check_table(spec: Spec, path: Path_, data: Mapping[str, Any], root: Path) ->
     """
     alone = _Validation(RawConfig({}, files=[root / "run.toml"]), lambda kind, name: None, lambda kind: ())
     alone.tables = dict(_tables_in(_header(path), spec.config))
-    alone.check(spec.config, data, path, f" Table of {spec.noun} '{path[-1]}'.")
+    table = alone.check(spec.config, data, path, f" Table of {spec.noun} '{path[-1]}'.")
+    named = {key: value for key, value in table or () if isinstance(value, InputFile)}
+    alone.problems += [
+        Problem((*path, key), absent(file)) for key, file in named.items() if not Path(file).exists()
+    ]
     if alone.problems:
         raise ConfigError(in_order(alone.problems, alone.raw))
 

@@ -89,6 +89,7 @@ class TestAbsent({base}):
     [
         ("RewardSuite", "name = 'nobodys'", ["Unknown reward 'nobodys'.*", "Install the package that offers it (pip install -e .), or give its file: *"]),
         ("TrainEngineSuite", "backend = 'nobodys'", ["Unknown train engine 'nobodys'.*", "Install the package*"]),
+        ("RewardSuite", "name = 'python'; options = {'path': 'absent.py', 'allow_local_code': True}", ["reward.python.python.path: there is no file or folder *absent.py'*"]),
         ("TrainEngineSuite", "options = {'devise': 'cpu', 'compute_dtype': 'fp99'}", ["actor.torch.compute_dtype: got 'fp99', expected *", "actor.torch.devise: unknown key. Did you mean 'device'?*"]),
     ],
 )  # fmt: skip
