@@ -72,6 +72,7 @@ def train(run: TrainingRun, resume: Path | Resume | None) -> dict[str, float]:
                 if not saved:
                     hint = loop.hint if loop else ""
                     log.warning("Stopped by %s; nothing new was saved.%s", stop.name, hint)
+                run.emit("run_stopped", {"signal": stop.name})
             finally:
                 _close(run)
             raise stop.ending(saved) from None
@@ -333,7 +334,7 @@ class Loop:
         run = self.run
         described = about(run.config, run.plugins, run.tokenizer, run.roles(training=True))
         if path := self.saver.save(self.point, self._write, described, must):
-            run.emit("checkpoint_saved", {"path": str(path)})
+            run.plugins.emit("checkpoint_saved", self.point.step, {"path": str(path)})
 
     def _write(self, folder: Path) -> None:
         """Write the workers' state after the metrics have come to the disk."""

@@ -143,3 +143,27 @@ def test_a_hook_that_gives_no_options_is_named(settings, tmp_path, hook, said):
     with pytest.raises(PluginError) as caught:
         load({key: value for key, value in settings.items() if key != "plugin.notes"})
     assert said in str(caught.value)
+
+
+SEEN = """
+from pathlib import Path
+
+from engine_core import hookimpl
+
+@hookimpl
+def engine_on_event(event, step, data):
+    with Path("FOLDER/seen").open("a") as file:
+        print(event, step, data.get("signal", ""), file=file)
+"""
+
+
+def test_a_run_that_a_signal_stops_says_so_and_which_step_it_saved(settings, tmp_path, monkeypatch):
+    (tmp_path / "seen.py").write_text(SEEN.replace("FOLDER", str(tmp_path)))
+    monkeypatch.setenv("ENGINE_FAULT", "step.generate@3:term")
+    del settings["plugin.notes"]
+    with pytest.raises(SystemExit):
+        trained(load(settings, plugins=[str(tmp_path / "seen.py")]))
+    assert (tmp_path / "seen").read_text().splitlines()[-2:] == [
+        "checkpoint_saved 2 ",
+        "run_stopped 3 SIGTERM",
+    ]
