@@ -380,6 +380,10 @@ class Loop:
         return found
 
 
+HOST_ALLOCATOR = "can't allocate memory"
+"""What torch's RuntimeError says when the memory of the host is used up."""
+
+
 @contextmanager
 def out_of_memory_explained(
     step: int, config: EngineConfig, trained: Sequence[str], samples: bool
@@ -397,7 +401,9 @@ def out_of_memory_explained(
     """
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError) as error:
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and HOST_ALLOCATOR not in str(error):
+            raise
         rank = getattr(error.__cause__, "rank", None)
         where = "" if rank is None else f" on rank {rank}"
         now = {name: str(config.role(name).max_tokens_per_rank) for name in trained}

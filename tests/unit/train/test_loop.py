@@ -35,9 +35,19 @@ def test_of_a_worker_the_rank_is_named():
     assert text.startswith("Out of memory on rank 3 in step 4: 17 GiB")
 
 
-def test_other_errors_pass():
-    with pytest.raises(ValueError, match="else"), out_of_memory_explained(1, EngineConfig(), ["actor"], True):
-        raise ValueError("something else")
+def test_the_memory_of_the_host_is_named_too():
+    text = told(
+        RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."
+        )
+    )
+    assert text.startswith("Out of memory in step 4: [enforce fail] DefaultCPUAllocator")
+
+
+@pytest.mark.parametrize("error", [ValueError, RuntimeError, NotImplementedError])
+def test_other_errors_pass(error):
+    with pytest.raises(error, match="else"), out_of_memory_explained(1, EngineConfig(), ["actor"], True):
+        raise error("something else")
 
 
 @pytest.fixture
