@@ -11,6 +11,7 @@ from engine_plugin_testing import (
     RolloutEngineSuite,
     StageSuite,
     TrainEngineSuite,
+    TrainerSuite,
     TransportSuite,
 )
 from engine_plugin_testing.launcher import CaseFailed, Workers
@@ -51,6 +52,10 @@ class Losses(LossSuite):
 class Stages(StageSuite):
     plugins = ["broken_algorithms.py"]
     examples = [([[0.0, 1.0], [1.0, 1.0]], [[0, 1], []])]
+
+
+class Trainers(TrainerSuite):
+    plugins = ["broken_trainers.py"]
 
 
 class Transport(TransportSuite):
@@ -167,12 +172,16 @@ FAULTS = [
     (Stages, "averaging", "a failure on a step without valid rollouts", "steps_without_anything_pass"),
     (Stages, "lottery", "a random choice", "a_step_is_repeated_exactly"),
     (Stages, "forgets", "a state that lacks a part", "a_resumed_stage_continues"),
+    (Trainers, "idle", "a step without an update", "a_run_trains"),
+    (Trainers, "forgets", "state that is not in checkpoints", "a_resumed_run_ends_like_one_that_was_not_stopped"),
+    (Trainers, "loose", "unknown options accepted", "unknown_options_are_refused"),
     (Rewards, "loose", "unknown options accepted", "options_are_documented_and_checked"),
 ]  # fmt: skip
 
 
 SUITES = (
     TrainEngineSuite, RolloutEngineSuite, RewardSuite, TransportSuite, AdvantageSuite, LossSuite, StageSuite,
+    TrainerSuite,
 )  # fmt: skip
 
 

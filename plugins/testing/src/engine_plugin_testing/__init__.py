@@ -9,7 +9,7 @@
         backend = "mine"
 
 ``pytest -v`` then shows one line for each contract. The suites are those of ``__all__``: of engines, runtimes,
-transports, rewards, advantages, losses and stages. ``python -m engine_plugin_testing`` prints their contracts.
+transports, rewards, advantages, losses, stages and trainers. ``python -m engine_plugin_testing`` prints their contracts.
 
 How it works: a *contract* is a function with a promise (``contracts``), in a module of cases (``train_outputs``,
 ``train_steps``, ``rollout_sampling``, ``reward_cases``, ...). It receives a *bench* (``train_bench``,
@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from engine_plugin_testing.rollout_suite import RolloutEngineSuite
     from engine_plugin_testing.runtime_suite import RuntimeSuite
     from engine_plugin_testing.train_suite import TrainEngineSuite
+    from engine_plugin_testing.trainer_suite import TrainerSuite
     from engine_plugin_testing.transport_suite import TransportSuite
 
 HOMES = {
     "AdvantageSuite": "algorithm_suites",
     "LossSuite": "algorithm_suites",
     "TrainEngineSuite": "train_suite",
+    "TrainerSuite": "trainer_suite",
     "RolloutEngineSuite": "rollout_suite",
     "RewardSuite": "reward_suite",
     "RuntimeSuite": "runtime_suite",
@@ -53,6 +55,7 @@ __all__ = [
     "RuntimeSuite",
     "StageSuite",
     "TrainEngineSuite",
+    "TrainerSuite",
     "TransportSuite",
 ]
 

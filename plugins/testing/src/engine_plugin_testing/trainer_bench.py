@@ -1,0 +1,92 @@
+"""The bench of trainers: short runs on a random model, in the worker."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_core.config.assemble import load_config, plugins_for
+from engine_plugin_testing.bench import Bench
+
+if TYPE_CHECKING:
+    from engine_core.config import EngineConfig
+
+ROWS = [
+    {"prompt": f"{number}+1=", "response": str(number + 1), "answer": str(number + 1)} for number in range(16)
+]
+MEASURED = re.compile(r"^(time$|time/|throughput/|memory/|gpu/)|seconds")
+"""Metrics of the machine, which differ from run to run."""
+
+
+def digits(completion: str) -> float:
+    """Return the share of digits in a response."""
+    return sum(letter.isdigit() for letter in completion) / (len(completion) or 1)
+
+
+class TrainerBench(Bench):
+    """A bench that trains with a trainer."""
+
+    kind = "trainers"
+
+    @property
+    def name(self) -> str:
+        """The name of the trainer."""
+        return str(self.settings["name"])
+
+    def config(self, run: str, steps: int, options: Mapping[str, Any] | None = None) -> EngineConfig:
+        """Return the config of a run.
+
+        Args:
+            run: its name.
+            steps: its number of steps.
+            options: the trainer's table; default: that of the suite.
+        """
+        root = Path(self.settings["root"])
+        files = [
+            str(root / plugin) if plugin.endswith(".py") else plugin for plugin in self.settings["plugins"]
+        ]
+        settings = {
+            "trainer": self.name,
+            "plugins": files,
+            "model.path": self.model(),
+            "data.prompts_per_step": 2,
+            "actor.optim.lr": 1e-3,
+            "checkpoint.every_steps": 1,
+            "run": {"name": run, "dir": str(self.folder / "runs"), "steps": steps},
+            "tracking.trackers": [],
+        }
+        table = dict(self.settings["options"]) if options is None else dict(options)
+        own = {self.name: table} if table else {}
+        return load_config(settings, overrides={**own, **self.settings["keys"]}, allow_code=True)
+
+    def train(self, run: str, steps: int, resume: bool = False) -> list[dict[str, float]]:
+        """Train a run to its step, and return the metrics of its steps without those of the machine."""
+        config = self.config(run, steps)
+        plugins = plugins_for(config)
+        spec: Any = plugins.spec("trainers", self.name)
+        scores = spec.sections is None or "reward" in spec.sections - spec.for_eval
+        live = {"rewards": [digits]} if scores else {}
+        trainer = plugins.resolve("trainers", self.name)(config, data=self.settings["rows"] or ROWS, **live)
+        folder = Path(config.run.dir) / run
+        try:
+            trainer.train(resume=folder if resume else None)
+        finally:
+            trainer.close()
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+        return [
+            {name: value for name, value in line.items() if not MEASURED.search(name)}
+            for line in lines
+            if line["step"]
+        ]
+
+    def model(self) -> str:
+        """Return the folder of a random model with its tokenizer."""
+        from engine_plugin_testing.reference import write_model
+
+        folder = self.place.cache / "trainer-model"
+        if not folder.exists():
+            write_model(folder, {}, seed=0, tied=True)
+        return str(folder)

@@ -1,0 +1,50 @@
+"""Contracts of a trainer: its runs train, resume exactly, and refuse options that it does not have."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine_plugin_testing.contracts import contract, refused
+
+if TYPE_CHECKING:
+    from engine_plugin_testing.trainer_bench import TrainerBench
+
+
+@contract(catches=("a step without an update",))
+def a_run_trains(bench: TrainerBench) -> None:
+    """Three steps give three lines of metrics without a missing value; in one of them at least the gradient is not 0."""
+    lines = bench.train("run", 3)
+    assert [line["step"] for line in lines] == [1, 2, 3], (
+        f"The steps {[line['step'] for line in lines]} were written."
+    )
+    for line in lines:
+        missing = [name for name, value in line.items() if value is None]
+        assert not missing, f"Metrics of step {line['step']} are not finite: {missing}."
+    norms = [line.get("actor/grad_norm", 0.0) for line in lines]
+    assert max(norms) > 0, f"The gradient's norm is {norms}: nothing was learned."
+
+
+@contract(catches=("state that is not in checkpoints",))
+def a_resumed_run_ends_like_one_that_was_not_stopped(bench: TrainerBench) -> None:
+    """Steps 3 and 4 after a resume have the metrics of a run of four steps, to the last bit."""
+    whole = bench.train("whole", 4)
+    bench.train("half", 2)
+    resumed = bench.train("half", 4, resume=True)
+    assert len(resumed) == 4, f"The resumed run wrote {len(resumed)} steps, expected 4."
+    for expected, found in zip(whole, resumed, strict=True):
+        names = sorted(expected.keys() | found.keys())
+        other = {
+            name: (expected.get(name), found.get(name))
+            for name in names
+            if expected.get(name) != found.get(name)
+        }
+        assert not other, (
+            f"Step {found['step']} differs (straight, resumed): {dict(list(other.items())[:5])}."
+        )
+
+
+@contract(catches=("unknown options accepted",))
+def unknown_options_are_refused(bench: TrainerBench) -> None:
+    """A key that the trainer's table does not have is refused when the run file is read."""
+    with refused("A table with the unknown key 'no_such_option'", "no_such_option"):
+        bench.config("options", 1, {**bench.settings["options"], "no_such_option": 1})

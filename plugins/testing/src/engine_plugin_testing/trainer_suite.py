@@ -1,0 +1,34 @@
+"""The suite of trainers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from engine_plugin_testing import trainer_cases
+from engine_plugin_testing.algorithm_suites import AlgorithmSuite
+
+
+class TrainerSuite(AlgorithmSuite, modules=(trainer_cases,)):
+    """A suite: the contracts of a trainer, in short runs on a random model. ``Suite`` has the other attributes.
+
+    Attributes:
+        name: the trainer, as in ``trainer = "NAME"``.
+        options: its table, as in ``[NAME]``.
+        keys: further keys of the run file: ``{"rollout.group_size": 8}``.
+        rows: rows of data; default: sums, with the columns ``prompt``, ``response`` and ``answer``. A trainer that reads
+            ``[[reward]]`` gets a reward for digits.
+    """
+
+    kind = "trainers"
+    section = ""
+    bench = "engine_plugin_testing.trainer_bench:TrainerBench"
+    fields: ClassVar[tuple[str, ...]] = ("name", "options", "plugins", "keys", "rows")
+
+    keys: Mapping[str, Any] = {}
+    rows: Sequence[Mapping[str, Any]] = ()
+
+    @classmethod
+    def table(cls) -> tuple[str, ...]:
+        """Return the path of the trainer's options."""
+        return (cls.name,)

@@ -1,0 +1,24 @@
+"""Trainers of this repository keep the contracts of the kit."""
+
+import pytest
+
+from engine_plugin_testing import TrainerSuite
+
+SAMPLING = {"rollout.group_size": 4, "rollout.max_response_tokens": 8}
+
+
+class TestRL(TrainerSuite):
+    name = "rl"
+    keys = SAMPLING
+    unsupported = {"test_unknown_options_are_refused": "it has no table"}
+
+
+class TestSFT(TrainerSuite):
+    name = "sft"
+
+
+@pytest.mark.slow
+class TestAsync(TrainerSuite):
+    name = "async"
+    options = {"max_staleness": 0}
+    keys = SAMPLING
