@@ -274,10 +274,21 @@ def check_table(label: str, kind: str, table: Any) -> None:
         if not callable(spec.load) and not isinstance(spec.load, str):
             got = f"must be 'module:attribute' or the object itself, got {_shown(spec.load)}"
             raise PluginError(f"{label}: 'load' of '{name}' {got}.")
+        of_file = label.startswith("Plugin file") and isinstance(spec.load, str) and spec.load
+        if of_file and not _is_installed(str(spec.load).partition(":")[0]):
+            raise PluginError(
+                f"{label}: 'load' of '{name}' is '{spec.load}', and no such module is installed. A plugin file gives the "
+                "object itself, from this file, or becomes a package (engine new plugin)."
+            )
         known = CAPABILITIES.get(kind, {})
         for capability in sorted(getattr(spec, "capabilities", frozenset()) - set(known)):
             hint = did_you_mean(capability, known)
             raise PluginError(f"{label}: unknown capability '{capability}' of a {spec.noun}.{hint}")
+
+
+def _is_installed(module: str) -> bool:
+    package = module.partition(".")[0]
+    return package in sys.modules or importlib.util.find_spec(package) is not None
 
 
 def _shown(value: Any) -> str:

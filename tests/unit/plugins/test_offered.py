@@ -117,8 +117,19 @@ def test_loading_later_registers_nothing_twice(install):
     assert plugins.observer_failures == 0
 
 
+OF_FILE = SHAPES.replace('"shapes:halves"', "print")
+
+
+def test_a_plugin_file_that_names_a_module_beside_it_is_refused_with_what_to_do(tmp_path):
+    (tmp_path / "mine.py").write_text(textwrap.dedent(SHAPES))
+    plugins = PluginSet.load({}, ["mine.py"], tmp_path)
+    message, *_ = problems_of(plugins.require, "columns", "halves")
+    assert "'load' of 'halves' is 'shapes:halves', and no such module is installed." in message
+    assert "gives the object itself, from this file, or becomes a package" in message
+
+
 def test_a_name_of_a_one_file_plugin_is_found_later_too(tmp_path):
-    (tmp_path / "shapes.py").write_text(textwrap.dedent(SHAPES))
+    (tmp_path / "shapes.py").write_text(textwrap.dedent(OF_FILE))
     plugins = PluginSet.load({}, ["shapes.py"], tmp_path)
     (module,) = modules_of(plugins)
 
@@ -155,7 +166,7 @@ def test_a_problem_is_reported_once_by_each_call_and_the_rest_stays_usable(insta
 
 def test_a_plugin_file_that_changes_during_a_run_is_not_loaded_again(tmp_path):
     file = tmp_path / "shapes.py"
-    file.write_text(textwrap.dedent(SHAPES))
+    file.write_text(textwrap.dedent(OF_FILE))
     plugins = PluginSet.load({}, ["shapes.py"], tmp_path)
     before = modules_of(plugins)
     file.write_text("raise RuntimeError('edited')")
