@@ -416,8 +416,11 @@ def errors_page() -> str:
 # -- Python API -------------------------------------------------------------
 
 ON_OTHER_PAGES = ("engine_core.hooks",)
-ALONE = {"engine_core.config.roles": "CriticConfig, LoRAConfig, ProcessConfig"}
-"""Members to show of a module whose other members `engine_core.config` shows."""
+ALONE = {
+    "engine_core.config.roles": "CriticConfig, LoRAConfig, ProcessConfig",
+    "engine_core.plugins.plugin_set": "Plugin",
+}
+"""Members to show of a module whose other members `engine_core.config` or `engine_core.plugins` shows."""
 INHERITED = ("engine_core.data",)
 """Modules whose classes are shown with the methods of a private base class."""
 ON_DEMAND = {"engine_plugin_testing": HOMES}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 PAD, EOS = 0, 1
 LIVELIER = (
     "Give it livelier weights: a larger `initializer_range` in the suite's `model`; in a `write_model` of your own "
-    "larger embeddings (nn.init.normal_(embedding, std=1)), or another seed."
+    "larger embeddings and an untied head (nn.init.normal_(embedding, std=1)), or another seed."
 )
 LETTERS = " " + string.ascii_letters + string.digits + string.punctuation  # 95: one token each
 VOCABULARY = 2 + len(LETTERS)  # ids of the kit's tokenizer and batches: 0 to 96
