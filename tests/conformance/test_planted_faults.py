@@ -6,6 +6,7 @@ import pytest
 
 from engine_plugin_testing import (
     AdvantageSuite,
+    EnvironmentSuite,
     LossSuite,
     RewardSuite,
     RolloutEngineSuite,
@@ -56,6 +57,10 @@ class Stages(StageSuite):
 
 class Trainers(TrainerSuite):
     plugins = ["broken_trainers.py"]
+
+
+class Environments(EnvironmentSuite):
+    plugins = ["guess.py"]
 
 
 class Transport(TransportSuite):
@@ -175,13 +180,16 @@ FAULTS = [
     (Trainers, "idle", "a step without an update", "a_run_trains"),
     (Trainers, "forgets", "state that is not in checkpoints", "a_resumed_run_ends_like_one_that_was_not_stopped"),
     (Trainers, "loose", "unknown options accepted", "unknown_options_are_refused"),
+    (Environments, "greedy_reader", "a failure on a short turn", "short_responses_are_survived"),
+    (Environments, "dice", "random numbers that are not of the episode's seed", "a_run_is_repeated_exactly"),
+    (Environments, "counter", "state that outlives an episode", "a_resumed_run_ends_like_one_that_was_not_stopped"),
     (Rewards, "loose", "unknown options accepted", "options_are_documented_and_checked"),
 ]  # fmt: skip
 
 
 SUITES = (
     TrainEngineSuite, RolloutEngineSuite, RewardSuite, TransportSuite, AdvantageSuite, LossSuite, StageSuite,
-    TrainerSuite,
+    TrainerSuite, EnvironmentSuite,
 )  # fmt: skip
 
 

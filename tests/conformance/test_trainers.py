@@ -1,8 +1,8 @@
-"""Trainers of this repository keep the contracts of the kit."""
+"""Trainers and environments of this repository keep the contracts of the kit."""
 
 import pytest
 
-from engine_plugin_testing import TrainerSuite
+from engine_plugin_testing import EnvironmentSuite, TrainerSuite
 
 SAMPLING = {"rollout.group_size": 4, "rollout.max_response_tokens": 8}
 
@@ -22,3 +22,8 @@ class TestAsync(TrainerSuite):
     name = "async"
     options = {"max_staleness": 0}
     keys = SAMPLING
+
+
+class TestGuess(EnvironmentSuite):
+    name = "guess"
+    plugins = ["guess.py"]

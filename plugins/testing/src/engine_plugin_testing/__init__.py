@@ -9,7 +9,7 @@
         backend = "mine"
 
 ``pytest -v`` then shows one line for each contract. The suites are those of ``__all__``: of engines, runtimes,
-transports, rewards, advantages, losses, stages and trainers. ``python -m engine_plugin_testing`` prints their contracts.
+transports, rewards, advantages, losses, stages, trainers and environments. ``python -m engine_plugin_testing`` prints their contracts.
 
 How it works: a *contract* is a function with a promise (``contracts``), in a module of cases (``train_outputs``,
 ``train_steps``, ``rollout_sampling``, ``reward_cases``, ...). It receives a *bench* (``train_bench``,
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
     from engine_plugin_testing.rollout_suite import RolloutEngineSuite
     from engine_plugin_testing.runtime_suite import RuntimeSuite
     from engine_plugin_testing.train_suite import TrainEngineSuite
-    from engine_plugin_testing.trainer_suite import TrainerSuite
+    from engine_plugin_testing.trainer_suite import EnvironmentSuite, TrainerSuite
     from engine_plugin_testing.transport_suite import TransportSuite
 
 HOMES = {
     "AdvantageSuite": "algorithm_suites",
+    "EnvironmentSuite": "trainer_suite",
     "LossSuite": "algorithm_suites",
     "TrainEngineSuite": "train_suite",
     "TrainerSuite": "trainer_suite",
@@ -49,6 +50,7 @@ HOMES = {
 
 __all__ = [
     "AdvantageSuite",
+    "EnvironmentSuite",
     "LossSuite",
     "RewardSuite",
     "RolloutEngineSuite",

@@ -1,4 +1,4 @@
-"""The bench of trainers: short runs on a random model, in the worker."""
+"""The benches of trainers and environments: short runs on a random model, in the worker."""
 
 from __future__ import annotations
 
@@ -36,20 +36,32 @@ class TrainerBench(Bench):
         """The name of the trainer."""
         return str(self.settings["name"])
 
-    def config(self, run: str, steps: int, options: Mapping[str, Any] | None = None) -> EngineConfig:
+    @property
+    def trainer(self) -> str:
+        """The name of the trainer of the runs."""
+        return self.name
+
+    def own(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the keys of a run file that choose what is tested, with its options."""
+        return {self.name: dict(options)} if options else {}
+
+    def config(
+        self, run: str, steps: int, options: Mapping[str, Any] | None = None, **keys: Any
+    ) -> EngineConfig:
         """Return the config of a run.
 
         Args:
             run: its name.
             steps: its number of steps.
-            options: the trainer's table; default: that of the suite.
+            options: the table of what is tested; default: that of the suite.
+            keys: further keys, with ``__`` for the dot.
         """
         root = Path(self.settings["root"])
         files = [
             str(root / plugin) if plugin.endswith(".py") else plugin for plugin in self.settings["plugins"]
         ]
         settings = {
-            "trainer": self.name,
+            "trainer": self.trainer,
             "plugins": files,
             "model.path": self.model(),
             "data.prompts_per_step": 2,
@@ -58,18 +70,20 @@ class TrainerBench(Bench):
             "run": {"name": run, "dir": str(self.folder / "runs"), "steps": steps},
             "tracking.trackers": [],
         }
-        table = dict(self.settings["options"]) if options is None else dict(options)
-        own = {self.name: table} if table else {}
-        return load_config(settings, overrides={**own, **self.settings["keys"]}, allow_code=True)
+        own = self.own(self.settings["options"] if options is None else options)
+        further = {name.replace("__", "."): value for name, value in keys.items()}
+        return load_config(settings, overrides={**own, **self.settings["keys"], **further}, allow_code=True)
 
-    def train(self, run: str, steps: int, resume: bool = False) -> list[dict[str, float]]:
+    def train(self, run: str, steps: int, resume: bool = False, **keys: Any) -> list[dict[str, float]]:
         """Train a run to its step, and return the metrics of its steps without those of the machine."""
-        config = self.config(run, steps)
+        config = self.config(run, steps, **keys)
         plugins = plugins_for(config)
-        spec: Any = plugins.spec("trainers", self.name)
+        spec: Any = plugins.spec("trainers", self.trainer)
         scores = spec.sections is None or "reward" in spec.sections - spec.for_eval
         live = {"rewards": [digits]} if scores else {}
-        trainer = plugins.resolve("trainers", self.name)(config, data=self.settings["rows"] or ROWS, **live)
+        trainer = plugins.resolve("trainers", self.trainer)(
+            config, data=self.settings["rows"] or ROWS, **live
+        )
         folder = Path(config.run.dir) / run
         try:
             trainer.train(resume=folder if resume else None)
@@ -90,3 +104,20 @@ class TrainerBench(Bench):
         if not folder.exists():
             write_model(folder, {}, seed=0, tied=True)
         return str(folder)
+
+
+class EnvironmentBench(TrainerBench):
+    """A bench that trains with an environment, by the trainer ``rl``."""
+
+    kind = "environments"
+    trainer = "rl"
+
+    def own(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the table of the environment, and a group of short responses."""
+        table = {
+            "name": self.name,
+            "max_turns": 3,
+            "max_failure_share": 1.0,
+            **({self.name: dict(options)} if options else {}),
+        }
+        return {"environment": table, "rollout.group_size": 2, "rollout.max_response_tokens": 24}

@@ -10,6 +10,19 @@ if TYPE_CHECKING:
     from engine_plugin_testing.trainer_bench import TrainerBench
 
 
+def compare(expected: list[dict[str, float]], found: list[dict[str, float]], what: str) -> None:
+    """Assert that two runs have the same metrics in each step."""
+    assert len(found) == len(expected), f"{what} wrote {len(found)} steps, expected {len(expected)}."
+    for right, line in zip(expected, found, strict=True):
+        names = sorted(right.keys() | line.keys())
+        other = {
+            name: (right.get(name), line.get(name)) for name in names if right.get(name) != line.get(name)
+        }
+        assert not other, (
+            f"{what}: step {line['step']} differs (expected, found): {dict(list(other.items())[:5])}."
+        )
+
+
 @contract(catches=("a step without an update",))
 def a_run_trains(bench: TrainerBench) -> None:
     """Three steps give three lines of metrics without a missing value; in one of them at least the gradient is not 0."""
@@ -29,18 +42,7 @@ def a_resumed_run_ends_like_one_that_was_not_stopped(bench: TrainerBench) -> Non
     """Steps 3 and 4 after a resume have the metrics of a run of four steps, to the last bit."""
     whole = bench.train("whole", 4)
     bench.train("half", 2)
-    resumed = bench.train("half", 4, resume=True)
-    assert len(resumed) == 4, f"The resumed run wrote {len(resumed)} steps, expected 4."
-    for expected, found in zip(whole, resumed, strict=True):
-        names = sorted(expected.keys() | found.keys())
-        other = {
-            name: (expected.get(name), found.get(name))
-            for name in names
-            if expected.get(name) != found.get(name)
-        }
-        assert not other, (
-            f"Step {found['step']} differs (straight, resumed): {dict(list(other.items())[:5])}."
-        )
+    compare(whole, bench.train("half", 4, resume=True), "The resumed run")
 
 
 @contract(catches=("unknown options accepted",))

@@ -1,11 +1,11 @@
-"""The suite of trainers."""
+"""The suites of trainers and environments."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from engine_plugin_testing import trainer_cases
+from engine_plugin_testing import environment_cases, trainer_cases
 from engine_plugin_testing.algorithm_suites import AlgorithmSuite
 
 
@@ -32,3 +32,22 @@ class TrainerSuite(AlgorithmSuite, modules=(trainer_cases,)):
     def table(cls) -> tuple[str, ...]:
         """Return the path of the trainer's options."""
         return (cls.name,)
+
+
+class EnvironmentSuite(AlgorithmSuite, modules=(environment_cases,)):
+    """A suite: the contracts of an environment, in short runs on a random model. ``Suite`` has the other attributes.
+
+    Attributes:
+        name: the environment, as in ``[environment] name``.
+        options: its table, as in ``[environment.NAME]``.
+        keys: further keys of the run file: ``{"environment.max_turns": 5}``.
+        rows: rows of data; default: sums, with the columns ``prompt`` and ``answer``.
+    """
+
+    kind = "environments"
+    section = "environment"
+    bench = "engine_plugin_testing.trainer_bench:EnvironmentBench"
+    fields: ClassVar[tuple[str, ...]] = ("name", "options", "plugins", "keys", "rows")
+
+    keys: Mapping[str, Any] = {}
+    rows: Sequence[Mapping[str, Any]] = ()

@@ -1,0 +1,51 @@
+"""Contracts of an environment: its episodes train, repeat and resume exactly, and survive any response."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from engine_plugin_testing.contracts import contract, refused
+from engine_plugin_testing.trainer_cases import compare
+
+if TYPE_CHECKING:
+    from engine_plugin_testing.trainer_bench import EnvironmentBench
+
+
+def _without_errors(lines: list[dict[str, float]], what: str) -> None:
+    for line in lines:
+        failed = line["environment/errors"] + line["environment/timeouts"]
+        assert failed == 0, f"{failed:g} episodes of step {line['step']} failed {what}; the log shows where."
+
+
+@contract()
+def episodes_end_without_errors(bench: EnvironmentBench) -> None:
+    """The episodes of three steps on a random model end with a rollout; none fails."""
+    _without_errors(bench.train("run", 3), "")
+
+
+@contract(catches=("a failure on a short turn",))
+def short_responses_are_survived(bench: EnvironmentBench) -> None:
+    """Episodes of one turn, and of responses that are cut after their first token, end without an error."""
+    _without_errors(bench.train("turn", 1, environment__max_turns=1), "with one turn")
+    _without_errors(bench.train("token", 1, rollout__max_response_tokens=1), "with responses of one token")
+
+
+@contract(catches=("random numbers that are not of the episode's seed",))
+def a_run_is_repeated_exactly(bench: EnvironmentBench) -> None:
+    """Two runs with one seed have the same metrics: draws come from ``episode.seed``."""
+    compare(bench.train("first", 2), bench.train("second", 2), "The repeated run")
+
+
+@contract(catches=("state that outlives an episode",))
+def a_resumed_run_ends_like_one_that_was_not_stopped(bench: EnvironmentBench) -> None:
+    """Steps after a resume have the metrics of a run that was not stopped: nothing outlives an episode."""
+    whole = bench.train("whole", 4)
+    bench.train("half", 2)
+    compare(whole, bench.train("half", 4, resume=True), "The resumed run")
+
+
+@contract()
+def unknown_options_are_refused(bench: EnvironmentBench) -> None:
+    """A key that the environment's table does not have is refused when the run file is read."""
+    with refused("A table with the unknown key 'no_such_option'", "no_such_option"):
+        bench.config("options", 1, {**bench.settings["options"], "no_such_option": 1})

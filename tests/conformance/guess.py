@@ -1,0 +1,41 @@
+"""A one-file plugin with an environment that keeps the contracts of the kit, and some that break one each."""
+
+import os
+
+from engine_core import hookimpl
+from engine_core.specs import Environment
+
+
+async def guess(episode):
+    answer = str(episode.prompt.columns["answer"])
+    turn = await episode.sample(max_tokens=4)
+    while turn.text.strip() != answer and episode.goes_on:
+        episode.append(" No. ")
+        turn = await episode.sample(max_tokens=4)
+    return episode.rollout({"solved": float(turn.text.strip() == answer) + len(turn.text) / 100})
+
+
+async def greedy_reader(episode):
+    turn = await episode.sample(max_tokens=4)
+    return episode.rollout({"solved": float(turn.text[1] == "4")})
+
+
+async def dice(episode):
+    await episode.sample(max_tokens=4)
+    return episode.rollout({"solved": os.urandom(1)[0] / 255})
+
+
+class Counter:
+    def __init__(self):
+        self.played = 0
+
+    async def __call__(self, episode):
+        await episode.sample(max_tokens=4)
+        self.played += 1
+        return episode.rollout({"solved": float(self.played)})
+
+
+@hookimpl
+def engine_environments():
+    made = {"guess": guess, "greedy_reader": greedy_reader, "dice": dice, "counter": Counter}
+    return {name: Environment(load=load, rewards=frozenset({"solved"})) for name, load in made.items()}
