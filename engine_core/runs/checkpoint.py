@@ -234,6 +234,8 @@ def problems(path: Path, deep: bool = True, read: Callable[[int], object] | None
     """
     if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing"]
+    if (path / MANIFEST).is_symlink():
+        return [f"{MANIFEST} is a link; a checkpoint holds files only"]
     manifest = _read_json(path / MANIFEST)
     if (files := _files_in(manifest)) is None:
         return [f"{MANIFEST} cannot be read"]
@@ -242,7 +244,10 @@ def problems(path: Path, deep: bool = True, read: Callable[[int], object] | None
     step = manifest.get("step")
     if not isinstance(step, int) or (path.name.startswith("step_") and path.name != f"step_{step:08d}"):
         return [f"{MANIFEST} is of step {step}: the folder was renamed"]
-    found = [problem for name in files if (problem := _unsafe(path, name))]
+    try:
+        found = [problem for name in files if (problem := _unsafe(path, name))]
+    except OSError as error:  # too long
+        return [f"{MANIFEST} has a name that no file can have ({error})"]
     return found or [*_compare(path, files, deep, read), *_unlisted(path, files)]
 
 

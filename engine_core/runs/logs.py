@@ -23,6 +23,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Self, TextIO
 
 from engine_core.errors import ConfigError, did_you_mean
+from engine_core.redaction import harmless
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -103,7 +104,7 @@ class _Console(logging.Handler):
         if getattr(record, "file_only", False):
             return
         try:
-            print(self.format(record), file=sys.stderr, flush=True)
+            print(harmless(self.format(record)), file=sys.stderr, flush=True)
         except Exception:
             self.handleError(record)
 

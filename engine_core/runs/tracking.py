@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from engine_core import faults
 from engine_core.config.choices import bare
 from engine_core.config.dump import as_data, dump_toml, origins
-from engine_core.errors import DataError, EngineError, EnvironmentProblem, did_you_mean
+from engine_core.errors import DataError, EngineError, EnvironmentProblem, PluginError, did_you_mean
 from engine_core.redaction import Redactor
 from engine_core.runs.folders import (
     ATTEMPT,
@@ -338,6 +338,8 @@ def make_tracker(name: str, config: EngineConfig, plugins: PluginSet) -> Tracker
         tracker: Tracker = plugins.resolve("trackers", name)(config.tracking.options.get(bare(name)))
     except EngineError as error:
         raise type(error)(f"tracking.trackers: {error}") from error
+    if not isinstance(tracker, Tracker):
+        raise PluginError(f"tracking.trackers: '{name}' is no {Tracker.__module__}.Tracker, got {tracker!r}.")
     return tracker
 
 

@@ -57,14 +57,14 @@ def train(run: TrainingRun, resume: Path | Resume | None) -> dict[str, float]:
     loop: Loop | None = None
     with StopSignals() as run.signals, ExitStack() as attempt:  # closed last: run folder, its log, trackers
         try:
-            with run.signals.window():
+            with run.signals.window(), exits_are_failures():
                 found = Resume.find(resume) if isinstance(resume, str | Path) else resume
                 loop = start(run, found, attempt)
             if run.config.runtime.backend != "local":  # there the engines decide, which share this process
                 from engine_core.local.host_memory import keep_freed_memory
 
                 keep_freed_memory()
-            with frozen_gc():
+            with frozen_gc(), exits_are_failures():
                 return loop.run_steps()
         except Stop as stop:
             try:
@@ -86,6 +86,21 @@ def train(run: TrainingRun, resume: Path | Resume | None) -> dict[str, float]:
             if isinstance(error, Terminated):
                 raise SystemExit(Terminated.code) from None
             raise
+
+
+@contextmanager
+def exits_are_failures() -> Iterator[None]:
+    """Turn a ``sys.exit`` of a plugin or a library into a failure: the run would end as if it were complete.
+
+    Raises:
+        TrainingFailed: ``sys.exit`` was called.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise TrainingFailed(
+            f"A plugin or a library called sys.exit({error.code}) during the run."
+        ) from error
 
 
 @contextmanager

@@ -355,6 +355,10 @@ class Stages:
                     f"Stage '{name}' must return (rollouts, metrics), a list and a dict; it returned {type(made).__name__}."
                 )
             rollouts, noted = made
+            if odd := [key for key, value in noted.items() if not hasattr(value, "__float__")]:
+                raise PluginError(
+                    f"Stage '{name}': metric '{odd[0]}' must be a number, got {noted[odd[0]]!r}."
+                )
             metrics |= {f"stage/{name}/{key}": value for key, value in noted.items()}
         return rollouts, metrics
 

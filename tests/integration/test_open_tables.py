@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import textwrap
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_core import load_config
 from engine_core.config.assemble import plugins_for
-from engine_core.errors import ConfigError, PluginError
+from engine_core.errors import ConfigError, PluginError, TrainingFailed
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +193,14 @@ def test_a_worker_in_another_process_loads_the_objective_itself(make, model, wor
     (batch,) = module_of(run, "trainers", "power").SEEN
     by_hand = (expected(model[1], batch)[0] ** 2)[batch["loss_mask"]].mean()
     assert metrics_of(run)[0]["actor/loss"] == pytest.approx(float(by_hand), rel=1e-4)
+
+
+def test_a_sampler_that_calls_exit_fails_the_run(make, monkeypatch):
+    from engine_plugin_hf_rollout.engine import HFRolloutEngine
+
+    monkeypatch.setattr(HFRolloutEngine, "step", lambda self: sys.exit(0))
+    with pytest.raises(TrainingFailed, match=r"called sys.exit\(0\) during the run"):
+        make({"run.steps": 1}).train()
 
 
 FAILS = [

@@ -60,6 +60,22 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(store, damage
     assert "step_00000002 is not usable" in caplog.text
 
 
+def test_a_manifest_with_a_name_that_no_file_can_have_is_refused(store):
+    path = store.save(1, writer(), {})
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["x" * 300] = {"bytes": 1, "sha256": "0"}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    (problem,) = problems(path)
+    assert problem.startswith("manifest.json has a name that no file can have")
+
+
+def test_a_manifest_that_is_a_link_is_refused(store, tmp_path):
+    path = store.save(1, writer(), {})
+    (path / "manifest.json").rename(tmp_path / "elsewhere.json")
+    (path / "manifest.json").symlink_to(tmp_path / "elsewhere.json")
+    assert problems(path) == ["manifest.json is a link; a checkpoint holds files only"]
+
+
 def test_a_manifest_that_points_outside_is_refused(store, tmp_path):
     path = store.save(1, writer(), {})
     (tmp_path / "secret").write_text("x")

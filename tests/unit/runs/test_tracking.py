@@ -463,3 +463,10 @@ def test_a_tracker_that_refuses_its_set_up_ends_the_run_before_it_starts(tmp_pat
 
     with pytest.raises(PluginError, match="needs a package"):
         hub_of(run, tmp_path, trackers={"x": Refusing})
+
+
+def test_what_is_no_tracker_is_refused_before_the_run_starts(tmp_path, run):
+    with pytest.raises(
+        PluginError, match=r"tracking.trackers: 'x' is no engine_core.runs.tracking.Tracker, got "
+    ):
+        hub_of(run, tmp_path, trackers={"x": lambda options: object()})
