@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "api.md"
 PLUGINS = sorted(file.parent for file in (ROOT / "plugins").glob("[a-z]*/pyproject.toml"))
-TEMPLATE = ROOT / "plugins" / "tools" / "src" / "engine_plugin_tools" / "templates" / "plugin"
+TEMPLATE = ROOT / "plugins" / "tools" / "src" / "engine_plugin_tools" / "templates"
 OURS = re.compile(r"engine_(core|plugin_\w+)(\.\w+)*")
 LOAD = re.compile(rf"({OURS.pattern}):\w+")
 INTERNAL = "## Internal modules"

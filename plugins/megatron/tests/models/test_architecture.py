@@ -89,7 +89,7 @@ def test_another_plugin_adds_one(tmp_path):
 def test_one_that_does_not_load_is_told_as_it_is(tmp_path):
     (tmp_path / "again.py").write_text(
         "from engine_core import hookimpl\nfrom engine_plugin_megatron.tables import ModelArchitecture\n\n\n@hookimpl\n"
-        "def engine_architectures():\n    return {'llama': ModelArchitecture(load='a:b')}\n"
+        "def engine_architectures():\n    return {'llama': ModelArchitecture(load='math:sqrt')}\n"
     )
     run = PluginSet.load({}, ["again.py"], tmp_path)
     with pytest.raises(PluginError, match="'llama' is offered by"):
