@@ -458,12 +458,54 @@ def api_part(name: str) -> str:
     options += [":inherited-members:"] * (name in INHERITED)
     classes = own_classes(name) if name in BY_CLASS else []
     options += [f":exclude-members: {', '.join(classes)}"] * bool(classes)
-    parts = [f"## {name}", directive("automodule", name, options)]
+    parts = [f"## {name}", *summary(name, classes), directive("automodule", name, options)]
     for each in classes:
-        parts += [f"### {each}", directive("autoclass", f"{name}.{each}", [":members:"])]
+        listed = methods(getattr(importlib.import_module(name), each))
+        parts += [f"### {each}", *listed, directive("autoclass", f"{name}.{each}", [":members:"])]
     for each in ON_DEMAND.get(name, ()):
         parts += [f"### {each}", directive("autoclass", f"{name}.{each}", [])]
     return "\n\n".join(parts)
+
+
+def summary(name: str, with_headings: list[str]) -> list[str]:
+    """Return the table of a module's classes and functions; of a single class that of its methods.
+
+    Args:
+        name: the module.
+        with_headings: the classes that are not listed, because they have headings.
+    """
+    members = {
+        each: thing
+        for each, thing in vars(importlib.import_module(name)).items()
+        if (inspect.isclass(thing) or inspect.isfunction(thing)) and thing.__module__ == name
+    }
+    members = {each: thing for each, thing in members.items() if each not in with_headings}
+    if len(members) == 1 and inspect.isclass(only := next(iter(members.values()))):
+        return methods(only)
+    return purposes(name, members)
+
+
+def methods(owner: type) -> list[str]:
+    """Return the table of the methods that a class defines."""
+    found = {each: thing for each, thing in vars(owner).items() if inspect.isfunction(thing)}
+    return purposes(f"{owner.__module__}.{owner.__name__}", found)
+
+
+def purposes(owner: str, members: Mapping[str, Any]) -> list[str]:
+    """Return a table of the public members of a module or class with the first sentences of their docstrings; none of fewer than three."""
+    lines = [
+        f"| {{py:obj}}`{each} <{owner}.{each}>` | {first_sentence(thing)} |"
+        for each, thing in members.items()
+        if not each.startswith("_") and inspect.getdoc(thing)
+    ]
+    return ["\n".join(["| name | purpose |", "|---|---|", *lines])] if len(lines) > 2 else []
+
+
+def first_sentence(thing: Any) -> str:
+    """Return the first sentence of a docstring, as Markdown."""
+    text = " ".join((inspect.getdoc(thing) or "").partition("\n\n")[0].split())
+    text = re.split(r"(?<=[a-z`)])[.:] (?=[A-Z`])", text)[0].rstrip(".:")
+    return re.sub(r"`+([^`]+)`+_?", r"`\1`", text).replace("|", "\\|") + "."
 
 
 def directive(kind: str, name: str, options: list[str]) -> str:

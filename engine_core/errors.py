@@ -114,6 +114,7 @@ ELSEWHERE = {
     "clip_ratio": "epsilon cliprange clip_range clip_eps",
     "clip_ratio_high": "epsilon_high clip_high",
     "rank": "r lora_r lora_rank",
+    "eval": "evaluation",
     "rl": "ppo grpo gspo dapo",
     "gae": "ppo",
     "grpo": "dapo",

@@ -39,7 +39,7 @@ def validate(files: Files, sets: Sets = None, allow_code: AllowCode = False, as_
     if as_json:
         print_json({"valid": True, "unread": config.unread, "plugins": plugins_for(config).versions()})
         return 0
-    print(f"{', '.join(files)}: valid, trainer '{config.trainer}'")
+    print(f"{', '.join(files)}: valid, trainer '{config.trainer}'. Next: engine train --dry-run")
     print_unread(config)
     return 0
 

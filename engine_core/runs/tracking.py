@@ -127,6 +127,7 @@ class RunFolder:
         if not found:
             folders = {Path(runs), Path(path).parent} - {Path()}
             names = [entry.parent.name for f in folders for entry in f.glob("*/config.resolved.toml")]
+            names = names or [str(entry.parent) for entry in Path().glob("*/runs/*/config.resolved.toml")]
             raise DataError(
                 f"No run at '{path}': neither that folder nor {candidates[1]} holds a config.resolved.toml."
                 + did_you_mean(Path(path).name, names)

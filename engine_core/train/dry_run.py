@@ -22,13 +22,13 @@ def dry_run(run: TrainingRun) -> list[str]:
         run: a trainer that is not set up.
 
     Returns:
-        The numbers derived from the run file, and the value of each reward, as lines.
+        The numbers derived from the run file, the processes of each role, and the value of each reward, as lines.
 
     Raises:
         EngineError: everything that a start would refuse.
     """
     refuse(errors_of([partial(check_free, run.config), partial(_make_trackers, run), run.load_inputs]))
-    lines = run.derived()
+    lines = [*run.derived(), *_layout(run)]
     refuse(errors_of([partial(_check_engines, run), lambda: lines.extend(_rewards(run))]))
     return lines
 
@@ -43,6 +43,28 @@ def _check_engines(run: TrainingRun) -> None:
     if run.config.runtime.backend == "local":
         runtime: Any = run.plugins.resolve("runtimes", "local")(run.config, run.plugins, run.live)
         runtime.host.check(run.roles(training=True))
+
+
+def _layout(run: TrainingRun) -> list[str]:
+    """Return which roles share which processes, as lines."""
+    config = run.config
+    roles = run.roles(training=True)
+    runtime: Any = run.plugins.spec("runtimes", config.runtime.backend)
+    if runtime.in_process:
+        return [f"Roles in this process: {', '.join(roles)}"]
+    pools = config.placement.pools
+    if not pools:
+        processes = getattr(config.runtime.options, "processes", "auto")
+        count = "one process for each GPU" if processes == "auto" else f"{processes} process(es)"
+        return [f"Roles in {count}: {', '.join(roles)}"]
+    lines, first = [], 0
+    for pool, size in pools.items():
+        inside = [role for role in roles if config.placement.pool_of(role) == pool]
+        lines.append(
+            f"Pool {pool}, processes {first} to {first + size - 1}: {', '.join(inside) or 'no role'}"
+        )
+        first += size
+    return lines
 
 
 def _rewards(run: Any) -> list[str]:

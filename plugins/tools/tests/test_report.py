@@ -12,7 +12,7 @@ from engine_core.config import EngineConfig
 from engine_core.errors import DataError
 from engine_core.runs.tracking import RunFolder, TrackerHub, write_rollouts
 from engine_core.types import Prompt, Rollout
-from engine_plugin_tools.report import write_report
+from engine_plugin_tools.report import _figure, write_report
 
 HOSTILE = "<script>alert(1)</script>&<b>"
 
@@ -128,8 +128,11 @@ def test_a_run_that_died_and_steps_without_a_number_are_drawn(tmp_path):
     assert "<b>2</b>" in write_report(run.path).read_text()
 
 
-def test_one_step_is_enough(tmp_path):
-    assert write_report(make_run(tmp_path, RL[:1]).path).exists()
+def test_one_step_is_enough_and_is_drawn_as_dots(tmp_path):
+    run = make_run(tmp_path, RL[:1])
+    assert write_report(run.path).exists()
+    for axes in _figure(run.read_metrics()).axes[:-1]:  # the last panel is a stack of phases
+        assert all(line.get_marker() == "o" for line in axes.lines if line.get_alpha() is None), axes.get_title()
 
 
 def test_a_run_without_a_step_has_no_report(tmp_path):

@@ -32,7 +32,9 @@ def test_validate_says_that_a_file_is_valid_and_what_is_not_read(engine, sft_run
     sft_run.write_text(sft_run.read_text() + "\n[actor.fsdp]\nsharding = 'full'\n")
     answer = engine("validate", "run.toml")
     assert answer.code == 0
-    assert answer.out == ("run.toml: valid, trainer 'sft'\nnot read: [actor.fsdp]: the run uses 'torch'\n")
+    assert answer.out == (
+        "run.toml: valid, trainer 'sft'. Next: engine train --dry-run\nnot read: [actor.fsdp]: the run uses 'torch'\n"
+    )
 
 
 def test_validate_tells_all_problems_with_file_and_line(engine, sft_run):

@@ -67,6 +67,40 @@ def test_resume_of_an_unknown_run_lists_the_runs(engine, sft_run):
     assert "Did you mean 'first'?" in answer.err
 
 
+def test_resume_names_runs_in_a_folder_below_when_there_are_none_here(engine, sft_run, monkeypatch):
+    engine("train", "run.toml", "--steps", "1")
+    monkeypatch.chdir(sft_run.parent.parent)
+    answer = engine("resume", "latest")
+    assert f"{sft_run.parent.name}/runs/first, " in answer.err.partition("Known: ")[2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "layout"),
+    [
+        ((), "Roles in this process: actor, rollout"),
+        (("runtime.backend=torchrun",), "Roles in one process for each GPU: actor, rollout"),
+        (
+            ("runtime.backend=torchrun", "runtime.torchrun.processes=2", "actor.backend=fsdp"),
+            "Roles in 2 process(es): actor, rollout",
+        ),
+        (
+            (
+                "runtime.backend=torchrun",
+                "actor.backend=fsdp",
+                "placement.pools={train=2,serve=1}",
+                "placement.actor=train",
+                "placement.rollout=serve",
+            ),
+            "Pool train, processes 0 to 1: actor\nPool serve, processes 2 to 2: rollout",
+        ),
+    ],
+)
+def test_a_dry_run_prints_which_roles_share_which_processes(engine, rl_run, settings, layout):
+    answer = engine("train", "rl.toml", "--dry-run", *(word for key in settings for word in ("--set", key)))
+    assert answer.code == 0
+    assert layout in answer.out
+
+
 def test_a_dry_run_prints_the_derived_numbers_and_writes_nothing(engine, rl_run):
     before = set(rl_run.parent.iterdir())
     answer = engine("train", "rl.toml", "--dry-run", "--set", "run.epochs=2")

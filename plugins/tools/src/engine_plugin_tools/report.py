@@ -207,8 +207,9 @@ def _draw_lines(metrics: Metrics, title: str, labels: Mapping[str, str], axes: A
             if all(found == steps for found, _ in bounds):
                 axes.fill_between(steps, bounds[0][1], bounds[1][1], color=color, alpha=0.12)
         else:
+            dots = "o" if len(steps) < 3 else None  # a line of one point is not visible
             axes.plot(steps, values, color=color, alpha=0.25)
-            axes.plot(steps, _running_mean(values), color=color, label=label)
+            axes.plot(steps, _running_mean(values), color=color, label=label, marker=dots)
         if title in LOGARITHMIC and min(values) > 0:
             axes.set_yscale("log")
     if len(labels) > 1:

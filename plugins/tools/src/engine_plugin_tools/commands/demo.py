@@ -80,4 +80,5 @@ def show_samples(title: str, run: Path, which: int, count: int = 3) -> None:
     file = sorted((run / "rollouts" / "eval").glob("*.parquet"))[which]
     for rollout in read_rollouts(file)[:count]:
         verdict = "right" if rollout.reward > 0 else "wrong"
-        print(f"  {rollout.prompt.text.strip()}\n    {verdict}: {rollout.text}")
+        lines = rollout.text.strip().splitlines() or ["(no text)"]  # an untrained model writes line breaks
+        print(f"  {rollout.prompt.text.strip()}\n    {verdict}: {' '.join(filter(None, lines))}")

@@ -1,8 +1,8 @@
 #!/bin/bash
-# A Ray cluster over the nodes of a Slurm job, and a run on it:  sbatch examples/cluster/slurm.sh run.toml
+# A Ray cluster over the nodes of a Slurm job, and a run on it:  sbatch examples/cluster/slurm_ray.sh run.toml
 # The run file, data, model and run folder lie where all nodes see them; every node has the same Python environment.
 # To stop it so that the run is saved:  scancel --signal=USR1 --batch JOBID  (a plain scancel ends the nodes with it: the
-# newest checkpoint is what stays). To go on:  sbatch examples/cluster/slurm.sh --resume RUNFOLDER
+# newest checkpoint is what stays). To go on:  sbatch examples/cluster/slurm_ray.sh --resume RUNFOLDER
 #SBATCH --job-name=engine
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
@@ -14,7 +14,7 @@ set -euo pipefail
 
 command=train
 if [ "${1:-}" = --resume ]; then command=resume; shift; fi
-run=${1:?usage: sbatch slurm.sh RUN.toml, or sbatch slurm.sh --resume RUNFOLDER}
+run=${1:?usage: sbatch slurm_ray.sh RUN.toml, or sbatch slurm_ray.sh --resume RUNFOLDER}
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
 address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}'):6379
 on_head=(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head")
@@ -41,7 +41,7 @@ while True:
     if found >= wanted:
         break
     if time.monotonic() > end:
-        sys.exit(f"slurm.sh: {found} of {wanted} nodes have joined the Ray cluster at {address} within 5 minutes")
+        sys.exit(f"slurm_ray.sh: {found} of {wanted} nodes have joined the Ray cluster at {address} within 5 minutes")
     time.sleep(1)
 EOF
 }
