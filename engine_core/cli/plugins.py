@@ -13,7 +13,12 @@ from engine_core.plugins.listing import as_json, list_plugins
 
 
 def plugins(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help="List one kind alone, such as rewards.")] = "",
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="KIND", help="List one kind alone, with a description of each name, such as rewards."
+        ),
+    ] = "",
     as_json_: Json = False,
     check: Annotated[
         bool,
@@ -22,12 +27,12 @@ def plugins(
 ) -> int:
     """List the installed plugins: name, kind, distribution, version and state.
 
-    Reads metadata only. Without --check no plugin is imported.
+    Reads metadata only. Plugins are imported with --check, and those of KIND for a description of each name.
 
     Raises:
         ConfigError: no installed plugin is of this kind.
     """
-    found = list_plugins(check=check)
+    found = list_plugins(check, kind)
     kinds = sorted({info.kind for info in found})
     if kind and kind not in kinds:
         raise ConfigError(f"KIND: no installed plugin is of the kind '{kind}'.{did_you_mean(kind, kinds)}")
@@ -35,7 +40,11 @@ def plugins(
     if as_json_:
         print(as_json(found))
     else:
-        rows = [(info.name, info.kind, info.distribution, info.version, info.state) for info in found]
-        print_table(rows, header=("NAME", "KIND", "DISTRIBUTION", "VERSION", "STATE"))
+        header = ("NAME", "KIND", "DISTRIBUTION", "VERSION", "STATE", *(["DESCRIPTION"] if kind else []))
+        rows = [
+            (info.name, info.kind, info.distribution, info.version, info.state, info.description)
+            for info in found
+        ]
+        print_table([row[: len(header)] for row in rows], header)
     broken = [info for info in found if not info.healthy]
     return PluginError.exit_code if check and broken else 0

@@ -5,13 +5,17 @@ The list is built from metadata. Only ``check`` imports plugins.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import importlib.util
+import inspect
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine_core.errors import EngineError, did_you_mean
 from engine_core.plugins.metadata import TABLES, Offer, find, installed, nouns, offer_problem
@@ -32,6 +36,7 @@ class PluginInfo:
     problem: str | None = None  # why a run cannot use it
     health: str = ""  # what its health check reports about this machine, if it was run
     fit: bool = True  # whether the health check passed
+    description: str = ""  # what it is, in a sentence; only in the list of one kind
 
     @property
     def healthy(self) -> bool:
@@ -46,27 +51,66 @@ class PluginInfo:
         return "ok" if self.fit else f"warning: {self.health}"
 
 
-def list_plugins(check: bool = False) -> list[PluginInfo]:
+def list_plugins(check: bool = False, described: str = "") -> list[PluginInfo]:
     """List every installed name, sorted by kind and name.
 
     Args:
+        described: the kind whose names get a description; its plugins are imported for that.
         check: also import each plugin and the objects of its names, and run their health checks. What plugins print
             goes to stderr.
     """
     offers = sorted(installed(), key=lambda offer: (offer.kind, offer.name, offer.distribution.name))
     with contextlib.redirect_stdout(sys.stderr):
-        return [_info(offer, check) for offer in offers]
+        return [_info(offer, check, offer.kind == described) for offer in offers]
 
 
-def _info(offer: Offer, check: bool) -> PluginInfo:
+def _info(offer: Offer, check: bool, describe: bool = False) -> PluginInfo:
     problem, health, fit = _problem(offer), "", True
     if check and problem is None:
         try:
             health, fit = _checked(offer)
         except EngineError as error:
             problem = str(error)
-    about = offer.distribution
-    return PluginInfo(offer.name, offer.kind, about.name, about.version, offer.module, problem, health, fit)
+    about, text = offer.distribution, _description(offer) if describe and problem is None else ""
+    return PluginInfo(
+        offer.name, offer.kind, about.name, about.version, offer.module, problem, health, fit, text
+    )
+
+
+def _description(offer: Offer) -> str:
+    """Return the first sentence about what a name stands for: of its docstring, else of its options.
+
+    What the name loads is read and not imported, so that no torch is.
+    """
+    if offer.kind in ("plugins", TABLES):
+        return _first_sentence(_docstring(offer.module))
+    name = f"{offer.distribution.name}:{offer.name}"
+    try:
+        spec = PluginSet.load({offer.kind: [name]}).spec(offer.kind, name)
+    except EngineError:  # --check shows it
+        return ""
+    text = _docstring(spec.load) if isinstance(spec.load, str) else inspect.getdoc(spec.load)
+    return _first_sentence(text or inspect.getdoc(spec.config) or "")
+
+
+def _docstring(address: str) -> str:
+    """Return the docstring of ``module`` or of the function or class ``module:name``, from the source file; "" without one."""
+    module, _, name = address.partition(":")
+    found = importlib.util.find_spec(module)
+    if found is None or not (found.origin or "").endswith(".py"):
+        return ""
+    tree = ast.parse(Path(str(found.origin)).read_text(encoding="utf-8"))
+    documented = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    nodes = (
+        [node for node in tree.body if isinstance(node, documented) and node.name == name] if name else [tree]
+    )
+    return (ast.get_docstring(nodes[0]) or "") if nodes else ""
+
+
+def _first_sentence(text: str) -> str:
+    """Return the first sentence of a docstring in one line, without its markup."""
+    sentence = re.split(r"(?<=[a-z)`])\. (?=[A-Z`])", " ".join(text.partition("\n\n")[0].split()))[0]
+    return sentence.replace("``", "").rstrip(".")
 
 
 def _checked(offer: Offer) -> tuple[str, bool]:

@@ -51,6 +51,49 @@ def test_the_cores_own_names_are_listed_and_healthy():
     )
 
 
+DESCRIBED = """
+    from engine_core import hookimpl
+    from engine_core.specs import Options, Reward
+
+    class Width(Options):
+        'How wide ``near`` is.'
+
+    def score(completions):
+        '''Return 1 for ``yes``. Anything else gets 0.
+
+        More.
+        '''
+
+    @hookimpl
+    def engine_rewards():
+        return {
+            "direct": Reward(load=score),
+            "lazy": Reward(load="heavy_mod:lazy"),
+            "near": Reward(load="heavy_mod:undocumented", config=Width),
+        }
+"""
+NOT_IMPORTED = """
+    raise RuntimeError("imported!")
+
+    def lazy(completions):
+        'Measure laziness.'
+
+    def undocumented(completions): ...
+"""
+
+
+def test_names_of_one_kind_are_described_by_the_docstring_of_what_they_load_or_of_their_options(only_fakes):
+    names = dict.fromkeys(("direct", "lazy", "near"), "fake_mod")
+    only_fakes("fake", {"rewards": names}, {"fake_mod": DESCRIBED, "heavy_mod": NOT_IMPORTED})
+
+    assert {info.name: info.description for info in list_plugins(described="rewards")} == {
+        "direct": "Return 1 for yes",
+        "lazy": "Measure laziness",
+        "near": "How wide near is",
+    }
+    assert {info.description for info in list_plugins(described="losses")} == {""}
+
+
 def test_what_metadata_shows_to_be_wrong_is_told_without_importing_anything(install):
     install(
         "fine",
@@ -115,6 +158,7 @@ def test_the_list_reads_as_json():
         "problem",
         "health",
         "fit",
+        "description",
     } == set(rows[0])
 
 
