@@ -132,7 +132,9 @@ def test_one_step_is_enough_and_is_drawn_as_dots(tmp_path):
     run = make_run(tmp_path, RL[:1])
     assert write_report(run.path).exists()
     for axes in _figure(run.read_metrics()).axes[:-1]:  # the last panel is a stack of phases
-        assert all(line.get_marker() == "o" for line in axes.lines if line.get_alpha() is None), axes.get_title()
+        assert all(line.get_marker() == "o" for line in axes.lines if line.get_alpha() is None), (
+            axes.get_title()
+        )
 
 
 def test_a_run_without_a_step_has_no_report(tmp_path):

@@ -13,7 +13,7 @@ from engine_core.config import EngineConfig
 from engine_core.errors import ConfigError
 from engine_plugin_testing import RewardSuite
 from engine_plugin_testing.reference import write_model
-from engine_plugin_tools.scaffold import KINDS, TEMPLATES, new_plugin, new_run
+from engine_plugin_tools.scaffold import KINDS, TEMPLATES, USES_TORCH, new_plugin, new_run
 
 ROOT = Path(__file__).parents[3]
 
@@ -67,11 +67,11 @@ def test_a_new_plugin_of_each_kind_is_listed_validates_and_passes_its_own_tests(
 
     engine = str(Path(sys.executable).with_name("engine"))
     assert re.search(
-        r"^brief .*engine-plugin-brief .* ok$", run(engine, "plugins", KINDS[kind][0]), re.MULTILINE
+        r"^brief .*engine-plugin-brief .* ok +\w", run(engine, "plugins", KINDS[kind][0]), re.MULTILINE
     )
     tested = run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(plugin / "tests"))
     assert "passed" in tested
-    assert "skipped" not in tested
+    assert kind in USES_TORCH or "skipped" not in tested  # contracts of capabilities that an engine lacks
 
     (table,) = re.findall(r"```toml\n(.*?)```", (plugin / "README.md").read_text(), re.DOTALL)
     (tmp_path / "own.toml").write_text(table)

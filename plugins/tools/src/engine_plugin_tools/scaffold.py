@@ -24,8 +24,12 @@ KINDS = {
     "trainer": ("trainers", "A trainer", "torch"),
     "data-source": ("data_sources", "A data source", ""),
     "observer": ("plugins", "An observer", ""),
+    "model": ("plugins", "A model", "torch"),
+    "train-engine": ("train_engines", "A train engine", "torch"),
+    "rollout-engine": ("rollout_engines", "A rollout engine", "torch"),
 }
 """Kinds of a new plugin, each with its entry-point group, its noun, and the extra of the kit that its tests need."""
+USES_TORCH = ("model", "train-engine", "rollout-engine")  # kinds whose package imports the reference engine's
 TABLE = re.compile(r"```toml\n.*?```", re.DOTALL)
 LEFT_BY_TOOLS = re.compile(r"\..*|__pycache__|build|.*\.egg-info")
 
@@ -63,9 +67,14 @@ def new_plugin(name: str, folder: Path, kind: str = "reward") -> Path:
     words |= {"template_name": python_name, "TemplateName": camel}
     files = _files("plugin", words | {"engine.rewards": f"engine.{group}", "A reward": noun})
     own = _files(f"kinds/{kind}", words)
-    files[f"src/engine_plugin_{python_name}/plugin.py"] = own["plugin.py"]
-    files["tests/test_plugin.py"] = own["test_plugin.py"]
-    files["README.md"] = TABLE.sub(lambda _: f"```toml\n{own['usage.toml']}```", files["README.md"])
+    table = own.pop("usage.toml")
+    files["tests/test_plugin.py"] = own.pop("test_plugin.py")
+    files |= {f"src/engine_plugin_{python_name}/{path}": text for path, text in own.items()}
+    files["README.md"] = TABLE.sub(lambda _: f"```toml\n{table}```", files["README.md"])
+    if kind in USES_TORCH:
+        core = '"engine-core-rl>=0.1,<0.2"'
+        both = f'{core}, "engine-plugin-torch>=0.1,<0.2"'
+        files["pyproject.toml"] = files["pyproject.toml"].replace(f"[{core}]", f"[{both}]")
     if extra:
         files["pyproject.toml"] = files["pyproject.toml"].replace("-testing>", f"-testing[{extra}]>")
     return _write(files, folder / distribution)
