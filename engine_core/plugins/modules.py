@@ -16,7 +16,7 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,13 @@ from pydantic import BaseModel
 
 from engine_core import hooks as hookspecs
 from engine_core.errors import EngineError, PluginError, did_you_mean, nearest
-from engine_core.plugins.metadata import TABLES, Offer, find, offer_problem
+from engine_core.plugins.metadata import CORE, TABLES, Offer, find, offer_problem, our_plugins
 from engine_core.specs import TABLE_SPECS, RefillOptions, Spec
 
 if TYPE_CHECKING:
     import pluggy
+
+    from engine_core.plugins.plugin_set import Plugin
 
 log = logging.getLogger("engine")
 
@@ -148,6 +150,32 @@ def describe(exc: BaseException, module: str) -> str:
             file = frame.f_code.co_filename
             return f"{text} ({file}:{number}: {linecache.getline(file, number).strip()})"
     return text
+
+
+def blamed(error: Exception, plugins: Iterable[Plugin]) -> Exception:
+    """Return a PluginError that names the plugin whose code raised ``error``; ``error`` itself if that was none.
+
+    Errors of the engine, of the system and of lack of memory stay what they are.
+
+    Args:
+        error: what a call raised in this process.
+        plugins: those that may be named; the distributions of this project are not, since their failures are the engine's.
+    """
+    out_of_memory = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    if out_of_memory or isinstance(error, EngineError | OSError | MemoryError):
+        return error
+    ours = {CORE, *our_plugins().values()}
+    foreign = {
+        plugin.module.__name__.partition(".")[0]: plugin for plugin in plugins if plugin.source not in ours
+    }
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package in foreign:
+            plugin = foreign[package]
+            named = PluginError(f"{plugin.label} failed: {describe(error, package)}")
+            named.__cause__ = error
+            return named
+    return error
 
 
 class _FileLoader(importlib.machinery.SourceFileLoader):

@@ -26,6 +26,7 @@ from engine_core.errors import (
     TrainingFailed,
     did_you_mean,
 )
+from engine_core.plugins.modules import blamed
 from engine_core.runs import machine
 from engine_core.runs.logs import FILE_ONLY, Progress, setup_logging
 from engine_core.runs.tracking import RunFolder, TrackerHub
@@ -76,7 +77,8 @@ def train(run: TrainingRun, resume: Path | Resume | None) -> dict[str, float]:
             finally:
                 _close(run)
             raise stop.ending(saved) from None
-        except BaseException as error:
+        except BaseException as failure:
+            error = blamed(failure, run.plugins.plugins) if isinstance(failure, Exception) else failure
             try:
                 run.emit("run_failed", {"error": f"{type(error).__name__}: {error}"})
                 if run.folder is not None:
@@ -85,6 +87,8 @@ def train(run: TrainingRun, resume: Path | Resume | None) -> dict[str, float]:
                 _close(run)
             if isinstance(error, Terminated):
                 raise SystemExit(Terminated.code) from None
+            if error is not failure:
+                raise error from failure
             raise
 
 

@@ -210,3 +210,27 @@ def test_the_largest_seed_trains(engine, sft_run):
     assert answer.code == 0, answer.err
     answer = engine("train", "run.toml", "--set", f"run.seed={seed + 1}")
     assert (answer.code, "run.seed: got 9223372036854775808, expected" in answer.err) == (2, True)
+
+
+@pytest.mark.parametrize("runtime", ["local", "torchrun"])
+def test_an_engine_of_a_plugin_that_raises_is_named_with_its_line(engine, rl_run, runtime):
+    dice = rl_run.parent / "dice.py"
+    dice.write_text(dice.read_text().replace("    def step(self):\n", "    def step(self):\n        [][1]\n"))
+    answer = engine("train", "rl.toml", "--set", f"runtime.backend={runtime}")
+    assert answer.code == 3, answer.err
+    assert "dice.py" in answer.err
+    assert f"failed: IndexError: list index out of range ({dice}:20: [][1])" in answer.err
+    assert "Traceback" not in answer.err
+    log = next((rl_run.parent / "runs").glob("*/logs/attempt_0/run.log")).read_text()
+    assert "IndexError" in log
+    assert "in step" in log
+
+
+def test_lack_of_memory_in_a_plugin_is_not_its_failure(engine, rl_run):
+    dice = rl_run.parent / "dice.py"
+    dice.write_text(
+        dice.read_text().replace("    def step(self):\n", "    def step(self):\n        raise MemoryError\n")
+    )
+    answer = engine("train", "rl.toml")
+    assert answer.code == 5
+    assert "Out of memory in step 1" in answer.err

@@ -27,6 +27,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.errors import TrainingFailed
+from engine_core.plugins.modules import blamed
 from engine_core.types import decode_ended
 from engine_plugin_processes.channel import Channel, Closed
 from engine_plugin_processes.child import print_stacks_on_request
@@ -86,6 +87,8 @@ class Worker:
                 raise Interrupted
             value = self._carry_out(message)
         except (Exception, SystemExit, Interrupted) as error:
+            if isinstance(error, Exception) and (host := getattr(self, "host", None)):
+                error = blamed(error, host.plugins.plugins)
             self.outbox.put({"id": number, "error": pack(error)})
             return
         if isinstance(value, Future):
