@@ -38,6 +38,26 @@ class RankPlacement:
     world_size: int = 1
 
 
+def check_ranks(config: EngineConfig, role: str, engine: type[TrainEngine], processes: int) -> None:
+    """Refuse an engine of one process for a role whose pool has several.
+
+    Args:
+        config: the run's.
+        role: name of a train role.
+        engine: the class of its engine.
+        processes: size of the role's pool.
+
+    Raises:
+        ConfigError: the engine trains in one process.
+    """
+    if processes > 1 and engine.layout is TrainEngine.layout:
+        raise ConfigError(
+            f"{role}.backend = '{config.role(role).backend}' trains in one process, and the pool of '{role}' has "
+            f"{processes}. Use a backend that shards or copies the model over ranks, or set "
+            f"runtime.{config.runtime.backend}.processes = 1."
+        )
+
+
 class EngineHost:
     """The engines of this process: actor, reference, critic, sampler, models of rewards.
 
@@ -140,12 +160,7 @@ class EngineHost:
 
     def _build_train(self, name: str, role: Role, total_steps: int) -> TrainEngine:
         config, engine = self.config.role(name), self._train_class(name)
-        if self.place.world_size > 1 and engine.layout is TrainEngine.layout:
-            raise ConfigError(
-                f"{name}.backend = '{config.backend}' trains in one process, and the pool of '{name}' has "
-                f"{self.place.world_size}. Use a backend that shards or copies the model over ranks, or set "
-                f"runtime.{self.config.runtime.backend}.processes = 1."
-            )
+        check_ranks(self.config, name, engine, self.place.world_size)
         if (
             name == "actor"
             and sends_adapter(self.config)

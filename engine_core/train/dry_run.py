@@ -39,10 +39,20 @@ def _make_trackers(run: TrainingRun) -> None:
 
 
 def _check_engines(run: TrainingRun) -> None:
-    """Check that this machine can serve the options of the roles, if they run in this process."""
-    if run.config.runtime.backend == "local":
-        runtime: Any = run.plugins.resolve("runtimes", "local")(run.config, run.plugins, run.live)
-        runtime.host.check(run.roles(training=True))
+    """Check that this machine can serve the options of the roles, if they run in this process, else that the engines fit their pools."""
+    from engine_core.local.engine_host import check_ranks
+
+    config, roles = run.config, run.roles(training=True)
+    if config.runtime.backend == "local":
+        runtime: Any = run.plugins.resolve("runtimes", "local")(config, run.plugins, run.live)
+        runtime.host.check(roles)
+        return
+    together = getattr(config.runtime.options, "processes", 1)
+    for name, role in roles.items():
+        processes = config.placement.pools.get(config.placement.pool_of(name) or "", together)
+        if role.kind == "train" and isinstance(processes, int):
+            engine = run.plugins.resolve("train_engines", config.role(name).backend)
+            check_ranks(config, name, engine, processes)
 
 
 def _layout(run: TrainingRun) -> list[str]:

@@ -101,6 +101,15 @@ def test_a_dry_run_prints_which_roles_share_which_processes(engine, rl_run, sett
     assert layout in answer.out
 
 
+def test_a_dry_run_refuses_an_engine_of_one_process_in_a_pool_of_several(engine, rl_run):
+    pools = ("placement.pools={train=8,serve=8}", "placement.actor=train", "placement.rollout=serve")
+    for keys in (("runtime.torchrun.processes=8",), pools):
+        settings = (word for key in ("runtime.backend=torchrun", *keys) for word in ("--set", key))
+        answer = engine("train", "rl.toml", "--dry-run", *settings)
+        assert answer.code == 2
+        assert "actor.backend = 'torch' trains in one process, and the pool of 'actor' has 8." in answer.err
+
+
 def test_a_dry_run_prints_the_derived_numbers_and_writes_nothing(engine, rl_run):
     before = set(rl_run.parent.iterdir())
     answer = engine("train", "rl.toml", "--dry-run", "--set", "run.epochs=2")

@@ -39,6 +39,7 @@ def engine_commands() -> Mapping[str, Command]:
         "eval": Command(load=here + "models:evaluate"),
         "compare": Command(load=here + "compare:compare"),
         "report": Command(load=here + "runs:report"),
+        "inspect.metrics": Command(load=here + "runs:metrics"),
         "inspect.rollouts": Command(load=here + "runs:rollouts"),
         "replay": Command(load=here + "replay:replay"),
         "prune": Command(load=here + "runs:prune"),

@@ -62,7 +62,7 @@ def test_a_step_without_rollouts_says_which_there_are(engine, finished):
         file.unlink()
     answer = engine("inspect", "rollouts", "first")
     assert answer.code == 4
-    assert "holds no rollouts; see tracking.rollouts_every_steps." in answer.err
+    assert "holds no rollouts. They are written after every step that is a multiple of tracking.rollouts_every_steps, which is 1." in answer.err
 
 
 def test_prune_deletes_old_checkpoints_and_leftovers(engine, finished):
@@ -104,3 +104,31 @@ def test_keep_must_leave_something(engine, finished):
     answer = engine("prune", "first", "--keep", "0")
     assert answer.code == 2
     assert "--keep" in answer.err
+
+
+def test_metrics_of_the_first_and_last_step_are_shown_by_the_beginnings_of_their_names(engine, finished):
+    lines = engine("inspect", "metrics", "first", "reward/mean", "actor/l").out.splitlines()
+    recorded = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    assert [line.split() for line in lines] == [
+        ["step", "1", "2"],
+        ["actor/loss", *(f"{line['actor/loss']:.4g}" for line in recorded)],
+        ["actor/lr", *(f"{line['actor/lr']:.4g}" for line in recorded)],
+        ["reward/mean", *(f"{line['reward/mean']:.4g}" for line in recorded)],
+    ]
+    shown = json.loads(engine("inspect", "metrics", "first", "reward/mean", "--columns", "1", "--json").out)
+    assert shown == [{"step": 2, "reward/mean": recorded[1]["reward/mean"]}]
+    answer = engine("inspect", "metrics", "first", "reward/meen")
+    assert answer.code == 4
+    assert "Did you mean 'reward/mean'?" in answer.err
+
+
+def test_held_out_rollouts_are_shown_and_their_absence_is_explained(engine, finished, rl_run):
+    answer = engine("inspect", "rollouts", "first", "--eval")
+    assert answer.code == 4
+    assert "Evaluated after the steps: none." in answer.err
+    keys = ("run.name=held", "data.validation=rows.jsonl", "eval.every_steps=1")
+    assert engine("train", "rl.toml", *(word for key in keys for word in ("--set", key))).code == 0
+    last = json.loads(engine("inspect", "rollouts", "held", "--eval", "--json").out)
+    assert last == json.loads(engine("inspect", "rollouts", "held", "--eval", "--step", "2", "--json").out)
+    assert len(last) == 2  # eval.max_prompts
+    assert engine("inspect", "rollouts", "held", "--eval", "--step", "7").code == 4

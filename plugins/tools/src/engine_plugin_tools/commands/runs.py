@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine_core.cli.options import Json, Run
-from engine_core.cli.output import print_json
+from engine_core.cli.output import print_json, print_table
 from engine_core.config.models import CheckpointConfig
-from engine_core.errors import DataError
+from engine_core.errors import DataError, did_you_mean
 from engine_core.redaction import harmless
 from engine_core.runs.checkpoint import Best, Checkpoints
 from engine_core.runs.tracking import RunFolder, read_rollouts
@@ -34,12 +34,16 @@ def rollouts(
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", help="The step; default: the newest written.")
     ] = None,
+    held_out: Annotated[
+        bool, typer.Option("--eval", help="Show those of the evaluation after that step.")
+    ] = False,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Show at most that many rollouts.")] = 8,
     as_json: Json = False,
 ) -> None:
     """Show the prompts, responses and rewards of one step."""
     folder = RunFolder.open(run)
-    shown = read_rollouts(_rollout_file(folder, step))
+    files = _evaluation_files(folder, step) if held_out else [_rollout_file(folder, step)]
+    shown = [rollout for file in files for rollout in read_rollouts(file)]
     if as_json:
         print_json([_plain(rollout) for rollout in shown[:limit]])
         return
@@ -47,6 +51,44 @@ def rollouts(
         print(harmless(_text(rollout)))
     if len(shown) > limit:
         print(f"--- {len(shown) - limit} more; see --limit")
+
+
+def metrics(
+    run: Run,
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Metrics, or their beginnings, such as reward/."),
+    ] = None,
+    count: Annotated[
+        int,
+        typer.Option("--columns", min=1, help="Show that many steps: the first, the last, and some between."),
+    ] = 5,
+    as_json: Json = False,
+) -> None:
+    """Show the metrics of some steps of a run; what each one means is in the documentation, page Metrics.
+
+    Raises:
+        DataError: the run has finished no step, or no metric has such a name.
+    """
+    folder = RunFolder.open(run)
+    lines = folder.read_metrics()
+    if not lines:
+        raise DataError(f"{folder.metrics_file} holds no metrics: the run has not finished a step.")
+    places = {round(i * (len(lines) - 1) / max(count - 1, 1)) for i in range(count)} if count > 1 else {-1}
+    chosen = [lines[place] for place in sorted(places)]
+    known = sorted({name for line in lines for name in line} - {"step", "time"})
+    wanted = [name for name in known if not names or name.startswith(tuple(names))]
+    if not wanted:
+        raise DataError(
+            f"{folder.path} has no metric '{' '.join(names or ())}'.{did_you_mean((names or [''])[0], known)}"
+        )
+    if as_json:
+        print_json([{"step": line["step"], **{name: line.get(name) for name in wanted}} for line in chosen])
+        return
+    values = [
+        [name, *("-" if (v := line.get(name)) is None else f"{v:.4g}" for line in chosen)] for name in wanted
+    ]
+    print_table(values, ["step", *(str(line["step"]) for line in chosen)])
 
 
 def _text(rollout: Rollout) -> str:
@@ -81,8 +123,31 @@ def _rollout_file(folder: RunFolder, step: int | None) -> Path:
         return folder.rollout_file(step)
     files = sorted(folder.rollouts_dir.glob("step_*.parquet"))
     if not files:
-        raise DataError(f"{folder.path} holds no rollouts; see tracking.rollouts_every_steps.")
+        every = (
+            tomllib.loads(folder.config_file.read_text("utf-8"))
+            .get("tracking", {})
+            .get("rollouts_every_steps")
+        )
+        raise DataError(
+            f"{folder.path} holds no rollouts. They are written after every step that is a multiple of "
+            f"tracking.rollouts_every_steps, which is {every}."
+        )
     return files[-1]
+
+
+def _evaluation_files(folder: RunFolder, step: int | None) -> list[Path]:
+    """Return the files of an evaluation, one for each of its sets; by default of the last one.
+
+    Raises:
+        DataError: there was no evaluation, or none after that step.
+    """
+    by_step: dict[int, list[Path]] = {}
+    for file in sorted((folder.rollouts_dir / "eval").rglob("step_*.parquet")):
+        by_step.setdefault(int(file.stem.removeprefix("step_")), []).append(file)
+    if not by_step or step not in (None, *by_step):
+        known = ", ".join(map(str, sorted(by_step))) or "none"
+        raise DataError(f"{folder.path} holds no such evaluation. Evaluated after the steps: {known}.")
+    return by_step[max(by_step) if step is None else step]
 
 
 def _plain(rollout: Rollout) -> dict[str, Any]:
