@@ -37,7 +37,7 @@ from engine_core.algorithms.losses import old_log_probs
 from engine_core.algorithms.losses import value as value_loss
 from engine_core.algorithms.regularizers import kl_estimate
 from engine_core.errors import PluginError
-from engine_core.metrics import over_tokens, with_prefix
+from engine_core.metrics import LARGEST, over_tokens, with_prefix
 from engine_core.types import counted
 
 if TYPE_CHECKING:
@@ -141,6 +141,10 @@ def make_policy(
     return partial(policy, token_loss=token_loss, correction=Correction(**correction or {}), **parameters)
 
 
+TAKEN = ("loss", "grad_norm", "lr", "skipped_steps", "micro_batches")
+"""Metrics of a trained role, which no metric of a loss may replace."""
+
+
 def check_token_loss(name: str, made: Any, log_probs: Tensor) -> None:
     """Refuse a result that is not the loss of each token and metrics: a mean would be trained on with another gradient.
 
@@ -150,7 +154,7 @@ def check_token_loss(name: str, made: Any, log_probs: Tensor) -> None:
         log_probs: [T], the output that it differentiates.
 
     Raises:
-        PluginError: the result is no pair, its loss is no tensor [T], or it has no gradient.
+        PluginError: the result is no pair, its loss is no tensor [T] or has no gradient, or a metric is none or has a taken name.
     """
     losses, metrics = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     shape = list(losses.shape) if torch.is_tensor(losses) else type(losses).__name__
@@ -164,6 +168,11 @@ def check_token_loss(name: str, made: Any, log_probs: Tensor) -> None:
         raise PluginError(
             f"algorithm.loss = '{name}': metric '{odd[0]}' is a {type(metrics[odd[0]]).__name__}, expected a tensor [T]: "
             "one value a token, which the engine averages."
+        )
+    if taken := [key for key in metrics if key.removeprefix(LARGEST) in TAKEN]:
+        raise PluginError(
+            f"algorithm.loss = '{name}': metric '{taken[0]}' has the name of one that the engine logs. Rename it; taken are "
+            f"{', '.join(TAKEN)}."
         )
     if log_probs.requires_grad and not losses.requires_grad:
         raise PluginError(

@@ -208,6 +208,7 @@ def test_an_objective_of_ours_that_is_absent_comes_with_its_install_command(with
         ("return losses[:2], {}", r"It returned \[2\]\.$"),
         ("return None", "It returned NoneType and no dict"),
         ("return losses.detach(), {}", "without a gradient: nothing would be learned"),
+        ("return losses, {'max/lr': losses}", "metric 'max/lr' has the name of one that the engine logs"),
         ("return losses, {'odd': 0.5}", r"metric 'odd' is a float, expected a tensor \[T\]"),
     ],
 )

@@ -32,8 +32,26 @@ def _call(stage: Any, rollouts: list[Rollout], step: int) -> tuple[list[Rollout]
     return kept, made[1]
 
 
-def _ids(rollouts: Sequence[Rollout]) -> list[str]:
-    return [rollout.request_id for rollout in rollouts]
+def _made(stage: Any, rollouts: list[Rollout], step: int) -> tuple[list[str], dict[str, Any]]:
+    """Return what a stage makes of a step: the kept ids, and rewards, validity and metrics by name."""
+    kept, metrics = _call(stage, rollouts, step)
+    values = {f"metric '{name}'": float(value) for name, value in metrics.items()}
+    for rollout in kept:
+        values |= {
+            f"{name} of '{rollout.request_id}'": getattr(rollout, name)
+            for name in ("reward", "rewards", "valid")
+        }
+    return [rollout.request_id for rollout in kept], values
+
+
+def _same(stages: Sequence[Any], names: Sequence[str], bench: StageBench, step: int) -> None:
+    """Check that two stages make the same of a step."""
+    (first, own), (second, other) = (_made(stage, bench.rollouts(GROUPS, step), step) for stage in stages)
+    assert first == second, f"In step {step} {names[0]} keeps {first}, {names[1]} {second}."
+    for name in sorted({*own, *other}):
+        assert own.get(name) == other.get(name), (
+            f"In step {step} {name} is {own.get(name)} for {names[0]}, {other.get(name)} for {names[1]}."
+        )
 
 
 @contract(catches=("the wrong groups kept",))
@@ -86,17 +104,16 @@ def steps_without_anything_pass(bench: StageBench) -> None:
 
 @contract(catches=("a random choice",))
 def a_step_is_repeated_exactly(bench: StageBench) -> None:
-    """New stages that see the same steps keep the same rollouts: a step that a resumed run repeats has the same result."""
+    """New stages that see the same steps keep the same rollouts, with the same rewards and metrics: a resumed run repeats steps."""
     stages = [bench.stage(), bench.stage()]
     for step in range(1, STEPS + 1):
         torch.manual_seed(step)
-        first, second = (_ids(_call(stage, bench.rollouts(GROUPS, step), step)[0]) for stage in stages)
-        assert first == second, f"In step {step} one keeps {first}, the other {second}."
+        _same(stages, ("one", "the other"), bench, step)
 
 
-@contract(catches=("a state that lacks a part",))
+@contract(catches=("a state that lacks a part", "rewards that follow a mean which is not in the state"))
 def a_resumed_stage_continues(bench: StageBench) -> None:
-    """A stage with the state of another, as a checkpoint holds it, keeps what that one keeps in all further steps."""
+    """A stage with the state of another, as a checkpoint holds it, keeps and changes what that one does in all further steps."""
     going = bench.stage()
     if not hasattr(going, "state"):
         return  # a function has no state
@@ -112,7 +129,4 @@ def a_resumed_stage_continues(bench: StageBench) -> None:
     resumed = bench.stage()
     resumed.load_state(StageState(values, held))  # type: ignore[attr-defined]
     for step in (2, STEPS + 1, STEPS + 2):
-        first, second = (
-            _ids(_call(stage, bench.rollouts(GROUPS, step), step)[0]) for stage in (going, resumed)
-        )
-        assert first == second, f"In step {step} the stage keeps {first}, the resumed one {second}."
+        _same((going, resumed), ("the stage", "the resumed one"), bench, step)
