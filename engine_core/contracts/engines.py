@@ -130,7 +130,7 @@ class TrainEngine(abc.ABC):
                 [T] (all other tokens together). Of the ``batch.top_k`` most likely tokens: ``top_ids`` [T, K]
                 (int64, most likely first), ``top_log_probs`` [T, K] and ``top_log_rest`` [T]. If K is the
                 whole vocabulary, the rest is -1e4. Of a model with a value head (roles ``critic``,
-                ``reward_model``): ``values``, ``scores`` [T] (see ``value_forward``).
+                ``reward_model``): ``values``, ``scores`` [T].
             adapter: False leaves LoRA adapters out.
 
         Returns:

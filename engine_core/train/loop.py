@@ -226,7 +226,7 @@ class Loop:
         """
         run, metrics = self.run, dict[str, float]()
         log.info("%s", " ".join(run.derived()))
-        run.emit("run_started", {"steps": self.total})
+        run.emit("run_started", {"steps": self.total, "earlier": self.folder.read_metrics()})
         with Progress(self.total, run.step_done, self.folder.path.name) as run.progress:
             try:
                 if self.point.unfinished is not None:  # of a step that an earlier attempt did not finish

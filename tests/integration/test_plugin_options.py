@@ -47,8 +47,11 @@ def engine_wrap_policy(plugin_options):
 
 
 @hookimpl
-def engine_on_event(event, step, plugin_options):
+def engine_on_event(event, step, data, plugin_options):
     note(event, plugin_options)
+    if event == "run_started":
+        earlier = " ".join(f"{line['step']}={line['reward/mean']}" for line in data["earlier"])
+        (Path(plugin_options.out) / "earlier").write_text(earlier)
     if event in ("step_finished", "evaluated") and step >= plugin_options.last:
         return "Enough."
 """
@@ -95,14 +98,19 @@ def test_an_observer_ends_a_run_with_a_checkpoint_and_a_resume_continues_it(sett
     assert [p.name for p in (run.folder.path / "checkpoints").iterdir()] == ["step_00000002"]
     events = {"run_started", "step_finished", "rollouts_finished", "weights_synced", "run_finished"}
     hooks = {"actor", "units"}
-    assert {p.name for p in (tmp_path / "notes").iterdir()} == {*events, *hooks, "checkpoint_saved"}
+    assert {p.name for p in (tmp_path / "notes").iterdir()} == {*events, *hooks, "checkpoint_saved", "earlier"}
+    assert (tmp_path / "notes" / "earlier").read_text() == ""
+    (tmp_path / "notes" / "earlier").unlink()
     assert {p.read_text() for p in (tmp_path / "notes").iterdir()} == {"2"}
     assert "last = 2" in dump_toml(config)
 
     resumed = trained(load(settings, **{"plugin.notes.last": 3}), resume=run.folder.path)
     assert resumed.step_done == 3
     lines = (run.folder.path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    recorded = [json.loads(line) for line in lines]
+    assert [line["step"] for line in recorded] == [1, 2, 3]
+    earlier = " ".join(f"{line['step']}={line['reward/mean']}" for line in recorded[:2])
+    assert (tmp_path / "notes" / "earlier").read_text() == earlier
 
 
 def test_the_process_of_a_sampler_has_the_options_too(settings, tmp_path):
