@@ -16,6 +16,12 @@ class TestPlainSGD(TrainEngineSuite):
     }
 
 
+class TestPlainTrain(TrainEngineSuite):
+    plugins = ("plain_train.py",)
+    backend = "plain_train"
+    unsupported = {"test_hooks_load_without_heavy_imports": ONE_FILE}
+
+
 class TestPlainRollout(RolloutEngineSuite):
     plugins = ("plain_rollout.py",)
     backend = "plain"
