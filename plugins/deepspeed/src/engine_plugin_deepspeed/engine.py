@@ -7,8 +7,9 @@ DeepSpeed's launcher, pipelines, schedulers, checkpoints (they are pickles), and
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,7 +136,7 @@ class DeepSpeedEngine(DataParallelEngine):
         self.zero, *_ = deepspeed.initialize(
             model=Root(self.module), optimizer=self.optimizer, config=self._zero_config
         )
-        self.root = self.zero
+        self.root = functools.partial(with_one_gradient, self.zero)
         if self.options.stage == 0:
             self.zero.set_gradient_accumulation_boundary(False)
 
@@ -213,3 +214,29 @@ class DeepSpeedEngine(DataParallelEngine):
                 release(zero, module)
         self.__dict__.pop("partitions", None)
         self.skeleton = None
+
+
+def with_one_gradient(root: Callable[..., Any], compute: Callable[[], Any]) -> Any:
+    """Return ``root(compute)``; outputs with gradient leave ``root`` as one tensor and are split behind it.
+
+    In the backward pass stage 3 records a use of ``root`` for each of its outputs that has a gradient, and all ranks
+    must record the same uses. A rank whose micro-batch is a filler uses another number of outputs than the others.
+    """
+    learned: dict[str, Tensor] = {}
+
+    def joined() -> Any:
+        """Return the outputs of ``compute``; those with gradient as one tensor [N] under the name of the first."""
+        found = compute()
+        if isinstance(found, dict):
+            learned.update({name: value for name, value in found.items() if value.requires_grad})
+        if len(learned) < 2:
+            return found
+        whole = torch.cat([value.flatten() for value in learned.values()])
+        return {next(iter(learned)): whole, **{n: v for n, v in found.items() if n not in learned}}
+
+    found = root(joined)
+    if len(learned) < 2:
+        return found
+    parts = found[next(iter(learned))].split([value.numel() for value in learned.values()])
+    shaped = zip(learned.items(), parts, strict=True)
+    return {**found, **{name: part.view(value.shape) for (name, value), part in shaped}}
