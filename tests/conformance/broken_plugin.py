@@ -24,10 +24,11 @@ def classes_of(module):
 
 @hookimpl
 def engine_train_engines():
-    abilities = frozenset({"generation_module", "set_lr", "sleep", "support"})
+    abilities = frozenset({"generation_module", "lora", "set_lr", "sleep", "support"})
     return {
-        name: TrainBackend(load=f"broken_train:{name}", config=TorchOptions, capabilities=abilities)
-        for name in classes_of("broken_train")
+        name: TrainBackend(load=f"{module}:{name}", config=TorchOptions, capabilities=abilities)
+        for module in ("broken_train", "broken_runs")
+        for name in classes_of(module)
     }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 
 from engine_plugin_testing import (
@@ -68,6 +71,7 @@ class Transport(TransportSuite):
     world_size = 3
 
 
+RUN_FAULTS = runpy.run_path(str(Path(__file__).with_name("train_faults.py")))["RUN_FAULTS"]
 FAULTS = [
     (Heavy, "heavy", "torch imported at the top of the hook module", "hooks_load_without_heavy_imports"),
     (Train, "Shifted", "log-probs shifted by one token", "log_probs_equal_the_reference"),
@@ -184,6 +188,7 @@ FAULTS = [
     (Environments, "dice", "random numbers that are not of the episode's seed", "a_run_is_repeated_exactly"),
     (Environments, "counter", "state that outlives an episode", "a_resumed_run_ends_like_one_that_was_not_stopped"),
     (Rewards, "loose", "unknown options accepted", "options_are_documented_and_checked"),
+    *(({1: Train, 2: TwoRanks}[ranks], *fault) for ranks, *fault in RUN_FAULTS),
 ]  # fmt: skip
 
 

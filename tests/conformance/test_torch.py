@@ -1,7 +1,19 @@
+import pytest
+
 from engine_plugin_testing import TrainEngineSuite
 
 
 class TestTorch(TrainEngineSuite):
     backend = "torch"
-    roles = ("critic",)
-    options = {"param_dtype": "fp32", "compute_dtype": "fp32"}
+    roles = ("critic", "reward_model")
+    options = {"param_dtype": "fp32", "compute_dtype": "fp32", "log_prob_chunk_tokens": 64}
+
+
+@pytest.mark.slow
+class TestBf16Weights(TrainEngineSuite):
+    backend = "torch"
+    roles = ("critic", "reward_model")
+    options = {"param_dtype": "bf16", "compute_dtype": "bf16"}
+    tolerance = 0.2  # nats: a logit of 16 is known to 0.06 in 8 bits
+    gradient_tolerance = 0.1
+    norm_tolerance = 0.02

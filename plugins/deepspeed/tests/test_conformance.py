@@ -5,7 +5,7 @@ from engine_plugin_testing import TrainEngineSuite
 
 class DeepSpeed(TrainEngineSuite):
     backend = "deepspeed"
-    roles = ("critic",)
+    roles = ("critic", "reward_model")
     world_size = 2
     on_accelerator = {"compute_dtype": "fp32"}
 

@@ -20,6 +20,7 @@ def case(name):
 
 
 GRADIENT = case("the_gradient_is_that_of_the_global_sum")
+OUTPUTS = case("gradients_of_other_outputs_equal_the_reference")
 NORM = case("the_norm_is_the_same_on_any_number_of_ranks")
 RESUME = case("a_resumed_run_continues_exactly")
 POISON = case("a_gradient_that_is_not_finite_skips_the_step")
@@ -53,7 +54,7 @@ def slowly(*values, id=None):
     return pytest.param(*values, marks=pytest.mark.slow, id=id)
 
 
-@pytest.mark.parametrize("contract", [GRADIENT, POISON, RESUME], ids=name_of)
+@pytest.mark.parametrize("contract", [GRADIENT, OUTPUTS, POISON, RESUME], ids=name_of)
 def test_weights_in_parts_keep_the_contracts(ranks, contract):
     ranks(2, contract, IN_PARTS)  # all of them: test_conformance.py
 

@@ -16,8 +16,9 @@ class Megatron(TrainEngineSuite):
     """megatron-core asks CUDA for a device: in these workers a CPU answers, but with ``ENGINE_TEST_DEVICE=cuda``."""
 
     backend = "megatron"
-    roles = ("critic",)
+    roles = ("critic", "reward_model")
     worker_context = "" if asked_accelerator() else "cpu_shim.py:megatron_on_cpu"
+    options = {"log_prob_chunk_tokens": 64}
     on_accelerator = {"compute_dtype": "fp32"}
 
 

@@ -5,8 +5,9 @@ Nothing here uses the engines' own code for logits, log-probs, losses or optimiz
 
 from __future__ import annotations
 
+import math
 import string
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +110,29 @@ def outputs_of(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {"log_probs": torch.cat(log_probs), "entropy": torch.cat(entropies)}
 
 
+def probe_outputs(module: nn.Module, batch: Batch, names: Collection[str]) -> dict[str, Tensor]:
+    """Return outputs by name at loss tokens, 0 elsewhere: [T], and ``log_probs_at`` [T, K]; over ``support_ids`` if given."""
+    rows = rows_of(module, batch)
+    mask = batch["loss_mask"].clone()
+    mask[batch.offsets[:-1][batch.lengths > 0]] = False  # first tokens have no distribution
+    chosen = rows.gather(-1, batch.token_ids[:, None]).squeeze(-1)
+    if "support_ids" in batch:
+        ids = batch["support_ids"]
+        kept = torch.zeros_like(rows).scatter_add_(-1, ids.clamp(min=0).long(), (ids >= 0).to(rows.dtype)) > 0
+        kept |= (ids < 0).all(-1)[:, None]
+        chosen = chosen - rows.masked_fill(~kept, -torch.inf).logsumexp(-1)
+    found = {
+        "log_probs": chosen,
+        "entropy": -(rows.exp() * rows).sum(-1),
+        "sum_pi_squared": (2 * rows).exp().sum(-1),
+    }
+    if "candidate_ids" in batch:
+        ids = batch["candidate_ids"]
+        others = torch.ones_like(rows).scatter(-1, ids, 0.0)
+        found |= {"log_probs_at": rows.gather(-1, ids), "log_rest": (others * rows.exp()).sum(-1).log()}
+    return {n: torch.where(mask if found[n].ndim == 1 else mask[:, None], found[n], 0.0) for n in names}
+
+
 def nll_loss(module: nn.Module, batch: Batch) -> Tensor:
     """Return the scalar ``-sum_t w_t log p_t`` of the weights and log-probs [T]."""
     return -(batch["weights"] * outputs_of(module, batch)["log_probs"]).sum()
@@ -138,6 +162,99 @@ def gradient_of(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     }
 
 
+def published(folder: str | Path) -> dict[str, Tensor]:
+    """Load the weights [D_1, D_2, ...] by name that ``save_pretrained`` wrote."""
+    from safetensors.torch import load_file
+
+    found: dict[str, Tensor] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
 def norm_of(gradient: Mapping[str, Tensor]) -> float:
     """Return the global L2 norm of tensors [D_1, D_2, ...] by name."""
     return sum(float(value.double().pow(2).sum()) for value in gradient.values()) ** 0.5
+
+
+def rate_of(optim: Mapping[str, Any], step: int, total_steps: int) -> float:
+    """Return the learning rate of a step, counted from 0, as ``[actor.optim]`` documents it."""
+    warmup, least = optim.get("warmup_steps", 0), optim.get("min_lr_ratio", 0.0)
+    end = optim.get("decay_steps", 0) or total_steps
+    if step < warmup:
+        return float(optim["lr"]) * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / (end - warmup))
+    shape = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+    return float(optim["lr"]) * (least + (1 - least) * shape[optim.get("schedule", "constant")])
+
+
+class ReferenceSteps:
+    """Optimizer steps in float64, written from the formulas of AdamW (or of SGD), clipping and schedule.
+
+    Args:
+        optim: values of ``[actor.optim]``, with ``lr`` and ``max_grad_norm``.
+        total_steps: steps of the run.
+        adam: False: ``w <- w - lr g``.
+    """
+
+    def __init__(self, optim: Mapping[str, Any], total_steps: int, adam: bool = True) -> None:
+        self.optim, self.total_steps, self.adam = optim, total_steps, adam
+        self.done = 0
+        self.first: dict[str, Tensor] = {}
+        self.second: dict[str, Tensor] = {}
+
+    def step(
+        self, weights: Mapping[str, Tensor], gradient: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor], float, float]:
+        """Take a step from ``weights`` with ``gradient``, both [D_1, D_2, ...] by name, of any type.
+
+        Returns:
+            New weights in float64; how much each moves per unit of its gradient, ``1 / (sqrt(v) + eps)``; the learning
+            rate; the gradient's norm before clipping.
+        """
+        b1, b2 = self.optim.get("betas", (0.9, 0.999))
+        eps, decay = self.optim.get("eps", 1e-8), self.optim.get("weight_decay", 0.0)
+        rate, norm = rate_of(self.optim, self.done, self.total_steps), norm_of(gradient)
+        limit = self.optim["max_grad_norm"]
+        factor = limit / norm if limit and norm > limit else 1.0
+        self.done += 1
+        found, slopes = {}, {}
+        for name, raw in gradient.items():
+            old, g = weights[name].double(), factor * raw.double()
+            if not self.adam:
+                found[name], slopes[name] = old - rate * g, torch.ones_like(g)
+                continue
+            self.first[name] = b1 * self.first.get(name, torch.zeros_like(g)) + (1 - b1) * g
+            self.second[name] = b2 * self.second.get(name, torch.zeros_like(g)) + (1 - b2) * g * g
+            m, v = self.first[name] / (1 - b1**self.done), self.second[name] / (1 - b2**self.done)
+            slopes[name] = 1 / (v.sqrt() + eps)
+            found[name] = old - rate * m * slopes[name] - rate * decay * (old if old.ndim >= 2 else 0.0)
+        return found, slopes, rate, norm
+
+
+class ValueReference(nn.Module):
+    """A value head on the decoder of a reference module: ``score`` of each token's last hidden state.
+
+    Args:
+        module: a reference that is a model of transformers.
+        weights: ``named_weights`` [D_1, D_2, ...] of a critic or a reward model.
+    """
+
+    def __init__(self, module: Any, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.prefix = module.base_model_prefix
+        self.add_module(self.prefix, module.base_model)
+        self.score = nn.Linear(weights["score.weight"].shape[1], 1, bias=False, dtype=torch.float64)
+        self.load_state_dict({name: value.double() for name, value in weights.items()})
+
+    def outputs_of(self, batch: Batch) -> dict[str, Tensor]:
+        """Return ``scores`` [T], read at each loss token, and ``values`` [T], read at the token before it; 0 elsewhere."""
+        scores, values = [], []
+        for ids in batch.token_ids.split(batch.lengths.tolist()):
+            positions = torch.arange(len(ids))[None]
+            decoder = getattr(self, self.prefix)
+            hidden = decoder(input_ids=ids[None], position_ids=positions).last_hidden_state[0]
+            scores.append(self.score(hidden).squeeze(-1))
+            values.append(torch.cat([scores[-1].new_zeros(min(1, len(ids))), scores[-1][:-1]]))
+        mask = batch["loss_mask"]
+        return {"scores": torch.cat(scores) * mask, "values": torch.cat(values) * mask}

@@ -6,22 +6,25 @@ sequences, and compares with values computed from the whole.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
 from engine_core.contracts.engines import WorkerContext
 from engine_core.types import Batch, LossCall
 from engine_plugin_testing.bench import EngineBench
+from engine_plugin_testing.probes import coefficients, offer
 from engine_plugin_testing.reference import load_reference
 from engine_plugin_testing.worker import resolve
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from engine_core.config.roles import LoRAConfig
     from engine_core.contracts.engines import TrainEngine
     from engine_core.types import StepOutput, TrainOutput
 
@@ -55,6 +58,11 @@ class TrainBench(EngineBench):
         return float(self.settings["norm_tolerance"])
 
     @property
+    def precision(self) -> float:
+        """The share of a gradient's size within which rounding moves it: tighter than ``gradient_tolerance`` in float32."""
+        return min(self.gradient_tolerance, 100 * self.norm_tolerance)
+
+    @property
     def exact(self) -> bool:
         """Whether a resumed run must continue bit for bit."""
         return bool(self.settings["bit_exact"])
@@ -68,13 +76,16 @@ class TrainBench(EngineBench):
         trainable: bool = True,
         role: str = "actor",
         total_steps: int = 10,
+        lora: LoRAConfig | None = None,
     ) -> TrainEngine:
         """Build an engine on the tiny model (or ``path``) that is closed after the contract."""
         plugins = self.load_plugins(losses="ppo_clip")
+        offer(plugins)
         config = RoleConfig(
             backend=self.name,
             max_tokens_per_rank=budget,
             optim=OptimConfig(**{"lr": 1e-2, **(optim or {})}),
+            lora=lora,
             options=self.checked_options(plugins),
         )
         context = WorkerContext(
@@ -97,18 +108,44 @@ class TrainBench(EngineBench):
         build = resolve(load, self.root) if load else load_reference
         module: nn.Module = build(path or self.model())
         if weights is not None:
-            left = module.load_state_dict(
-                {name: value.double() for name, value in weights.items()}, strict=False
-            )
-            assert not left.unexpected_keys, f"named_weights gives unknown names: {left.unexpected_keys[:5]}."
+            self.fill(module, weights)
         return module
+
+    @staticmethod
+    def fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Copy ``weights`` [D_1, D_2, ...] of ``named_weights`` into a reference module."""
+        left = module.load_state_dict({n: value.double() for n, value in weights.items()}, strict=False)
+        assert not left.unexpected_keys, f"named_weights gives unknown names: {left.unexpected_keys[:5]}."
 
     @property
     def root(self) -> Path:
         """The folder of the test's file."""
-        from pathlib import Path
-
         return Path(self.settings["root"])
+
+    def other_models(self) -> list[str]:
+        """Return folders of models that differ from ``model``: untied, with other vectors. Collective.
+
+        Norm weights are not 1 and biases not 0. The first model is of the family under test. The second has the
+        changes of the suite's ``second_model``: biases, and dropout in its config.
+        """
+        second = self.settings["second_model"]
+        own = self.settings["write_model"] or "model_type" in self.settings["model"]
+        shapes: list[Mapping[str, Any]] = [{}, second] if second and not own else [{}]
+        return [self._with_other_vectors(self.model(seed=2, tied=False, **changes)) for changes in shapes]
+
+    def _with_other_vectors(self, folder: str) -> str:
+        made = Path(f"{folder}-vectors")
+        if self.place.rank == 0 and not made.exists():
+            shutil.copytree(folder, made)
+            noise = torch.Generator().manual_seed(5)
+            for file in sorted(made.glob("*.safetensors")):
+                weights = load_file(file)
+                for name in sorted(weights):
+                    if weights[name].ndim == 1:
+                        weights[name] += 0.3 * torch.randn(weights[name].shape, generator=noise)
+                save_file(weights, file, metadata={"format": "pt"})
+        self.barrier()
+        return str(made)
 
     # -- batches ------------------------------------------------------------
 
@@ -133,21 +170,26 @@ class TrainBench(EngineBench):
         )
 
     def share(self, engine: TrainEngine, batch: Batch) -> tuple[list[int], Batch]:
-        """Return this rank's data-parallel slice, every ``dp_size``-th sequence: their indices and their batch."""
-        layout = engine.layout
-        indices = list(range(layout.dp_rank, len(batch), layout.dp_size))
+        """Return this rank's data-parallel slice, every ``dp_size``-th sequence or group: their indices and their batch."""
+        layout, groups = engine.layout, batch.keep_together
+        numbers = range(len(batch)) if groups is None else groups.tolist()
+        indices = [i for i, number in enumerate(numbers) if number % layout.dp_size == layout.dp_rank]
         return indices, batch.select(indices)
 
     def infer(
-        self, engine: TrainEngine, batch: Batch, outputs: Sequence[str] = ("log_probs",)
+        self,
+        engine: TrainEngine,
+        batch: Batch,
+        outputs: Sequence[str] = ("log_probs",),
+        **adapter: bool,
     ) -> dict[str, Tensor]:
-        """Run ``infer`` on all ranks and return the outputs of the whole batch on every rank.
+        """Run ``infer`` on all ranks and return the outputs of the whole batch on every rank; ``adapter=False`` is passed on.
 
         Returns:
             By output: [T], or [T, K] for outputs with K values a token.
         """
         indices, share = self.share(engine, batch)
-        found = engine.infer(share, outputs)
+        found = engine.infer(share, outputs, **adapter)
         offsets = batch.offsets.tolist()
         places = [torch.arange(offsets[i], offsets[i + 1]) for i in indices]
         index = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)
@@ -214,13 +256,38 @@ class TrainBench(EngineBench):
         *,
         budget: int = 4096,
         optim: Mapping[str, Any] | None = None,
+        path: str | None = None,
+        later_budget: int = 0,
+        scaled: bool = False,
     ) -> tuple[dict[str, Tensor], TrainOutput, StepOutput]:
-        """Return the gradients [D_1, D_2, ...] by name, the loss and the step of a new engine on one batch."""
-        engine = self.engine(budget=budget, optim={**MEASURE, **(optim or {})})
+        """Return the gradients [D_1, D_2, ...] by name, the loss and the step of a new engine on one batch.
+
+        Weights narrower than float32 are too coarse to show a small gradient. It is then read off a second step, whose
+        token weights are larger.
+        """
+        engine = self.engine(budget=budget, optim={**MEASURE, **(optim or {})}, path=path)
+        if later_budget:
+            engine.set_token_budget(later_budget)
         before = self.weights(engine)
         trained = self.forward_backward(engine, batch, loss)
         step = engine.optimizer_step()
-        return self.gradient(engine, before), trained, step
+        found = self.gradient(engine, before)
+        if not scaled and min(value.dtype.itemsize for value in before.values()) < 4:
+            factor = 1 / max(float(value.abs().max()) for value in found.values())
+            more = {**(optim or {})}
+            more["max_grad_norm"] = factor * more.get("max_grad_norm", 0.0)
+            scales = [name for name in batch.tokens if name == "weights" or name in coefficients(loss)]
+            larger = batch.with_columns({name: factor * batch[name] for name in scales})
+            again = self.measured(
+                larger, loss, budget=budget, optim=more, path=path, later_budget=later_budget, scaled=True
+            )[0]
+            found = {name: value / factor for name, value in again.items()}
+        return found, trained, step
+
+
+def rounding(weight: Tensor) -> float:
+    """Return how far a weight [D_1, D_2, ...] may be off where it is rounded to its own type; at least 1e-6."""
+    return max(1e-6, torch.finfo(weight.dtype).eps * float(weight.abs().max()))
 
 
 def _shape_of(output: str, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:

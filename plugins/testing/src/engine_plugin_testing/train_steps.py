@@ -16,7 +16,7 @@ from engine_plugin_testing.reference import (
     norm_of,
     outputs_of,
 )
-from engine_plugin_testing.train_bench import MEASURE, NLL, POLICY, TrainBench
+from engine_plugin_testing.train_bench import NLL, POLICY, TrainBench
 
 if TYPE_CHECKING:
     from engine_core.types import Batch
@@ -65,20 +65,14 @@ def micro_batches_change_neither_loss_nor_gradient(bench: TrainBench) -> None:
     """A small token budget gives more micro-batches, the same loss, the same gradient and the same norm."""
     batch = bench.batch((9, 8, 9, 7) * 4)  # several sequences for each of up to 4 ranks
     whole = bench.measured(batch)
-    engine = bench.engine(optim=MEASURE)
-    engine.set_token_budget(12)
-    before = bench.weights(engine)
-    trained = bench.forward_backward(engine, batch)
-    step = engine.optimizer_step()
+    found, trained, step = bench.measured(batch, later_budget=12)
     assert trained.num_micro_batches > whole[1].num_micro_batches, (
         f"A budget of 12 tokens gives {trained.num_micro_batches} micro-batches, one of 4096 "
         f"{whole[1].num_micro_batches}: set_token_budget has no effect."
     )
     near(trained.loss, whole[1].loss, 1e-4, "loss in small micro-batches")
     near(step.grad_norm, whole[2].grad_norm, bench.gradient_tolerance, "gradient norm in small micro-batches")
-    same_direction(
-        bench.gradient(engine, before), whole[0], bench.gradient_tolerance, "gradient in small micro-batches"
-    )
+    same_direction(found, whole[0], bench.gradient_tolerance, "gradient in small micro-batches")
 
 
 @contract(catches=("a call clears the gradients of the one before",))
@@ -233,9 +227,12 @@ def set_lr_replaces_the_peak(bench: TrainBench) -> None:
     near(bench.step(engine, batch).lr, 0.2 * 0.75, 1e-5, "lr of the second step, after set_lr(0.2)")
 
 
-@contract(capability="sleep", catches=("optimizer state lost in sleep",))
+@contract(
+    capability="sleep",
+    catches=("optimizer state lost in sleep", "a step while the optimizer sleeps"),
+)
 def an_engine_that_slept_goes_on_as_if_it_had_not(bench: TrainBench) -> None:
-    """After ``sleep`` and ``wake`` the next step is the same; while asleep, a forward is refused."""
+    """After ``sleep`` and ``wake``, of all parts or one by one, the next step is the same; what needs a part that sleeps is refused."""
     batch = bench.batch()
     woken, rested = bench.engine(), bench.engine()
     for engine in (woken, rested):
@@ -243,6 +240,10 @@ def an_engine_that_slept_goes_on_as_if_it_had_not(bench: TrainBench) -> None:
     rested.sleep()
     with refused("infer of an engine asleep"):
         rested.infer(bench.share(rested, batch)[1], ["log_probs"])
+    rested.wake(only=("weights",))
+    bench.infer(rested, batch)
+    with refused("optimizer_step while the optimizer sleeps"):
+        rested.optimizer_step()
     rested.wake()
     rested.sleep(keep=("weights",))
     identical(bench.weights(rested), bench.weights(woken), "weights kept in sleep", bench.exact)

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from engine_plugin_testing import imports, train_outputs, train_state, train_steps, train_weights
+from engine_plugin_testing import (
+    imports,
+    train_outputs,
+    train_roles,
+    train_runs,
+    train_state,
+    train_steps,
+    train_weights,
+)
 from engine_plugin_testing.suite import Suite
 
+MODULES = (imports, train_outputs, train_steps, train_runs, train_weights, train_state, train_roles)
 
-class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, train_weights, train_state)):
+
+class TrainEngineSuite(Suite, modules=MODULES):
     """A suite: the contracts of ``engine_core.contracts.engines.TrainEngine``. ``Suite`` has the other attributes.
 
     Attributes:
@@ -31,7 +41,9 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
         tolerance: largest difference of a log-prob, in nats.
         gradient_tolerance: largest difference of a gradient, as a share of its norm.
         norm_tolerance: largest difference of a gradient's norm, as a share of it.
-        roles: roles besides the actor that the engine serves: ``critic``.
+        roles: roles besides the actor that the engine serves: ``critic``, ``reward_model``.
+        second_model: changes to the tiny model's config for one contract; of another family, with biases and dropout. Not
+            used with ``write_model`` or a ``model_type`` in ``model``; empty: no such model.
         bit_exact: a resumed run continues bit for bit; False allows rounding.
     """
 
@@ -39,14 +51,15 @@ class TrainEngineSuite(Suite, modules=(imports, train_outputs, train_steps, trai
     section = "actor"
     bench = "engine_plugin_testing.train_bench:TrainBench"
     fields = (
-        "backend", "options", "plugins", "model", "write_model", "reference", "optimizer", "device", "tolerance",
-        "gradient_tolerance", "norm_tolerance", "bit_exact",
+        "backend", "options", "plugins", "model", "second_model", "write_model", "reference", "optimizer", "device",
+        "tolerance", "gradient_tolerance", "norm_tolerance", "bit_exact",
     )  # fmt: skip
 
     backend: str = "torch"
     options: Mapping[str, Any] = {}
     on_accelerator: Mapping[str, Any] = {}
     model: Mapping[str, Any] = {}
+    second_model: Mapping[str, Any] = {"model_type": "qwen2", "attention_dropout": 0.25}
     write_model: str = ""
     reference: str = ""
     optimizer: Literal["adamw", "sgd"] = "adamw"

@@ -1,0 +1,56 @@
+"""Objectives of the kit alone: they differentiate any output, and have metrics of every kind.
+
+A batch has the column ``probe/NAME`` for each output of the call, and ``probe/metric`` for the metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+from engine_core.plugins.plugin_set import Plugin
+from engine_core.specs import Objective
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine_core.plugins.plugin_set import PluginSet
+    from engine_core.types import Batch, LossCall
+
+PROBE, PAIRS = "kit_probe", "kit_pairs"
+
+
+def probe(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return ``sum_t c_t output_t`` over outputs with coefficients, and metrics: a mean, a count, maxima above and below 0."""
+    named = {f"probe/{name}": value for name, value in outputs.items() if f"probe/{name}" in batch}
+    total = sum(((batch[name] * value).sum() for name, value in named.items()), start=0.0)
+    values, mask = batch["probe/metric"], batch["loss_mask"]
+    metrics = {"kit/mean": (batch["token_share"] * values).sum(), "kit/count": mask.sum().to(values.dtype)}
+    most = values.masked_fill(~mask, -torch.inf).max()  # of no loss token: less than any other
+    metrics |= {"max/kit/high": most, "max/kit/low": most - 100}
+    return total, metrics  # type: ignore[return-value]
+
+
+def pairs(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return ``sum_k (sum_i s_i sum_t w_t log p_t)^2`` over groups k of sequences i: it changes if a group is split."""
+    sums = batch["sign"] * batch.sum_by_sequence(batch["weights"] * outputs["log_probs"])
+    together = batch.keep_together
+    assert together is not None
+    total = sums.new_zeros(int(together.max()) + 1).index_add(0, together, sums)
+    return (total**2).sum(), {}
+
+
+def coefficients(loss: LossCall) -> set[str]:
+    """Return the names of the columns that scale the objective ``probe``."""
+    return {f"probe/{name}" for name in loss.outputs}
+
+
+def offer(plugins: PluginSet) -> None:
+    """Add the objectives to a set of plugins."""
+    if plugins.find("objectives", PROBE) is None:
+        plugin = Plugin(ModuleType("engine_plugin_testing_objectives"), "the kit", "the kit", "")
+        for name, function in ((PROBE, probe), (PAIRS, pairs)):
+            plugins.chosen["objectives", name] = Objective(load=function), plugin

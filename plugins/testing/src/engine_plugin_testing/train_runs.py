@@ -1,0 +1,338 @@
+"""Contracts of whole runs and of what one batch does not show: several steps, every output's gradient, other models, sizes, shares."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from engine_core.types import LossCall
+from engine_plugin_testing.contracts import close, contract, identical, near, same_direction
+from engine_plugin_testing.probes import PAIRS, PROBE
+from engine_plugin_testing.reference import (
+    ReferenceSteps,
+    gradient_of,
+    nll_loss,
+    norm_of,
+    outputs_of,
+    probe_outputs,
+    published,
+)
+from engine_plugin_testing.train_bench import MEASURE, NLL, TrainBench, rounding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from engine_core.types import Batch
+
+LONG = (120, 97, 64, 5, 33, 81)  # 400 tokens: more than one chunk, window or block of most kernels
+ODD = (9, 31, 4, 7, 12)
+
+RUNS: tuple[tuple[dict[str, Any], int], ...] = (
+    (
+        {"lr": 2e-2, "betas": (0.8, 0.95), "weight_decay": 0.5, "schedule": "cosine", "warmup_steps": 2,
+         "decay_steps": 5, "min_lr_ratio": 0.2, "clips": 0.9}, 7,
+    ),
+    (
+        {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-2, "schedule": "linear", "warmup_steps": 1, "clips": 0.0}, 4,
+    ),
+)  # fmt: skip
+"""Values of ``[actor.optim]`` and steps; ``clips`` is ``max_grad_norm`` as a share of the first gradient's norm."""
+SIZES = (1.0, 0.3, 2.0, 0.5, 1.0, 3.0, 0.2)  # of each step's loss: some are clipped
+
+
+def _probed(batch: Batch, *names: str) -> Batch:
+    """Return the batch with random coefficients of outputs, candidates, a support and a metric."""
+    generator = torch.Generator().manual_seed(11)
+    total = batch.num_tokens
+    ids = torch.rand(total, 95, generator=generator).argsort(-1)[:, :6] + 2
+    support = ids.clone().int()
+    support[:, 0] = batch.token_ids  # the token was drawn, so the support contains it
+    support[:, 1:][support[:, 1:] == support[:, :1]] = -1
+    support[::3] = -1
+    columns = {f"probe/{name}": torch.randn(total, generator=generator) for name in names}
+    if "probe/log_probs_at" in columns:
+        columns["probe/log_probs_at"] = torch.randn(total, 6, generator=generator)
+    columns |= {"candidate_ids": ids, "probe/metric": torch.randn(total, generator=generator)}
+    return batch.with_columns(columns | ({"support_ids": support} if names == ("log_probs",) else {}))
+
+
+@contract(catches=("the entropy without its gradient", "the gradient of the rest without the temperature"))
+def gradients_of_other_outputs_equal_the_reference(bench: TrainBench) -> None:
+    """The gradients of ``entropy``, ``sum_pi_squared``, ``log_probs_at`` and ``log_rest`` are those of an independent float64 autograd."""
+    _compare_gradients(bench, ("entropy", "sum_pi_squared"))
+    _compare_gradients(bench, ("log_probs_at", "log_rest"))
+
+
+@contract(capability="support", catches=("the gradient over the whole vocabulary with a support",))
+def the_gradient_over_a_support_equals_the_reference(bench: TrainBench) -> None:
+    """With ``support_ids`` the gradient of ``log_probs`` is that of ``log (p[token] / sum of p over the support)``."""
+    _compare_gradients(bench, ("log_probs",))
+
+
+def _compare_gradients(bench: TrainBench, names: tuple[str, ...]) -> None:
+    batch = _probed(bench.batch(temperature=0.7), *names)
+    module = bench.reference()
+    expected = probe_outputs(module, batch, names)
+    loss = torch.stack([(batch[f"probe/{name}"] * expected[name]).sum() for name in names]).sum()
+    gradient = gradient_of(module, loss)
+    size = 1 / norm_of(gradient)  # near 1, so that AdamW's first step shows it
+    batch = batch.with_columns({f"probe/{name}": size * batch[f"probe/{name}"] for name in names})
+    found, trained, _ = bench.measured(batch, LossCall(PROBE, outputs=names), budget=24)
+    what = " and ".join(names)
+    same_direction(
+        found, {n: size * g for n, g in gradient.items()}, bench.gradient_tolerance, f"gradient of {what}"
+    )
+    bound = bench.tolerance * float(sum(batch[f"probe/{name}"].abs().sum() for name in names))
+    close(torch.tensor(trained.loss), size * loss.detach(), 5 * bound, f"loss of {what}")
+
+
+@contract(
+    catches=(
+        "moments exchanged",
+        "moments without their correction",
+        "weight decay in the gradient",
+        "weight decay at the peak rate",
+        "a schedule that rises again",
+        "a schedule that moves with each call",
+        "each tensor clipped by itself",
+        "clipped values in place of a clipped norm",
+    )
+)
+def several_steps_equal_an_independent_optimizer(bench: TrainBench) -> None:
+    """Each of several steps moves the weights as float64 AdamW does, with moments, decay, clipping and rates written from their formulas."""
+    for optim, steps in RUNS:
+        _compare_steps(bench, dict(optim), steps)
+
+
+def _compare_steps(bench: TrainBench, optim: dict[str, Any], steps: int) -> None:
+    adam = bench.settings["optimizer"] == "adamw"
+    kept = optim if adam else {"lr": optim["lr"], "clips": optim["clips"]}
+    module = bench.reference()
+    first = norm_of(gradient_of(module, nll_loss(module, bench.batch(seed=0))))
+    kept["max_grad_norm"] = kept.pop("clips") * first
+    engine = bench.engine(optim=kept, budget=24, total_steps=3)
+    reference = ReferenceSteps(kept, 3, adam)
+    weights = bench.weights(engine)
+    for number in range(steps):
+        batch = bench.batch(seed=number)
+        batch = batch.with_columns({"weights": SIZES[number] * batch["weights"]})
+        bench.fill(module, weights)
+        gradient = gradient_of(module, nll_loss(module, batch))
+        for part in (range(3), range(3, len(batch))):
+            bench.forward_backward(engine, batch.select(part))
+        step = engine.optimizer_step()
+        expected, slopes, rate, norm = reference.step(weights, gradient)
+        near(step.grad_norm, norm, bench.gradient_tolerance, f"grad_norm of step {number + 1}")
+        near(step.lr, rate, 1e-5, f"lr of step {number + 1}")
+        _compare_moves(bench, engine, (weights, expected), gradient, slopes, rate, f"step {number + 1}")
+        weights = bench.weights(engine)
+
+
+def _compare_moves(
+    bench: TrainBench,
+    engine: Any,
+    moved: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    gradient: Mapping[str, Tensor],
+    slopes: Mapping[str, Tensor],
+    rate: float,
+    what: str,
+) -> None:
+    """Assert that weights moved as expected, within what the rounding of a gradient moves them."""
+    before, expected = moved
+    whole = sum(float(g.pow(2).sum()) for g in gradient.values()) / sum(g.numel() for g in gradient.values())
+    for name, after in bench.weights(engine).items():
+        size = max(float(gradient[name].pow(2).mean()), 1e-6 * whole) ** 0.5
+        noise = rate * (5 * bench.precision * size * slopes[name]).clamp(max=2.0)
+        noise += 4 * torch.finfo(after.dtype).eps * before[name].double().abs() + 1e-7
+        gap = (after.double() - expected[name]).abs() / noise
+        at = int(gap.argmax())
+        assert bool((gap <= 1).all()), (
+            f"{what}: {int((gap > 1).sum())} of {gap.numel()} values of '{name}' moved otherwise. The worst, at {at}, by "
+            f"{float((after.double() - before[name].double()).flatten()[at]):.6g}, expected "
+            f"{float((expected[name] - before[name].double()).flatten()[at]):.6g}."
+        )
+
+
+@contract(catches=("a limit with slack", "a norm in half precision"))
+def clipping_begins_at_the_limit_and_survives_any_norm(bench: TrainBench) -> None:
+    """A norm of 1.001 times ``max_grad_norm`` is scaled to the limit; norms of 1e-5 and 3e4 are as exact as others, and nothing is skipped."""
+    batch = bench.batch()
+    module = bench.reference()
+    norm = norm_of(gradient_of(module, nll_loss(module, batch)))
+    found, _, _ = bench.measured(batch, optim={"max_grad_norm": norm / 1.001})
+    near(norm_of(found), norm / 1.001, 3e-4 + bench.gradient_tolerance / 10, "norm clipped by a thousandth")
+    engine = bench.engine(optim={"lr": 0.0})
+    for size in (1e-5, 3e4):
+        larger = batch.with_columns({"weights": batch["weights"] * (size / norm)})
+        step = bench.step(engine, larger)
+        assert not step.skipped, f"A step with a gradient of norm {size:g} is skipped."
+        near(
+            step.grad_norm, size, max(bench.norm_tolerance, 1e-5), f"grad_norm of a gradient of norm {size:g}"
+        )
+
+
+@contract(
+    catches=(
+        "biases left out of the gradient",
+        "norm weights of 1 assumed",
+        "biases of 0 assumed",
+        "dropout in training",
+    )
+)
+def other_models_are_as_right_as_the_first(bench: TrainBench) -> None:
+    """Untied models with biases, norm weights that are not 1, and dropout in their config have the weights, outputs, gradient and export of the reference."""
+    for path in bench.other_models():
+        batch = bench.batch(ODD, seed=1, temperature=0.9)
+        module = bench.reference(path)
+        expected = gradient_of(module, nll_loss(module, batch))
+        found, _, _ = bench.measured(batch, path=path)
+        same_direction(found, expected, bench.gradient_tolerance, "gradient of another model")
+        engine = bench.engine(path=path)
+        weights, published_ = bench.weights(engine), published(path)
+        assert weights.keys() == published_.keys(), (
+            f"named_weights of another model has other names: {sorted(weights.keys() ^ published_.keys())[:5]}."
+        )
+        for name, value in published_.items():
+            close(weights[name], value, rounding(weights[name]), f"weight '{name}' of another model")
+        with torch.no_grad():
+            outputs = outputs_of(module, batch)
+        for name, values in bench.infer(engine, batch, ("log_probs", "entropy")).items():
+            close(values, outputs[name], 5 * bench.tolerance, f"{name} of another model")
+        bench.step(engine, batch)
+        folder = bench.folder / f"export-{len(path)}"
+        engine.export(folder)
+        bench.barrier()
+        identical(published(folder), bench.weights(engine), "exported weights of another model")
+        with torch.no_grad():
+            outputs = outputs_of(bench.reference(str(folder)), batch)
+        found = bench.infer(engine, batch)
+        close(found["log_probs"], outputs["log_probs"], 10 * bench.tolerance, "log_probs of its export")
+
+
+@contract(
+    catches=("a window of attention", "the last row of a chunk dropped", "a sequence cut to a maximum length")
+)
+def long_packs_equal_the_reference(bench: TrainBench) -> None:
+    """A pack of 400 tokens with a sequence of 120, and the same in two micro-batches, have the outputs and the gradient of the reference."""
+    batch = bench.batch(LONG, seed=2)
+    module = bench.reference()
+    expected = gradient_of(module, nll_loss(module, batch))
+    with torch.no_grad():
+        outputs = outputs_of(module, batch)
+    for budget in (4096, 200):
+        engine = bench.engine(budget=budget)
+        for name, values in bench.infer(engine, batch, ("log_probs", "entropy")).items():
+            close(values, outputs[name], 5 * bench.tolerance, f"{name} with {budget} tokens a micro-batch")
+        found, _, _ = bench.measured(batch, budget=budget)
+        what = f"gradient with {budget} tokens a micro-batch"
+        same_direction(found, expected, bench.gradient_tolerance, what)
+
+
+@contract(
+    catches=(
+        "metrics of the last micro-batch",
+        "metrics averaged over micro-batches",
+        "maxima added up",
+        "maxima of at least 0",
+        "maxima of one rank",
+        "a rank without sequences that clears its gradient",
+        "the mean of each rank's sequences",
+    )
+)
+def uneven_shares_are_those_of_the_whole(bench: TrainBench) -> None:
+    """With an odd number of sequences, unequal numbers of micro-batches, and ranks without sequences or loss tokens: loss, metrics, norm and gradient are those of the whole."""
+    module = bench.reference()
+    odd = _probed(bench.batch(ODD, seed=3), "log_probs")
+    odd["loss_mask"][-12:-8] = False
+    single = _probed(bench.batch((14,), seed=4), "log_probs")
+    silent = _probed(bench.batch((8, 11, 6), seed=5), "log_probs")
+    silent["loss_mask"][8:19] = False  # the second sequence: of another rank
+    engine = bench.engine(optim=MEASURE, budget=16)
+    before, total = bench.weights(engine), torch.zeros((), dtype=torch.float64)
+    results = []
+    for what, batch in (("odd", odd), ("single", single), ("partly masked", silent)):
+        batch.tokens.pop("support_ids")
+        mask = batch["loss_mask"]
+        batch.tokens["token_share"] = mask / mask.sum()
+        batch.tokens["probe/log_probs"] /= 10
+        loss = (batch["probe/log_probs"] * outputs_of(module, batch)["log_probs"]).sum()
+        total = total + loss
+        results.append(
+            (what, batch, float(loss.detach()), bench.forward_backward(engine, batch, LossCall(PROBE)))
+        )
+    step = engine.optimizer_step()
+    for what, batch, expected, found in results:  # now: no rank waits for one that has failed
+        mask, bound = batch["loss_mask"], 5 * bench.tolerance * float(batch["probe/log_probs"].abs().sum())
+        close(torch.tensor(found.loss), torch.tensor(expected), bound, f"loss of the {what} batch")
+        values = batch["probe/metric"][mask].double()
+        most = float(values.max())
+        metrics = {"kit/mean": float(values.mean()), "kit/count": float(mask.sum())}
+        for name, value in {**metrics, "max/kit/high": most, "max/kit/low": most - 100}.items():
+            assert name in found.metrics, f"The {what} batch has no metric '{name}'."
+            near(found.metrics[name], value, 1e-4, f"metric '{name}' of the {what} batch")
+    gradient = gradient_of(module, total)
+    near(step.grad_norm, norm_of(gradient), bench.gradient_tolerance, "grad_norm of uneven shares")
+    if min(value.dtype.itemsize for value in before.values()) == 4:  # else too coarse to show a gradient
+        found_ = bench.gradient(engine, before)
+        same_direction(found_, gradient, bench.gradient_tolerance, "gradient of uneven shares")
+
+
+@contract(catches=("sequences that belong together split", "groups that are one if they are neighbors"))
+def sequences_that_belong_together_are_not_split(bench: TrainBench) -> None:
+    """A loss over groups of ``keep_together`` has its value and gradient, however small the token budget is."""
+    batch = bench.batch((9, 8, 5, 7, 6, 8, 4), seed=6)
+    groups = batch.keep_together = torch.tensor([0, 1, 0, 1, 2, 3, 3])
+    batch = batch.with_columns({}, {"sign": torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 1.0, 1.0])})
+    module = bench.reference()
+    log_probs = outputs_of(module, batch)["log_probs"]
+    sums = batch["sign"] * batch.sum_by_sequence(batch["weights"].double() * log_probs)
+    loss = (torch.zeros(4).double().index_add(0, groups, sums) ** 2).sum()
+    expected = norm_of(gradient_of(module, loss))
+    engine = bench.engine(optim={"lr": 0.0}, budget=10)
+    found = bench.forward_backward(engine, batch, LossCall(PAIRS))
+    near(found.loss, float(loss.detach()), 20 * bench.tolerance, "loss of groups")
+    near(
+        engine.optimizer_step().grad_norm,
+        expected,
+        2 * bench.gradient_tolerance,
+        "norm of the loss of groups",
+    )
+
+
+@contract(
+    catches=(
+        "one buffer for all weights of a stream",
+        "weights of the batch scaled in place",
+        "a column taken out of the batch",
+        "a step draws random numbers",
+    )
+)
+def what_is_passed_and_given_stays_as_it_is(bench: TrainBench) -> None:
+    """No call changes the batch that it gets or a generator of random numbers; tensors of ``named_weights`` stay valid until the weights change."""
+    engine, batch = bench.engine(budget=24), _probed(bench.batch(temperature=0.8), "log_probs")
+    batch.tokens.pop("support_ids")
+    share = bench.share(engine, batch)[1]
+    tokens = {name: value.clone() for name, value in share.tokens.items()}
+    ids, lengths = share.token_ids.clone(), share.lengths.clone()
+    state = torch.get_rng_state(), random.getstate()
+    engine.infer(share, ["log_probs", "entropy"])
+    engine.forward_backward(share, NLL)
+    engine.forward_backward(share, LossCall(PROBE))
+    engine.optimizer_step()
+    held = list(engine.named_weights())
+    taken = bench.weights(engine)
+    identical({name: value.detach().cpu() for name, value in held}, taken, "tensors of a stream at its end")
+    changed = [
+        name for name in tokens if not torch.equal(share.tokens.get(name, torch.zeros(0)), tokens[name])
+    ]
+    assert not changed, f"Columns of the batch are changed in place: {changed}."
+    added = sorted(share.tokens.keys() - tokens.keys())
+    assert not added, f"Columns are added to the batch that was passed: {added}."
+    assert torch.equal(share.token_ids, ids), "token_ids of the batch are changed in place."
+    assert torch.equal(share.lengths, lengths), "lengths of the batch are changed in place."
+    assert share.temperature == 0.8, f"The batch's temperature is changed to {share.temperature}."
+    assert torch.equal(torch.get_rng_state(), state[0]), "A step draws from torch's generator."
+    assert random.getstate() == state[1], "A step draws from Python's generator."
