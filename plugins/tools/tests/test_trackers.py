@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import shutil
 import types
 
 import pytest
@@ -96,7 +97,7 @@ class FakeWandb(types.ModuleType):
         )
 
 
-def test_wandb_gets_options_config_and_steps_and_a_resumed_run_keeps_its_id(tmp_path, monkeypatch):
+def test_wandb_gets_options_config_and_steps_and_a_resumed_run_keeps_its_id_a_copied_one_not(tmp_path, monkeypatch):
     fake = FakeWandb()
     monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
     config = config_in(tmp_path, tracking={"trackers": ["wandb"]})
@@ -112,7 +113,13 @@ def test_wandb_gets_options_config_and_steps_and_a_resumed_run_keeps_its_id(tmp_
         hub.start()
         hub.log(1, {"x": 1.0})
         hub.close()
-    first, second = (call for call in fake.calls if isinstance(call, dict))
+    shutil.copytree(run.path, run.path.with_name("fork"))
+    hub = TrackerHub(RunFolder.open(run.path.with_name("fork")), config, Plugins())
+    hub.start()
+    hub.close()
+    first, second, fork = (call for call in fake.calls if isinstance(call, dict))
+    assert fork["name"] == "fork"
+    assert fork["id"] != first["id"]
     assert (first["project"], first["mode"], first["name"]) == ("p", "offline", "a")
     assert first["id"] == second["id"]
     assert len(first["id"]) == 16

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,9 @@ class Wandb(Tracker):
         """Start the run, or resume it under its stored id."""
         import wandb
 
-        id_file = run.path / "wandb_id.txt"  # the run's id at W&B, also after a resume
+        id_file = (
+            run.path / "wandb_id.txt"
+        )  # a random text: with the name of the folder it makes the id, so that a copied run gets another
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(8))
         self._run = wandb.init(
@@ -57,7 +60,7 @@ class Wandb(Tracker):
             entity=self.options.entity,
             mode=self.options.mode,
             name=run.path.name,
-            id=id_file.read_text(),
+            id=hashlib.sha256(f"{id_file.read_text()} {run.path.name}".encode()).hexdigest()[:16],
             resume="allow",
             dir=str(run.path),
             config=dict(config),

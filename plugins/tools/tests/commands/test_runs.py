@@ -62,7 +62,10 @@ def test_a_step_without_rollouts_says_which_there_are(engine, finished):
         file.unlink()
     answer = engine("inspect", "rollouts", "first")
     assert answer.code == 4
-    assert "holds no rollouts. They are written after every step that is a multiple of tracking.rollouts_every_steps, which is 1." in answer.err
+    assert (
+        "holds no rollouts. They are written after every step that is a multiple of tracking.rollouts_every_steps, which is 1."
+        in answer.err
+    )
 
 
 def test_prune_deletes_old_checkpoints_and_leftovers(engine, finished):

@@ -32,29 +32,38 @@ class Block(nn.Module):
 
 
 class TemplateName(nn.Module):
-    """A causal language model: no position may see later ones."""
+    """A causal language model, or with ``values`` a critic: no position may see later ones."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, num_hidden_layers: int) -> None:
+    def __init__(
+        self, vocab_size: int, hidden_size: int, num_hidden_layers: int, values: bool = False
+    ) -> None:
         super().__init__()
+        self.values = values
         self.embed = nn.Embedding(vocab_size, hidden_size)
         self.blocks = nn.ModuleList(Block(hidden_size) for _ in range(num_hidden_layers))
-        self.head = nn.Linear(hidden_size, vocab_size, bias=False)
+        self.head = nn.Linear(hidden_size, 1 if values else vocab_size, bias=False)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return logits [1, T, V] of one sequence ``input_ids`` [1, T]."""
+        """Return logits [1, T, V] of one sequence ``input_ids`` [1, T]; a critic's values [1, T], each of the tokens up to it."""
         hidden = self.embed(input_ids)
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(hidden)
+        return self.head(hidden)[..., 0] if self.values else self.head(hidden)
 
 
-def build(folder: str | Path, override: Mapping[str, Any], seed: int) -> TemplateName:
+def build(folder: str | Path, override: Mapping[str, Any], seed: int, values: bool = False) -> TemplateName:
     """Build the model of a folder from ``config.json``, with its weights or with random ones, equal in every process."""
     sizes = json.loads((Path(folder) / "config.json").read_text()) | override
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = TemplateName(*(sizes[key] for key in SIZES))
-    weights = Path(folder) / "model.safetensors"
-    if weights.exists():
-        module.load_state_dict(load_file(weights))
+        module = TemplateName(*(sizes[key] for key in SIZES), values=values)
+    file = Path(folder) / "model.safetensors"
+    if file.exists():
+        weights = load_file(file)
+        own = module.state_dict()
+        if values and weights["head.weight"].shape != own["head.weight"].shape:
+            weights["head.weight"] = own[
+                "head.weight"
+            ]  # a critic that starts from a language model: a new head
+        module.load_state_dict(weights)
     return module

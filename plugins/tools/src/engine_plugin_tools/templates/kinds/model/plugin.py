@@ -13,10 +13,9 @@ if TYPE_CHECKING:
 
 
 @hookimpl
-def engine_build_model(role: str, model_config: ModelConfig) -> nn.Module | None:
+def engine_build_model(role: str, model_config: ModelConfig) -> nn.Module:
     """Build the model of a role; the train engine places it, shards it and builds its optimizer."""
-    if role not in ("actor", "ref", "rollout"):
-        return None  # a critic returns values: the engine builds it
     from engine_plugin_template.model import build
 
-    return build(str(model_config.path), model_config.override, model_config.seed)
+    values = role in ("critic", "reward_model")
+    return build(str(model_config.path), model_config.override, model_config.seed, values)

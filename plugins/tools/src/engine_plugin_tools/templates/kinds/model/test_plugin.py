@@ -28,4 +28,5 @@ class TestTemplateName(TrainEngineSuite):
     plugins = ["template_name"]
     write_model = "test_plugin.py:write"
     reference = "test_plugin.py:load"
+    roles = ("critic",)
     unsupported = {"test_export_is_loaded_by_from_pretrained": "transformers does not have this model"}
