@@ -77,11 +77,12 @@ class Renderer:
             return replace(row, prompt=with_system(turns, self.config.system))
         if not plain:
             raise DataError("[data] chat_template is false, but a row is a conversation. Remove the key.")
-        if self.config.system is not None:
-            raise DataError(
-                "[data] system needs a chat template, and rows of plain text are rendered without one. "
-                "Set chat_template = true in [data], or write the text into the rows."
-            )
+        for key in ("system", "chat_template_kwargs"):
+            if getattr(self.config, key):
+                raise DataError(
+                    f"[data] {key} needs a chat template, and rows of plain text are rendered without one. "
+                    "Set chat_template = true in [data], or remove the key."
+                )
         return row
 
     def _render(self, row: Row) -> Rendered:
