@@ -86,7 +86,7 @@ class PlainTrain(TrainEngine):
             value, measured = objective(self.outputs(micro, tuple(loss.outputs), tuple(loss.watched)), micro)
             if value.requires_grad:
                 value.backward()
-            total += float(value)
+            total += float(value.detach())
             merge(metrics, {name: float(metric) for name, metric in measured.items()})
         return TrainOutput(total, metrics, len(plan))
 
