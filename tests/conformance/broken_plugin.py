@@ -44,8 +44,9 @@ def engine_weight_transports():
 def engine_rollout_engines():
     abilities = frozenset({"share_module", "pause", "sleep", "support", "partial"})
     return {
-        name: RolloutBackend(load=f"broken_rollout:{name}", config=HFOptions, capabilities=abilities)
-        for name in classes_of("broken_rollout")
+        name: RolloutBackend(load=f"{module}:{name}", config=HFOptions, capabilities=abilities)
+        for module in ("broken_rollout", "broken_samplers")
+        for name in classes_of(module)
     }
 
 

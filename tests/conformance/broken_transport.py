@@ -1,6 +1,12 @@
 """Transports that are broken on purpose, each in one way."""
 
+import contextlib
 import itertools
+import socket
+import tempfile
+import threading
+
+import torch
 
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes.buckets import checksum, unpacked
@@ -40,15 +46,14 @@ class Credulous(TCP):
         pass
 
     def receive(self, update):
-        channel = self._accepted(update)
-        for expected in itertools.count():
-            message = channel.receive()
-            if "end" in message:
-                channel.send({"taken": True})
-                channel.close()
-                return
-            self.look(message, update, expected)
-            yield from unpacked(message["data"], message["entries"])
+        with contextlib.closing(self._accepted(update)) as channel:
+            for expected in itertools.count():
+                message = channel.receive()
+                if "end" in message:
+                    channel.send({"taken": True})
+                    return
+                self.look(message, update, expected)
+                yield from unpacked(message["data"], message["entries"])
 
 
 class NoChecksum(Credulous):
@@ -62,6 +67,97 @@ class AnyVersion(Credulous):
     def look(self, message, update, expected):
         if checksum(message["data"]) != message["sum"]:
             raise self.endpoint.failure(update, "its checksum is wrong")
+
+
+class PlainSum(Credulous):
+    """Compares the sum of the words without their places."""
+
+    def look(self, message, update, expected):
+        if checksum(message["data"])[:16] != message["sum"][:16]:
+            raise self.endpoint.failure(update, "its checksum is wrong")
+
+
+class FirstBuckets(NoChecksum):
+    def look(self, message, update, expected):
+        if expected < 3:
+            super().look(message, update, expected)
+
+
+class Received(TCP):
+    """``kept`` is what a receiver makes of a tensor."""
+
+    def receive(self, update):
+        for name, tensor in super().receive(update):
+            found = self.kept(tensor)
+            if found is not None:
+                yield name, found
+
+    def kept(self, tensor):
+        return tensor
+
+
+class NoNaN(Received):
+    def kept(self, tensor):
+        return tensor.nan_to_num(0.0, torch.inf, -torch.inf) if tensor.is_floating_point() else tensor
+
+
+class Rounds(Received):
+    def kept(self, tensor):
+        return tensor.float().double() if tensor.dtype == torch.float64 else tensor
+
+
+class Unsigned(Received):
+    def kept(self, tensor):
+        signed = not tensor.is_floating_point() and tensor.dtype not in (torch.bool, torch.uint8)
+        return tensor.clamp(min=0) if signed else tensor
+
+
+class CutsLarge(Received):
+    def kept(self, tensor):
+        found = tensor.flatten().clone()
+        found[100 * 1024 // tensor.element_size() :] = 0
+        return found.view(tensor.shape)
+
+
+class NoEmpty(Received):
+    def kept(self, tensor):
+        return tensor if tensor.numel() else None
+
+
+class NeverNothing(TCP):
+    def receive(self, update):
+        found = list(super().receive(update))
+        if not found:
+            raise self.endpoint.failure(update, "nothing came")
+        yield from found
+
+
+class StaleAfterSixteen(TCP):
+    def receive(self, update):
+        found = list(super().receive(update))
+        self.last = found if update.number <= 16 else self.last
+        yield from self.last
+
+
+class LeavesThread(TCP):
+    def open(self):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+        return super().open()
+
+
+LEFT = []
+
+
+class LeavesSocket(TCP):
+    def open(self):
+        LEFT.append(socket.socket())
+        return super().open()
+
+
+class LeavesFile(TCP):
+    def send(self, stream, update):
+        LEFT.append(tempfile.TemporaryFile())  # noqa: SIM115 (left open on purpose)
+        return super().send(stream, update)
 
 
 class BreaksAreEnds(TCP):

@@ -1,6 +1,6 @@
 """One engine of vLLM for many contracts: each start takes seconds, and the kit wants an engine a contract.
 
-A closed engine waits here with nothing queued. The next one with the same model shape and options gets it, with the
+A closed engine waits here with nothing queued. The next one with the same model shape, tokenizer and options gets it, with the
 weights of its own folder loaded anew.
 """
 
@@ -20,7 +20,7 @@ def one_engine(rank, world_size):
     start, shut_down = engine.start, versions.shut_down
 
     def lend(model, tokenizer, options, place, **rest):
-        key = _key(model, options, place)
+        key = _key(model, tokenizer, options, place)
         if not free.get(key):
             llm = start(model, tokenizer, options, place, **rest)
             made[id(llm)] = key
@@ -42,9 +42,11 @@ def one_engine(rank, world_size):
         engine.start, versions.shut_down = start, shut_down
 
 
-def _key(model, options, place):
-    config = json.loads((Path(model) / "config.json").read_text())
-    return json.dumps([config, options.model_dump(), str(place)], sort_keys=True)
+def _key(model, tokenizer, options, place):
+    files = [(Path(model) / "config.json"), (Path(tokenizer) / "tokenizer.json")]
+    return json.dumps(
+        [*(json.loads(file.read_text()) for file in files), options.model_dump(), str(place)], sort_keys=True
+    )
 
 
 def _weights(model):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from engine_core.config import ModelConfig, RolloutConfig
@@ -18,14 +19,26 @@ from engine_core.types import Prompt, Request, Rollout, Sampling
 from engine_plugin_processes.sampler_process.engine import SamplerEngine
 from engine_plugin_testing.bench import EngineBench
 from engine_plugin_testing.reference import EOS, load_reference, logits_of, tokenizer
-from engine_plugin_testing.rollout_cuts import cuts
+from engine_plugin_testing.rollout_cuts import PRECISE, cuts
 from engine_plugin_testing.worker import resolve
 
 if TYPE_CHECKING:
     from engine_core.contracts.engines import RolloutEngine
 
 TEXTS = ("2+2=", "Once upon a time", "x", "The answer to it is", "ab", "(a*b)-(c*d) = ?")
-MARGIN = 0.02  # between the logits of the two best tokens: closer ones may swap by rounding
+SECOND: Mapping[str, Any] = {
+    "model_type": "qwen2",  # biases at queries, keys and values
+    "hidden_size": 64,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "attention_dropout": 0.3,
+    "rms_norm_eps": 1e-3,
+}
+SHIFT = 0.3  # standard deviation of what is added to norm weights (1 at first) and biases (0 at first)
+MARGIN = 0.02  # between the logits of the two best tokens: closer ones may swap by rounding of float32
 
 
 class RolloutBench(EngineBench):
@@ -37,6 +50,11 @@ class RolloutBench(EngineBench):
     def tolerance(self) -> float:
         """The largest difference of a log-prob, in nats."""
         return float(self.settings["tolerance"])
+
+    @property
+    def margin(self) -> float:
+        """The least distance of the logits of the two best tokens at which an engine must choose the same one."""
+        return max(MARGIN, self.tolerance)
 
     @functools.cached_property
     def tokenizer(self) -> Any:
@@ -70,12 +88,49 @@ class RolloutBench(EngineBench):
         self.stack.callback(made.close)
         return made
 
+    def second_model(self, seed: int = 0) -> str:
+        """Return the folder of an untied model of another family, with random norm weights and biases. Collective.
+
+        The family is the suite's ``second_model``. A suite with ``write_model`` gets an untied model from it.
+        """
+        own = bool(self.settings["write_model"])
+        folder = Path(self.model(seed, tied=False, **({} if own else self.settings["second_model"])))
+        if own:
+            return str(folder)
+        made = folder.with_name(f"second-{folder.name}")
+        if self.place.rank == 0 and not made.exists():
+            partial = folder.with_name(f"partial-{folder.name}")
+            shutil.copytree(folder, partial)
+            draws = torch.Generator().manual_seed(seed)
+            for file in sorted(partial.glob("*.safetensors")):
+                weights = load_file(file)
+                for name, value in sorted(weights.items()):
+                    if value.ndim == 1 and value.is_floating_point():
+                        weights[name] = value + SHIFT * torch.randn(value.shape, generator=draws)
+                save_file(weights, file, {"format": "pt"})
+            partial.rename(made)
+        self.barrier()
+        return str(made)
+
     def reference(self, path: str | None = None) -> nn.Module:
         """Load the independent module in float64."""
         load = self.settings["reference"]
         build = resolve(load, Path(self.settings["root"])) if load else load_reference
         module: nn.Module = build(path or self.model())
         return module
+
+    @torch.no_grad()
+    def greedy(self, module: nn.Module, prompt: Sequence[int], count: int) -> list[int]:
+        """Return the most likely continuation, up to its end or to two tokens within ``margin``."""
+        ids = list(prompt)
+        for _ in range(count):
+            best = logits_of(module, torch.tensor(ids))[-1].topk(2)
+            if float(best.values[0] - best.values[1]) < self.margin:
+                break
+            ids.append(int(best.indices[0]))
+            if ids[-1] == EOS:
+                break
+        return ids[len(prompt) :]
 
     def requests(
         self, texts: Sequence[str] = TEXTS, group: int = 1, seed: int | None = 0, **sampling: Any
@@ -109,7 +164,9 @@ def response(rollout: Rollout) -> list[int]:
 
 
 @torch.no_grad()
-def expected_log_probs(module: nn.Module, rollout: Rollout, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def expected_log_probs(
+    module: nn.Module, rollout: Rollout, sampling: Sampling, tolerance: float = PRECISE
+) -> tuple[Tensor, Tensor]:
     """Return for each of the N sampled tokens its log-prob [N] and the log of the probability mass kept [N].
 
     If several cuts are right, return the values of the cut nearest to the rollout's log-prob.
@@ -118,26 +175,12 @@ def expected_log_probs(module: nn.Module, rollout: Rollout, sampling: Sampling) 
     found = []
     for at in range(rollout.prompt_length, len(rollout.token_ids)):
         token, log_prob = int(rollout.token_ids[at]), rollout.rollout_log_probs[at : at + 1].double()
-        right = cuts(logits[at - 1], sampling)
+        right = cuts(logits[at - 1], sampling, tolerance)
         apart = [float((log_prob - cut.log_probs[token]).abs().nan_to_num(torch.inf).sum()) for cut in right]
         nearest = right[apart.index(min(apart))]
         found.append((float(nearest.log_probs[token]), nearest.log_mass))
     columns = list(zip(*found, strict=True)) or [(), ()]
     return torch.tensor(columns[0]), torch.tensor(columns[1])
-
-
-@torch.no_grad()
-def greedy(module: nn.Module, prompt: Sequence[int], count: int) -> list[int]:
-    """Return the most likely continuation, up to its end or to two tokens within ``MARGIN``."""
-    ids = list(prompt)
-    for _ in range(count):
-        best = logits_of(module, torch.tensor(ids))[-1].topk(2)
-        if float(best.values[0] - best.values[1]) < MARGIN:
-            break
-        ids.append(int(best.indices[0]))
-        if ids[-1] == EOS:
-            break
-    return ids[len(prompt) :]
 
 
 def plain_text(bench: RolloutBench, tokens: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from engine_plugin_testing.contracts import close, contract, refused
 from engine_plugin_testing.reference import LIVELIER
-from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, greedy, response
+from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, response
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,7 +78,7 @@ def a_response_stopped_in_its_midst_is_what_was_sampled(bench: RolloutBench) -> 
             assert set(rollout.policy_versions[rollout.loss_mask].tolist()) == {0}, "Other policy versions."
             _check_log_probs(bench, module, rollout, request)
             if temperature == 0:
-                expected = greedy(module, request.prompt.token_ids, rollout.response_length)
+                expected = bench.greedy(module, request.prompt.token_ids, rollout.response_length)
                 found = response(rollout)[: len(expected)]
                 assert found == expected, f"'{request.id}' was stopped as {found}; expected {expected}."
 
@@ -122,7 +122,7 @@ def a_response_goes_on_to_the_same_end(bench: RolloutBench) -> None:
     chosen = _in_the_midst(rollouts)
     again = [dataclasses.replace(requests[at], begun=rollouts[at]) for at in chosen]
     for request, whole in zip(again, engine.generate(again), strict=True):
-        expected = greedy(module, request.prompt.token_ids, LONG)
+        expected = bench.greedy(module, request.prompt.token_ids, LONG)
         found = response(whole)[: len(expected)]
         assert found == expected, f"'{request.id}' came to {found}; expected {expected}."
         _check_log_probs(bench, module, whole, request)
@@ -207,6 +207,6 @@ def a_pause_under_load_keeps_what_was_sampled(bench: RolloutBench) -> None:
     asked = {request.id: request for request in requests}
     assert sorted(r.request_id for r in done) == sorted(asked), "Not every request came back exactly once."
     for rollout in done:
-        expected = greedy(module, asked[rollout.request_id].prompt.token_ids, LONG)
+        expected = bench.greedy(module, asked[rollout.request_id].prompt.token_ids, LONG)
         found = response(rollout)[: len(expected)]
         assert found == expected, f"'{rollout.request_id}': {found}; expected {expected}."

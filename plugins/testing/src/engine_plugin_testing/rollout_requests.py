@@ -10,7 +10,7 @@ import torch
 from engine_core.types import Prompt
 from engine_plugin_testing.contracts import contract, refused
 from engine_plugin_testing.reference import LIVELIER
-from engine_plugin_testing.rollout_bench import RolloutBench, greedy, plain_text, response
+from engine_plugin_testing.rollout_bench import TEXTS, RolloutBench, plain_text, response
 from engine_plugin_testing.rollout_cuts import CUTTING
 
 if TYPE_CHECKING:
@@ -100,14 +100,17 @@ def only_sampled_tokens_are_in_the_loss_mask(bench: RolloutBench) -> None:
 @contract(catches=("a token dropped", "a token doubled"))
 def no_token_is_lost_or_doubled(bench: RolloutBench) -> None:
     """A greedy response is, token by token, the argmax continuation that an independent loop finds."""
-    module, requests = bench.reference(), bench.requests(temperature=0.0, max_response_tokens=16)
+    module = bench.reference()
+    requests = bench.requests(
+        (*TEXTS, "Hm", "(q", "Zz9", "7*8=", "Why?", "1, 2, 3"), temperature=0.0, max_response_tokens=16
+    )
     compared = 0
     for request, rollout in zip(requests, bench.engine().generate(requests), strict=True):
-        expected = greedy(module, request.prompt.token_ids, 16)
+        expected = bench.greedy(module, request.prompt.token_ids, 16)
         found = response(rollout)[: len(expected)]
         assert found == expected, f"'{request.prompt.text}': sampled {found}, expected {expected}."
         compared += len(expected)
-    assert compared > 40, (
+    assert compared > 20, (
         f"Only {compared} tokens could be compared: the best two are too near, or responses end. {LIVELIER}"
     )
 

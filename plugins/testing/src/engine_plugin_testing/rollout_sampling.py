@@ -11,8 +11,8 @@ import torch
 
 from engine_core import tables
 from engine_plugin_testing.contracts import close, contract
-from engine_plugin_testing.reference import EOS, LIVELIER, VOCABULARY, logits_of
-from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, greedy, plain_text, response
+from engine_plugin_testing.reference import EOS, LETTERS, LIVELIER, VOCABULARY, logits_of
+from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, plain_text, response
 from engine_plugin_testing.rollout_cuts import CUTTING, ONE, SHARP, cuts
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ SIGMAS = 5.0  # chance of a false alarm below one in a million
 def _compared(bench: RolloutBench, **sampling: Any) -> None:
     requests, module = bench.requests(group=2, **sampling), bench.reference()
     for request, rollout in zip(requests, bench.engine().generate(requests), strict=True):
-        expected, mass = expected_log_probs(module, rollout, request.sampling)
+        expected, mass = expected_log_probs(module, rollout, request.sampling, bench.tolerance)
         found = rollout.rollout_log_probs[rollout.prompt_length :]
         close(found, expected, bench.tolerance, f"rollout_log_probs of '{request.id}' with {sampling}")
         if "support_log_mass" in rollout.extras:
@@ -72,7 +72,7 @@ def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
             with torch.no_grad():
                 logits = logits_of(module, rollout.token_ids)
             for at in range(rollout.prompt_length, len(rollout.token_ids)):
-                right = [cut.keeps() for cut in cuts(logits[at - 1], request.sampling)]
+                right = [cut.keeps() for cut in cuts(logits[at - 1], request.sampling, bench.tolerance)]
                 expected = [sorted(kept) if len(kept) <= width else [] for kept in right]
                 support = sorted(token for token in ids[at].tolist() if token >= 0)
                 assert support in expected, (
@@ -91,7 +91,7 @@ def samples_follow_the_distribution(bench: RolloutBench) -> None:
         tokens = torch.tensor([response(r)[0] for r in engine.generate(requests)])
         with torch.no_grad():
             logits = logits_of(module, torch.tensor(requests[0].prompt.token_ids))[-1]
-        wrong = [_unlike(cut, tokens) for cut in cuts(logits, requests[0].sampling)]
+        wrong = [_unlike(cut, tokens) for cut in cuts(logits, requests[0].sampling, bench.tolerance)]
         assert "" in wrong, f"{sampling}: {wrong[0]}"
 
 
@@ -119,7 +119,7 @@ def temperature_0_is_greedy(bench: RolloutBench) -> None:
     engine, module = bench.engine(), bench.reference()
     for sampling in bench.supported({"temperature": 0.0}, {"temperature": 0.0, "seed": 99}, ONE):
         for rollout in engine.generate(bench.requests(**sampling)):
-            expected = greedy(module, rollout.prompt.token_ids, 12)
+            expected = bench.greedy(module, rollout.prompt.token_ids, 12)
             found = response(rollout)[: len(expected)]
             assert found == expected, (
                 f"{sampling}: '{rollout.prompt.text}' gives {found}, expected {expected}."
@@ -130,9 +130,12 @@ def _greedy_story(bench: RolloutBench) -> tuple[str, list[int]]:
     """Return a prompt and its greedy response with many different tokens, so that there is a token to stop at."""
     module = bench.reference()
     best: tuple[str, list[int]] = ("", [])
-    for text in ("The answer", "x", "2+2=", "ab", "Once", "Hm", "(q", "Zz9"):
+    firsts = ("The answer", "x", "2+2=", "ab", "Once", "Hm", "(q", "Zz9")
+    for text in (*firsts, *(f"{letter}!" for letter in LETTERS[1:])):
+        if text not in firsts and len(set(best[1])) >= 5:
+            break
         ids = bench.tokenizer.encode(text, add_special_tokens=False)
-        best = max(best, (text, greedy(module, ids, 24)), key=lambda pair: len(set(pair[1])))
+        best = max(best, (text, bench.greedy(module, ids, 24)), key=lambda pair: len(set(pair[1])))
     assert len(set(best[1])) >= 5, (
         f"The model repeats itself: its liveliest greedy response has {len(set(best[1]))} different tokens, and "
         f"this contract needs 5. {LIVELIER}"
@@ -290,11 +293,11 @@ def requests_of_one_batch_keep_their_own_sampling(bench: RolloutBench) -> None:
         request.sampling = dataclasses.replace(request.sampling, **change)
     for request, rollout in zip(requests, engine.generate(requests), strict=True):
         if request.sampling.temperature:
-            expected, _ = expected_log_probs(module, rollout, request.sampling)
+            expected, _ = expected_log_probs(module, rollout, request.sampling, bench.tolerance)
             found = rollout.rollout_log_probs[rollout.prompt_length :]
             close(found, expected, bench.tolerance, f"log-probs of {request.sampling}")
         else:
-            best = greedy(module, request.prompt.token_ids, request.sampling.max_response_tokens)
+            best = bench.greedy(module, request.prompt.token_ids, request.sampling.max_response_tokens)
             assert response(rollout)[: len(best)] == best, (
                 f"{request.sampling} does not give the greedy response."
             )

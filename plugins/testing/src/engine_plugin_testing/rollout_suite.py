@@ -7,16 +7,30 @@ from typing import Any
 
 from engine_plugin_testing import (
     imports,
+    rollout_flight,
+    rollout_models,
     rollout_partial,
     rollout_requests,
     rollout_sampling,
+    rollout_text,
     rollout_weights,
 )
+from engine_plugin_testing.rollout_bench import SECOND
 from engine_plugin_testing.suite import Suite
 
 
 class RolloutEngineSuite(
-    Suite, modules=(imports, rollout_requests, rollout_partial, rollout_sampling, rollout_weights)
+    Suite,
+    modules=(
+        imports,
+        rollout_requests,
+        rollout_partial,
+        rollout_sampling,
+        rollout_models,
+        rollout_text,
+        rollout_weights,
+        rollout_flight,
+    ),
 ):
     """A suite: the contracts of ``engine_core.contracts.engines.RolloutEngine``. ``Suite`` has the other attributes.
 
@@ -24,6 +38,7 @@ class RolloutEngineSuite(
         backend: name of the engine.
         options: its table, as in ``[rollout.NAME]``. Choose float32 here: lower precision hides mistakes.
         model: changes to the tiny model's config (``reference.SHAPE``), for engines that cannot run it.
+        second_model: config of a second model on top of ``model``: untied, of another family, with biases and dropout.
         write_model: ``module:function`` or ``file.py:function``; called with (folder, model, seed, tied) it writes the
             folder of a small model. ``model`` is ``reference.SHAPE`` with the suite's ``model`` and
             ``tie_word_embeddings`` filled in; use its ``vocab_size``. Default: ``reference.write_model``.
@@ -44,6 +59,7 @@ class RolloutEngineSuite(
         "options",
         "plugins",
         "model",
+        "second_model",
         "write_model",
         "reference",
         "train_backend",
@@ -55,6 +71,7 @@ class RolloutEngineSuite(
     backend: str = "hf"
     options: Mapping[str, Any] = {}
     model: Mapping[str, Any] = {}
+    second_model: Mapping[str, Any] = SECOND
     write_model: str = ""
     reference: str = ""
     train_backend: str = "torch"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from engine_plugin_testing.contracts import REFUSALS, close, contract, refused
 from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from engine_core.contracts.engines import RolloutEngine, TrainEngine
 
@@ -47,16 +48,41 @@ def sampling_follows_new_weights(bench: RolloutBench) -> None:
     _check_policy(bench, engine, bench.reference(other), 7, "after the update")
 
 
-@contract(catches=("a constant checksum",))
+@contract(catches=("a constant checksum", "a checksum of one weight", "a checksum that is a plain sum"))
 def the_checksum_is_of_what_was_received(bench: RolloutBench) -> None:
-    """``update_weights`` returns a checksum: the same for the same weights, another for others."""
-    engine = bench.engine()
-    sums = [
-        engine.update_weights(bench.stream(bench.model(seed=seed)), i) for i, seed in enumerate((1, 2, 1))
-    ]
-    assert all(isinstance(found, str) and found for found in sums), f"Checksums are {sums}; expected text."
-    assert sums[0] == sums[2], f"The same weights gave the checksums {sums[0]} and {sums[2]}."
-    assert sums[0] != sums[1], f"Other weights gave the same checksum {sums[0]}."
+    """``update_weights`` returns a checksum: the same for the same weights, another if one value of any weight has changed, if two weights of one shape or two values of a vector are swapped, or if values changed and their sum did not."""
+    engine, weights = bench.engine(), dict(bench.stream(bench.model(seed=1)))
+    names = sorted(weights)
+    same_shape = next(
+        (a, b) for a, b in itertools.combinations(names, 2)
+        if weights[a].shape == weights[b].shape and not torch.equal(weights[a], weights[b])
+    )  # fmt: skip
+    vector = min(names, key=lambda name: weights[name].numel())
+    changed = {f"'{name}' halved": {name: weights[name] / 2} for name in names}
+    changed["two weights swapped"] = dict(
+        zip(same_shape, [weights[name] for name in same_shape[::-1]], strict=True)
+    )
+    flat = weights[vector].flatten().clone()
+    flat[0], flat[-1] = 0.75, 1.25  # exact in any type of weights, with the sum of two norm weights
+    changed["two values of a small weight"] = {vector: flat.view_as(weights[vector])}
+    changed["these values swapped"] = {vector: _swapped(flat).view_as(weights[vector])}
+    sums: dict[str, str] = {}
+    for number, (what, values) in enumerate({"the first": {}, **changed}.items()):
+        found = engine.update_weights(iter({**weights, **values}.items()), number)
+        assert isinstance(found, str), f"The checksum is {found!r}; expected text."
+        assert found not in sums, f"The weights with {what} have the checksum {found} of {sums[found]}."
+        sums[found] = what
+    again = engine.update_weights(iter(weights.items()), 99)
+    assert sums.get(again) == "the first", (
+        f"The same weights gave the checksums {next(iter(sums))} and {again}."
+    )
+
+
+def _swapped(values: Tensor) -> Tensor:
+    """Return [N] with the first value and the last one swapped."""
+    found = values.clone()
+    found[0], found[-1] = values[-1], values[0]
+    return found
 
 
 @contract(catches=("an incomplete update accepted",))
@@ -89,16 +115,14 @@ def an_update_that_does_not_fit_is_refused(bench: RolloutBench) -> None:
         _check_policy(bench, engine, bench.reference(other), 4, "after a whole update")
 
 
-def _trained(bench: RolloutBench) -> TrainEngine:
-    """Return a train engine on the same model (``train_backend``) after one step."""
+def _trained(bench: RolloutBench, path: str) -> TrainEngine:
+    """Return a train engine (``train_backend``) on the model of a folder after one step."""
     name = str(bench.settings["train_backend"])
     plugins = bench.load_plugins(train_engines=name)
     options = plugins.spec("train_engines", name).config.model_validate({})
     config = RoleConfig(backend=name, optim=OptimConfig(lr=0.05), options=options)
     context = WorkerContext(plugins=plugins, role="actor", device=bench.device)
-    engine: TrainEngine = plugins.resolve("train_engines", name)(
-        config, ModelConfig(path=bench.model()), context
-    )
+    engine: TrainEngine = plugins.resolve("train_engines", name)(config, ModelConfig(path=path), context)
     bench.stack.callback(engine.close)
     _step(engine)
     return engine
@@ -111,8 +135,8 @@ def _step(engine: TrainEngine) -> None:
     engine.optimizer_step()
 
 
-def _policy_of(bench: RolloutBench, engine: TrainEngine) -> nn.Module:
-    module = bench.reference()
+def _policy_of(bench: RolloutBench, engine: TrainEngine, path: str) -> nn.Module:
+    module = bench.reference(path)
     module.load_state_dict(
         {name: w.detach().cpu().double() for name, w in engine.named_weights()}, strict=False
     )
@@ -122,20 +146,24 @@ def _policy_of(bench: RolloutBench, engine: TrainEngine) -> nn.Module:
 @contract()
 def a_trained_policy_reaches_the_sampler(bench: RolloutBench) -> None:
     """Weights streamed from a train engine (``train_backend``) after a step: the sampler is that policy."""
-    engine, trainer = bench.engine(), _trained(bench)
+    path = bench.model()
+    engine, trainer = bench.engine(path), _trained(bench, path)
     result = same_process(trainer, engine, 2, shared=False)
     assert result.version == 2, f"The sync reports version {result.version}; expected 2."
-    _check_policy(bench, engine, _policy_of(bench, trainer), 2, "after a sync from a train engine")
+    _check_policy(bench, engine, _policy_of(bench, trainer, path), 2, "after a sync from a train engine")
 
 
-@contract(capability="share_module", catches=("set_version ignored",))
+@contract(
+    capability="share_module", catches=("set_version ignored", "a shared module sampled in training mode")
+)
 def a_shared_module_is_followed_without_transport(bench: RolloutBench) -> None:
-    """With ``share_module`` the sampler follows each step of the train engine; only ``set_version`` tells it."""
-    engine, trainer = bench.engine(), _trained(bench)
+    """With ``share_module`` the sampler follows each step of the train engine, without the dropout of its model; only ``set_version`` tells it."""
+    path = bench.second_model()
+    engine, trainer = bench.engine(path), _trained(bench, path)
     engine.share_module(trainer)
     for version in (1, 2):
         engine.set_version(version)
-        _check_policy(bench, engine, _policy_of(bench, trainer), version, "from a shared module")
+        _check_policy(bench, engine, _policy_of(bench, trainer, path), version, "from a shared module")
         _step(trainer)
 
 

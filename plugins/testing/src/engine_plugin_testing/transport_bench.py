@@ -25,6 +25,7 @@ from engine_core.contracts.weight_transport import TransportEndpoint, WeightTran
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes import buckets
 from engine_plugin_testing.bench import EngineBench
+from engine_plugin_testing.transport_damage import WAYS
 from engine_plugin_testing.worker import Place, resolve
 
 T = TypeVar("T")
@@ -33,6 +34,7 @@ SLACK_SECONDS = 30.0  # within which a timeout of a few seconds must have expire
 MEET_SECONDS = 60.0
 POLL_SECONDS = 0.01
 FAILED = "failed-"
+DAMAGE = "engine_plugin_testing.transport_damage:after_the_checksum"
 
 
 class TransportBench(EngineBench):
@@ -171,11 +173,16 @@ class TransportBench(EngineBench):
         }
         return {name: tensor.to(self.device) for name, tensor in found.items()}
 
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """The ways of damaging an update: those of the kit, or one if the suite has a ``damage`` of its author."""
+        return WAYS if self.settings["damage"] == DAMAGE else ("damaged",)
+
     @contextlib.contextmanager
-    def damage(self) -> Iterator[None]:
-        """Damage the second bucket of an update after its checksum, within the block; called at the sender."""
+    def damage(self, way: str) -> Iterator[None]:
+        """Damage an update after its checksum, within the block, in one of ``ways``; called at the sender."""
         made = resolve(self.settings["damage"], Path(self.settings["root"]))
-        with made():
+        with made(way) if self.settings["damage"] == DAMAGE else made():
             yield
 
     # -- ranks --------------------------------------------------------------
@@ -303,7 +310,12 @@ def same_weights(found: Sequence[tuple[str, Tensor]], sent: Mapping[str, Tensor]
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), (
             f"{about} is {tensor.dtype} {list(tensor.shape)}; expected {expected.dtype} {list(expected.shape)}."
         )
-        assert torch.equal(tensor.cpu(), expected), f"{about} has other values than were sent."
+        assert torch.equal(_bits(tensor.cpu()), _bits(expected)), f"{about} has other values than were sent."
+
+
+def _bits(values: Tensor) -> Tensor:
+    """Return the bytes [N] of a tensor [D_1, D_2, ...]: NaN is not equal to itself, and 0 is equal to -0."""
+    return values.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def refusal(

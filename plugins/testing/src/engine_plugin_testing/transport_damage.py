@@ -1,4 +1,4 @@
-"""The default damage of the suite of transports: a bit flipped between the sender's checksum and the receiver's."""
+"""The default damage of the suite of transports: bytes changed between the sender's checksum and the receiver's."""
 
 from __future__ import annotations
 
@@ -11,19 +11,35 @@ from engine_plugin_processes.transports import bucketing
 if TYPE_CHECKING:
     from torch import Tensor
 
+WAYS = (
+    "a bit flipped",
+    "two words swapped",
+    "two tensors' first bytes swapped",
+    "the last byte of the last bucket",
+)
+LAST = "a.head.weight"  # of the kit's weights; alone in the last bucket
+WORD, GAP = 8, 64  # bytes of a word of checksums; distance of two tensors in a bucket
+
 
 @contextlib.contextmanager
-def after_the_checksum() -> Iterator[None]:
-    """Flip one bit of the second bucket of ``flat_buckets`` after its checksum was computed, within the block."""
+def after_the_checksum(way: str = WAYS[0]) -> Iterator[None]:
+    """Damage the second bucket of ``flat_buckets``, or the last, in one of ``WAYS`` after its checksum, within the block."""
     fill, filled = bucketing.fill, 0
 
     def damaged(arena: Any, bucket: Any, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Fill a bucket with tensors [D_1, D_2, ...], and flip a bit of the second one."""
+        """Fill a bucket with tensors [D_1, D_2, ...], and damage it if it is the one to damage."""
         nonlocal filled
         fill(arena, bucket, tensors)
         filled += 1
-        if filled == 2:
-            arena.view(bucket.offset, bucket.size)[0] ^= 1
+        data = arena.view(bucket.offset, bucket.size)
+        if way == WAYS[3]:
+            if tensors[-1][0] == LAST:
+                data[tensors[-1][1].numel() * tensors[-1][1].element_size() - 1] ^= 1
+        elif filled == 2 and way == WAYS[0]:
+            data[0] ^= 1
+        elif filled == 2:
+            size = WORD if way == WAYS[1] else GAP
+            data[: 2 * size] = data[: 2 * size].view(2, size).flip(0).flatten()
 
     bucketing.fill = damaged
     try:

@@ -18,27 +18,38 @@ LOST = "a rank of the trainer was lost"
 UPDATE = WeightUpdate(1, 7)  # the first, of version 7
 
 
-@contract(catches=("a checksum that is never compared",))
+@contract(
+    catches=(
+        "a checksum that is never compared",
+        "a checksum that is a plain sum",
+        "a checksum of the first buckets alone",
+    )
+)
 def a_damaged_bucket_is_refused(bench: TransportBench) -> None:
-    """Bytes that are not those of the sender's checksum reach no engine: every receiver raises ``TrainingFailed`` with both sides, the tensors before are as they were sent, and a new link brings a whole update."""
-    link = bench.link()
-    assert link is not None
-    if link.endpoint.index == 0:
-        with bench.damage():
-            _others(bench, link, "Damaged")
-    else:
-        taken: list[tuple[str, Tensor]] = []
-        error = refusal(
-            bench, link, lambda: bench.in_time(lambda: taken.extend(link.receive(UPDATE))), "A damaged bucket"
-        )  # fmt: skip
-        assert "checksum" in str(error), (
-            f"The error does not say that a checksum is wrong: {error}. If the transport does not cut the stream by "
-            "`flat_buckets`, give the suite its own `damage`."
-        )
-        weights = bench.weights()
-        for name, tensor in taken:
-            assert torch.equal(tensor.cpu(), weights[name].cpu()), f"'{name}' was given though it is damaged."
-    _again(bench, link, "refused")
+    """Bytes that are not those of the sender's checksum, also words or tensors that were swapped, reach no engine: every receiver raises ``TrainingFailed`` with both sides, the tensors before are as they were sent, and a new link brings a whole update."""
+    for number, way in enumerate(bench.ways):
+        link = bench.link(f"link{number}")
+        assert link is not None
+        if link.endpoint.index == 0:
+            with bench.damage(way):
+                _others(bench, link, f"Damaged: {way}")
+        else:
+            _refuse_damaged(bench, link, way)
+        _again(bench, link, f"refused{number}")
+
+
+def _refuse_damaged(bench: TransportBench, link: WeightTransport, way: str) -> None:
+    taken: list[tuple[str, Tensor]] = []
+    error = refusal(
+        bench, link, lambda: bench.in_time(lambda: taken.extend(link.receive(UPDATE))), f"A damaged bucket ({way})"
+    )  # fmt: skip
+    assert "checksum" in str(error), (
+        f"The error does not say that a checksum is wrong: {error}. If the transport does not cut the stream by "
+        "`flat_buckets`, give the suite its own `damage`."
+    )
+    weights = bench.weights()
+    for name, tensor in taken:
+        assert torch.equal(tensor.cpu(), weights[name].cpu()), f"'{name}' was given though it is damaged."
 
 
 @contract(catches=("any version taken",))
@@ -190,4 +201,4 @@ def _again(bench: TransportBench, link: WeightTransport, what: str) -> None:
     """Wait until all ranks have come to ``what``, then check that a new link carries a whole update."""
     bench.all_here(what)
     link.close()
-    bench.goes_on()
+    bench.goes_on(f"again-{what}")

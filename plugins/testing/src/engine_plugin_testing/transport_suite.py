@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine_plugin_testing import imports, transport_failures, transport_updates
+from engine_plugin_testing import imports, transport_failures, transport_updates, transport_values
 from engine_plugin_testing.suite import Suite
+from engine_plugin_testing.transport_bench import DAMAGE
 
 LEAST_RANKS = 2
 
 
-class TransportSuite(Suite, modules=(imports, transport_updates, transport_failures)):
+class TransportSuite(Suite, modules=(imports, transport_updates, transport_values, transport_failures)):
     """A suite: the contracts of ``engine_core.contracts.weight_transport.WeightTransport``.
 
     Each rank is a process with one endpoint of the link, as in a run: rank 0 sends, the other ranks receive.
@@ -35,7 +36,7 @@ class TransportSuite(Suite, modules=(imports, transport_updates, transport_failu
     backend: str = "tcp"
     options: Mapping[str, Any] = {}
     soon: Mapping[str, Any] = {"timeout_seconds": 5.0}
-    damage: str = "engine_plugin_testing.transport_damage:after_the_checksum"
+    damage: str = DAMAGE
     device: str = ""
     world_size: int = 4
 

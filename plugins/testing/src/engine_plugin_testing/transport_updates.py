@@ -159,18 +159,3 @@ def an_adapter_alone_arrives_before_the_model_would(bench: TransportBench) -> No
     sent = load_tensors(file)
     assert sorted(sent) == sorted(names), f"Came: {sorted(names)}; sent: {sorted(sent)}."
     same_weights(got, {name: sent[name] for name in names}, "of an adapter")
-
-
-@contract()
-def nothing_is_left_once_it_is_closed(bench: TransportBench) -> None:
-    """After ``close``, twice, on all ends the run's private folder is empty."""
-    link = bench.link()
-    assert link is not None
-    for number in (1, 2):
-        bench.whole(link, bench.weights().items(), WeightUpdate(number, number))
-    bench.all_here("updated")
-    link.close()
-    link.close()
-    bench.all_here("closed")
-    left = sorted(path.name for path in (bench.folder / "private-link").rglob("*"))
-    assert not left, f"After close there is left in the private folder: {left}."

@@ -76,6 +76,7 @@ class VLLMRolloutEngine(RolloutEngine):
         self._paused = False
         self._incomplete = ""  # why the weights are not those of one version
         self._updates = 0  # begun; part of what a cached prefix is found by
+        self._random: Tensor | None = None  # state of torch's generator between two steps on a CPU
 
     def _start(self) -> None:
         prepare_environment()
@@ -230,11 +231,26 @@ class VLLMRolloutEngine(RolloutEngine):
             )
         before = len(self._done)
         for _ in range(steps):
-            with whole():
+            with whole(), self._own_random():
                 finished = self._llm.step()
                 self._done += self._ended([(o.request_id, o.outputs[0]) for o in finished])  # type: ignore[union-attr]
             if len(self._done) > before or not self._running:
                 break
+
+    @contextlib.contextmanager
+    def _own_random(self) -> Iterator[None]:
+        """Leave torch's global random state alone, from which vLLM's CPU sampler draws also for requests with seeds."""
+        if self.context.device.type != "cpu":
+            yield
+            return
+        before = torch.get_rng_state()
+        if self._random is not None:
+            torch.set_rng_state(self._random)
+        try:
+            yield
+        finally:
+            self._random = torch.get_rng_state()
+            torch.set_rng_state(before)
 
     def _ended(self, outputs: Sequence[tuple[str, Any]]) -> list[Rollout]:
         """The rollouts of requests that vLLM is done with. Args: their ids, and what was sampled."""

@@ -1,0 +1,161 @@
+"""Contracts of weights that change, or sleep, under responses in flight, and of what belongs to the caller.
+
+After an update every new token is drawn from the new weights over the whole sequence: keys and values that the old
+weights computed are computed again. Otherwise no version of the weights explains the log-probs of later tokens, which
+``policy_versions`` attributes to one. A sampler that keeps old keys and values says so in the suite's ``unsupported``.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from engine_plugin_testing.contracts import close, contract
+from engine_plugin_testing.reference import LIVELIER
+from engine_plugin_testing.rollout_bench import TEXTS, RolloutBench, response
+from engine_plugin_testing.rollout_draws import chosen, rows_of_response
+from engine_plugin_testing.rollout_partial import LONG, STEPS, STOPS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from engine_core.contracts.engines import RolloutEngine
+    from engine_core.types import Request, Rollout
+
+LATER = {5: 1, 6: 2}  # versions and the seeds of their weights, in the order of the updates
+STORY = "Once upon a time there was a sampler that kept too much of what it knew"  # 71 tokens: several blocks
+
+
+def _requests(bench: RolloutBench, **sampling: Any) -> list[Request]:
+    return bench.requests((*TEXTS, STORY), group=2, max_response_tokens=LONG, **sampling)
+
+
+def _steps(engine: RolloutEngine, count: int) -> list[Rollout]:
+    return [rollout for _ in range(count) if engine.num_unfinished for rollout in engine.step()]
+
+
+def _ended(engine: RolloutEngine, done: list[Rollout], requests: Sequence[Request]) -> list[Rollout]:
+    """Step to the end; return all rollouts, in the order of the requests, each of which is answered once."""
+    done = [*done, *_steps(engine, 2000)]
+    assert sorted(rollout.request_id for rollout in done) == sorted(request.id for request in requests), (
+        "Not every request came back exactly once."
+    )
+    by_id = {rollout.request_id: rollout for rollout in done}
+    return [by_id[request.id] for request in requests]
+
+
+def _check_versions(bench: RolloutBench, modules: dict[int, nn.Module], rollouts: Sequence[Rollout]) -> None:
+    """Assert that each token's log-prob is that of the weights of its version, and that versions only rise."""
+    for rollout in rollouts:
+        versions = rollout.policy_versions[rollout.prompt_length :]
+        about = f"'{rollout.request_id}' ({rollout.finish_reason}, versions {versions.tolist()})"
+        assert rollout.finish_reason != "abort", f"{about} was aborted."
+        assert set(versions.tolist()) <= modules.keys(), f"{about} has versions besides {sorted(modules)}."
+        assert bool((versions.diff() >= 0).all()), f"{about} has versions that fall."
+        found = rollout.rollout_log_probs[rollout.prompt_length :]
+        for version in set(versions.tolist()):
+            at = versions == version
+            expected = chosen(rows_of_response(modules[version], rollout), rollout)
+            close(
+                found[at],
+                expected[at],
+                bench.tolerance,
+                f"log-probs of the tokens of version {version} of {about}",
+            )
+
+
+@contract(
+    capability="pause",
+    catches=(
+        "keys and values of the weights before an update",
+        "the version of an update for tokens before it",
+        "responses in flight that keep the old weights",
+        "responses in flight that begin again",
+    ),
+)
+def weights_change_under_responses_in_flight(bench: RolloutBench) -> None:
+    """Two updates under responses that ``pause("keep")`` has frozen: each token has the version, and the log-prob over its whole prefix, of the weights that drew it; what was sampled stays."""
+    modules = {0: bench.reference(), **{v: bench.reference(bench.model(seed=s)) for v, s in LATER.items()}}
+    engine, requests, rollouts = bench.engine(**STOPS), _requests(bench, temperature=1.0), []
+    for steps in STEPS:
+        engine.add(requests)
+        done = _steps(engine, steps)
+        for version, seed in LATER.items():
+            engine.pause("keep")
+            engine.update_weights(bench.stream(bench.model(seed=seed)), version)
+            engine.resume()
+            done += _steps(engine, steps)
+        rollouts = _ended(engine, done, requests)
+        _check_versions(bench, modules, rollouts)
+        kinds = [set(rollout.policy_versions[rollout.prompt_length :].tolist()) for rollout in rollouts]
+        if set(LATER) & set().union(*(kind for kind in kinds if len(kind) > 1)):
+            break
+        engine.update_weights(bench.stream(bench.model()), 0)
+    else:
+        raise AssertionError(
+            f"No response has tokens of two versions, after {STEPS} steps before each update. A step must be short where "
+            f"config.steps_are_short. {LIVELIER}"
+        )
+    last = max(LATER)
+    _check_versions(
+        bench, {last: modules[last]}, engine.generate(requests)
+    )  # also of prompts that were read before
+
+
+@contract(capability="pause", catches=("responses in flight lost in sleep", "a token changed in sleep"))
+def a_sleep_under_responses_in_flight_changes_nothing(bench: RolloutBench) -> None:
+    """Frozen by ``pause("keep")``, put to sleep and woken (if the spec declares ``sleep``), greedy responses are those of an engine that never slept."""
+    module, engine = bench.reference(), bench.engine(**STOPS)
+    requests = _requests(bench, temperature=0.0)
+    engine.add(requests)
+    done = engine.step()
+    engine.pause("keep")
+    if "sleep" in bench.load_plugins().spec(bench.kind, bench.name).capabilities:
+        engine.sleep()
+        engine.wake()
+    engine.resume()
+    rollouts = _ended(engine, done, requests)
+    _check_versions(bench, {0: module}, rollouts)
+    for request, rollout in zip(requests, rollouts, strict=True):
+        expected = bench.greedy(module, request.prompt.token_ids, LONG)
+        found = response(rollout)[: len(expected)]
+        assert found == expected, f"'{request.id}': {found}; expected {expected}."
+
+
+def _random_states() -> list[Any]:
+    kind, keys, *rest = np.random.get_state()
+    return [torch.get_rng_state().tolist(), [kind, keys.tolist(), rest], random.getstate()]
+
+
+@contract(
+    catches=(
+        "tensors of the stream kept",
+        "tensors of the stream changed",
+        "a prompt's columns changed",
+        "torch seeded globally",
+        "global random numbers taken",
+    )
+)
+def what_is_the_callers_is_left_alone(bench: RolloutBench) -> None:
+    """Weights are copied: their tensors change after ``update_weights`` as in the trainer's next step. Requests with seeds and their prompts stay as they were, and so do the global random states of Python, NumPy and torch."""
+    engine, other = bench.engine(), bench.model(seed=1)
+    module, requests = bench.reference(other), bench.requests(temperature=1.0)
+    before, states, weights = copy.deepcopy(requests), _random_states(), dict(bench.stream(other))
+    engine.update_weights(iter(weights.items()), 1)
+    for name, tensor in bench.stream(other):
+        assert torch.equal(weights[name], tensor), f"'{name}' of the stream was changed by the sampler."
+    for tensor in weights.values():
+        tensor.mul_(-0.5)
+    rollouts = engine.generate(requests)
+    now = _random_states()
+    _check_versions(bench, {1: module}, rollouts)
+    assert requests == before, "Requests were changed by sampling."
+    changed = [
+        name for name, one, two in zip(("torch", "numpy", "random"), states, now, strict=True) if one != two
+    ]
+    assert not changed, f"Sampling with seeds changed the global random state of {', '.join(changed)}."

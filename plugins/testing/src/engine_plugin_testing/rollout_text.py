@@ -1,0 +1,183 @@
+"""Contracts of text: tokens that are not characters, and the ends that stop strings and stop tokens make.
+
+A byte-level tokenizer is made for the second model, in which the tokens of one of its greedy responses are pieces of a known
+text: several characters, a part of one, a space before a full stop. The expected text is put together from the pieces.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from engine_core.types import Prompt, Request, Sampling
+from engine_plugin_testing.contracts import contract
+from engine_plugin_testing.reference import EOS, LETTERS, LIVELIER, PAD, VOCABULARY, logits_of
+from engine_plugin_testing.rollout_bench import RolloutBench, response
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from engine_core.types import Rollout
+
+PIECES = (b" ", b"\xc3", b"\xa9", b" .", b"abc", b" de!")  # together " \u00e9 .abc de!"
+ELSEWHERE = [
+    letter.encode() for letter in LETTERS if letter not in " abcde"
+]  # the pieces of all other tokens
+STARTS = 300  # prompts that are tried for a response of different tokens
+
+
+@dataclass(frozen=True)
+class Story:
+    """A prompt whose greedy response is, token by token, ``PIECES``."""
+
+    prompt: list[int]
+    tokens: list[int]
+    pieces: dict[int, bytes]  # of every token
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Put the pieces of tokens together; a part of a character that is left alone becomes U+FFFD."""
+        return b"".join(self.pieces[token] for token in tokens).decode("utf-8", "replace")
+
+
+@torch.no_grad()
+def _different(bench: RolloutBench, module: nn.Module, prompt: list[int]) -> list[int]:
+    """Return the greedy response up to its end, a token for the second time, or two tokens within ``bench.margin``."""
+    found: list[int] = []
+    while len(found) < len(PIECES):
+        best = logits_of(module, torch.tensor(prompt + found))[-1].topk(2)
+        token = int(best.indices[0])
+        if float(best.values[0] - best.values[1]) < bench.margin or token in (*found, *prompt, EOS, PAD):
+            break
+        found.append(token)
+    return found
+
+
+def _starts() -> Iterator[list[int]]:
+    draws = random.Random(1)
+    for _ in range(STARTS):
+        yield [draws.randrange(2, VOCABULARY) for _ in range(2)]
+
+
+def _story(bench: RolloutBench, module: nn.Module) -> Story:
+    for prompt in _starts():
+        tokens = _different(bench, module, prompt)
+        if len(tokens) == len(PIECES):
+            break
+    else:
+        raise AssertionError(
+            f"The model repeats itself: none of {STARTS} greedy responses begins with {len(PIECES)} different tokens. "
+            f"{LIVELIER}"
+        )
+    others = [token for token in range(2, VOCABULARY) if token not in tokens]
+    pieces = dict(zip(tokens + others, [*PIECES, *ELSEWHERE], strict=True))
+    return Story(prompt, tokens, {PAD: b"", EOS: b"", **pieces})
+
+
+def _tokenizer(story: Story) -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, decoders, models
+
+    words = {"<pad>": PAD, "<eos>": EOS}
+    words |= {"".join(map(_byte, piece)): token for token, piece in story.pieces.items() if piece}
+    made = Tokenizer(models.WordLevel(vocab=words, unk_token="?"))
+    made.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
+    )
+
+
+def _byte(value: int) -> str:
+    """Return the character that stands for a byte in byte-level tokenizers: itself if it is visible."""
+    return chr(value) if 33 <= value <= 126 or value in (0xA9, 0xC3) else chr(256 + value)
+
+
+def _told(bench: RolloutBench) -> tuple[str, Story, nn.Module]:
+    """Return the folder of the second model, its story and its reference; the bench has its tokenizer from now on."""
+    path = bench.second_model()
+    module = bench.reference(path)
+    story = _story(bench, module)
+    bench.tokenizer = _tokenizer(story)
+    return path, story, module
+
+
+def _check(story: Story, rollout: Rollout, expected: Sequence[int], reason: str, what: str) -> None:
+    tokens = response(rollout)
+    text = story.text(expected)
+    assert tokens == list(expected), f"{what}: the response is {story.text(tokens)!r}; expected {text!r}."
+    assert rollout.finish_reason == reason, (
+        f"{what}: finish_reason is '{rollout.finish_reason}'; expected '{reason}'."
+    )
+    assert rollout.text in (text, ""), f"{what}: text is {rollout.text!r}; expected {text!r}."
+
+
+@contract(
+    options=("stop",),
+    catches=(
+        "only the last two characters of a stop string compared",
+        "only the first of several stop strings",
+        "stop strings found in the prompt",
+        "stop tokens ignored where stop strings are given",
+        "a stop at the last token reported as cut",
+        "text without its first space",
+        "text cleaned up",
+        "tokens decoded one by one",
+    ),
+)
+def stop_strings_cross_the_borders_of_tokens(bench: RolloutBench) -> None:
+    """With tokens of several characters and of a part of one, in one batch: text is exact; a response ends with the token that completes the first stop string or is a stop token, also as the last token allowed; what the prompt has ends nothing."""
+    path, story, _ = _told(bench)
+    tokens, prompt = story.tokens, story.text(story.prompt)
+    other = next(token for token in range(2, VOCABULARY) if token not in tokens)
+    cases: list[tuple[int, str, dict[str, Any]]] = [
+        (6, "length", {}),
+        (3, "length", {"max_response_tokens": 3}),
+        (6, "stop", {"stop": ("bc de",)}),
+        (5, "stop", {"stop": ("\u00e9 .a",)}),
+        (3, "stop", {"stop": ("\u00e9",)}),
+        (5, "stop", {"stop": (" \u00e9 .abc",)}),
+        (5, "stop", {"stop": ("never", "e!", ".ab")}),
+        (6, "length", {"stop": (prompt, f"{prompt} ", "xbc", "?e")}),
+        (4, "stop", {"stop": ("bc",), "stop_token_ids": (tokens[3],)}),
+        (5, "stop", {"stop": (".a",), "stop_token_ids": (tokens[5],)}),
+        (5, "stop", {"stop": ("c",), "max_response_tokens": 5}),
+        (5, "stop", {"stop_token_ids": (other, tokens[4]), "max_response_tokens": 5}),
+    ]
+    cases = [case for case in cases if bench.supported(case[2])]
+    requests = []
+    for number, (_, _, changes) in enumerate(cases):
+        sampling = Sampling(**{"temperature": 0.0, "max_response_tokens": len(tokens), **changes})
+        requests.append(
+            Request(f"{number}", Prompt(f"train:{number}", list(story.prompt), prompt), sampling, number)
+        )
+    for (count, reason, changes), rollout in zip(cases, bench.engine(path).generate(requests), strict=True):
+        _check(story, rollout, tokens[:count], reason, str(changes or "nothing asked"))
+
+
+@contract(catches=("an end token as the last one allowed reported as cut",))
+def an_end_token_may_be_the_last_one_allowed(bench: RolloutBench) -> None:
+    """Of 300 short responses those that end with the end of sequence have the reason ``stop``, also where it is the last token allowed; the text of all of them is exact."""
+    path, story, module = _told(bench)
+    with torch.no_grad():
+        starts = list(itertools.islice(_starts(), 40))
+        likely = [float(logits_of(module, torch.tensor(ids))[-1].div(2.0).softmax(-1)[EOS]) for ids in starts]
+    prompt = Prompt("train:0", starts[likely.index(max(likely))], "any")
+    requests = [
+        Request(
+            f"{seed}", prompt, Sampling(temperature=2.0, max_response_tokens=1 + seed % 3, seed=seed), 0, seed
+        )
+        for seed in range(300)
+    ]
+    last = 0
+    for request, rollout in zip(requests, bench.engine(path).generate(requests), strict=True):
+        tokens, most = response(rollout), request.sampling.max_response_tokens
+        ended = tokens[-1] == EOS
+        last += ended and len(tokens) == most
+        assert ended or len(tokens) == most, f"A response is cut after {len(tokens)} of {most} tokens."
+        if "\ufffd" not in story.text(tokens):
+            _check(story, rollout, tokens, "stop" if ended else "length", f"{len(tokens)} of {most} tokens")
+    assert last, f"None of 300 responses ended with its last token allowed. {LIVELIER}"
