@@ -316,6 +316,10 @@ def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | No
         request.prompt.id, request.group_id, request.index,
     ):  # fmt: skip
         raise _broken(engine, f"gave '{name}' the prompt, the group or the index of another request")
+    if bool((rollout.token_ids < 0).any()):
+        raise _broken(engine, f"gave '{name}' a token id below 0")
+    if not isinstance(rollout.text, str):
+        raise _broken(engine, f"gave '{name}' a text of type {type(rollout.text).__name__}, expected str")
     prompt = request.prompt.token_ids
     if rollout.token_ids[: len(prompt)].tolist() != prompt:
         raise _broken(engine, f"returned '{name}' with another prompt than was asked")

@@ -94,6 +94,11 @@ def spoiled(change):
             "a policy version below 0 or above its own 0",
         ),
         (spoiled(lambda r: dataclasses.replace(r, group_id=7)), "the group or the index of another request"),
+        (spoiled(lambda r: dataclasses.replace(r, text=None)), "a text of type NoneType, expected str"),
+        (
+            spoiled(lambda r: dataclasses.replace(r, token_ids=r.token_ids - 10**6 * r.loss_mask)),
+            "a token id below 0",
+        ),
         (spoiled(lambda r: dataclasses.replace(r, index=7)), "the group or the index of another request"),
         (
             spoiled(lambda r: dataclasses.replace(r, prompt=dataclasses.replace(r.prompt, id="train:9"))),
