@@ -25,9 +25,11 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 _known: set[str] = set()  # the secrets of all redactors of this process
 
 _WORD = r"(^|[_-])(token|key|apikey|secret|pgpassword|password|passwd|passphrase|sshpass|credentials?|authorization)"
-_ENV_NAME = re.compile(_WORD + "(_|$)|_(pat|auth)$", re.IGNORECASE)  # any word of it
+_ENV_NAME = re.compile(_WORD + "(_|$)|(^|_)(pat|auth)$|_pwd$", re.IGNORECASE)  # any word of it
 _CONFIG_KEY = re.compile(_WORD + "$", re.IGNORECASE)  # the last word: `stop_token_ids` is no secret
-_URL_PASSWORD = re.compile(r"\w://[^/\s:@]*:([^/\s@]+)@")
+_URL_PASSWORD = re.compile(r"\w://[^/\s:@]*:(?!\d+/)(\S+?)@[^/\s@]+(?:[/\s?#]|$)")  # `/` and `@` may be in it
+_HEADER = re.compile(r"(?:authorization|x-api-key)\s*:\s*(.+)", re.IGNORECASE)
+_HUMP = re.compile(r"(?<=[a-z])(?=[A-Z])")  # `accessToken` is access_Token
 
 
 class Redactor:
@@ -102,7 +104,8 @@ def secrets_in(config: Mapping[str, Any]) -> Iterator[str]:
         elif isinstance(value, list | tuple):
             yield from secrets_in({str(i): item for i, item in enumerate(value)})
         elif isinstance(value, str):
-            if _CONFIG_KEY.search(str(key)):
-                yield value
+            header = _HEADER.fullmatch(value)
+            if header or _CONFIG_KEY.search(_HUMP.sub("_", str(key))):
+                yield value if header is None else header[1]
                 yield value.rpartition(" ")[2]  # of "Bearer abc"
             yield from _URL_PASSWORD.findall(value)

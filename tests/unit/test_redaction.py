@@ -11,14 +11,16 @@ from engine_core.redaction import Redactor, harmless, show_uncaught
     "name",
     [
         "HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "token", "GOOGLE_CREDENTIALS", "PGPASSWORD",
-        "SSHPASS", "GITHUB_PAT", "NPM_AUTH",
+        "SSHPASS", "GITHUB_PAT", "NPM_AUTH", "AUTH", "MYSQL_PWD",
     ],
 )  # fmt: skip
 def test_the_values_of_secret_variables_are_replaced(name):
     assert Redactor.of(env={name: "abc123xyz"})("see https://abc123xyz@host") == "see https://[redacted]@host"
 
 
-@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "KEYBOARD", "MONKEY", "HOME", "PATH", "AUTHOR"])
+@pytest.mark.parametrize(
+    "name", ["TOKENIZERS_PARALLELISM", "KEYBOARD", "MONKEY", "HOME", "PATH", "AUTHOR", "PWD", "OLDPWD"]
+)
 def test_the_values_of_others_are_not(name):
     assert Redactor.of(env={name: "abc123xyz"})("abc123xyz") == "abc123xyz"
 
@@ -28,14 +30,34 @@ def test_short_values_are_not_looked_for():
 
 
 def test_secret_keys_of_a_config_are_found_at_any_depth():
-    config = {"a": [{"api_key": "deep-secret"}], "rollout": {"stop_token_ids": ["not-a-secret"]}}
-    assert Redactor.of(config, env={})("deep-secret not-a-secret") == "[redacted] not-a-secret"
+    config = {
+        "a": [{"api_key": "deep-secret"}, {"accessToken": "camel-secret"}],
+        "rollout": {"stop_token_ids": ["not-a-secret"]},
+    }
+    redact = Redactor.of(config, env={})
+    assert redact("deep-secret camel-secret not-a-secret") == "[redacted] [redacted] not-a-secret"
 
 
 def test_passwords_in_urls_are_replaced_in_the_environment_and_in_a_config():
     config = {"mine": {"server": "https://me:from-config@host/x"}}
     redact = Redactor.of(config, env={"DATABASE_URL": "postgres://me:from-env@host:5432/x"})
     assert redact("from-config, postgres://me:from-env@host") == "[redacted], postgres://me:[redacted]@host"
+
+
+@pytest.mark.parametrize("password", ["with/slash", "with@sign", "p4ss:word"])
+def test_a_password_in_a_url_may_have_any_character_but_space(password):
+    redact = Redactor.of(env={"DATABASE_URL": f"postgres://me:{password}@host:5432/x"})
+    assert redact(f"password {password}!") == "password [redacted]!"
+
+
+def test_an_address_without_a_password_is_no_secret():
+    redact = Redactor.of(env={"INDEX": "https://hub.example:8443/models@main/files"})
+    assert redact("8443/models@main") == "8443/models@main"
+
+
+def test_headers_in_a_list_are_replaced():
+    redact = Redactor.of({"headers": ["Authorization: Bearer abc123xyz", "Accept: text/html"]}, env={})
+    assert redact("abc123xyz Bearer abc123xyz text/html") == "[redacted] [redacted] text/html"
 
 
 def test_headers_of_a_config_are_replaced_with_and_without_their_scheme():
