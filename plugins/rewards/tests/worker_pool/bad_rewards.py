@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import mmap
 import os
 import re
 import subprocess
@@ -28,6 +29,9 @@ def where(completion):
 def imported(completion):
     """Return how many of the heavy libraries this process has imported."""
     return float(sum(name in sys.modules for name in ("torch", "transformers", "datasets", "numpy")))
+
+
+KEPT = []
 
 
 def misbehave(completion):
@@ -60,6 +64,8 @@ def misbehave(completion):
             time.sleep(60)
         case ["allocate"]:
             return float(len(bytearray(8 * 10**9)))
+        case ["keep"]:
+            KEPT.append(mmap.mmap(-1, 10**9))  # address space, which is limited; no page is touched
         case ["nan"]:
             return float("nan")
         case ["none"]:

@@ -59,7 +59,7 @@ def test_two_hanging_samples_of_a_function_in_plural_form_are_found(runner, roll
         ("exit", "its worker exited with status 3", True),
         ("_exit", "its worker exited with status 4", True),
         ("segfault", "its worker was killed by SIGSEGV", True),
-        ("allocate", "MemoryError", False),
+        ("allocate", "MemoryError", True),
         ("input", "EOFError", False),
         ("nan", "must give a finite number for each sample, got nan", False),
     ],
@@ -75,6 +75,16 @@ def test_a_failing_sample_is_told_and_the_others_are_scored(survivor, rollouts, 
     assert (metrics[f"reward/{name}/restarts"] > 0) is restarts
     assert told in caplog.text
     assert "train:2" in caplog.text
+
+
+def test_a_worker_that_kept_memory_until_none_was_left_is_replaced(runner, rollouts):
+    one = runner("misbehave", max_memory_gb=4, workers=1, max_failure_share=1.0)
+    metrics = one.score(rollouts(*["keep"] * 4, "allocate", "a"), 1)
+    assert metrics["reward/misbehave/restarts"] == 1
+    scored = rollouts("keep", "keep")
+    metrics = one.score(scored, 2)
+    assert values(scored) == [4.0, 4.0]
+    assert metrics["reward/failures"] == metrics["reward/misbehave/restarts"] == 0
 
 
 @pytest.mark.parametrize("what", ["print", "fork"])

@@ -66,6 +66,7 @@ class Worker(ChildProcess):
 
     def __init__(self, order: Mapping[str, Any], attempt: int = 1) -> None:
         self.attempt, self.ready = attempt, False
+        self.starved = False  # whether it ran out of memory, so that later samples could fail for what it has kept
         self.job: Sequence[int] | None = None  # positions of the samples of its request
         self.since = time.monotonic()  # when the request was sent, or the last message came
         self.messages: deque[dict[str, Any] | None] = deque()  # None: the worker has ended
@@ -165,6 +166,10 @@ class Pool:
                     self._answer(worker, message, on_failure)
             if dead or self._late(worker):
                 self._bury(worker, on_failure)
+            elif worker.starved and worker.job is None:
+                worker.kill()
+                self.workers.remove(worker)
+                self.restarts += 1
             elif worker.ready and worker.job is None and self.queue:
                 self._give(worker, self.queue.popleft())
         while len(self.workers) < self.size:
@@ -198,10 +203,13 @@ class Pool:
         elif "done" in message:
             self._blame(worker, Outcome(None, "error", "its worker left it out"), on_failure)
             worker.job = None
-        elif message["at"] is None:
-            self._blame(worker, Outcome(**message["outcome"]), on_failure)
-        elif worker.job:
-            self._settle(worker.job[message["at"]], Outcome(**message["outcome"]), on_failure)
+        else:
+            outcome = Outcome(**message["outcome"])
+            worker.starved |= outcome.message.startswith("MemoryError")
+            if message["at"] is None:
+                self._blame(worker, outcome, on_failure)
+            elif worker.job:
+                self._settle(worker.job[message["at"]], outcome, on_failure)
 
     def _bury(self, worker: Worker, on_failure: OnFailure) -> None:
         if not (late := self._late(worker)):
