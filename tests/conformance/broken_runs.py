@@ -6,6 +6,7 @@ import math
 import pickle
 import shutil
 import zipfile
+from concurrent.futures import Future
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,11 @@ from data_parallel_engine import DataParallelEngine
 from engine_core.types import LossCall
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.weights import places, published_weights
+
+
+class LearnsWatched(TorchEngine):
+    def _outputs(self, micro, grad, watched=()):
+        return super()._outputs(micro, (*grad, *watched))
 
 
 class Outputs(TorchEngine):
@@ -303,6 +309,17 @@ class SavesOnce(TorchEngine):
         for file in self.first.iterdir() if self.first != folder else ():
             shutil.copy(file, folder)
         return done
+
+
+class SavesLate(TorchEngine):
+    def save(self, folder):
+        engine = super()
+
+        class Late(Future):
+            def result(self, timeout=None):
+                return engine.save(folder).result()
+
+        return Late()
 
 
 class ExportsOnce(TorchEngine):

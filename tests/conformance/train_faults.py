@@ -3,6 +3,7 @@
 RUN_FAULTS = [
     (1, "EntropyDetached", "the entropy without its gradient", "gradients_of_other_outputs_equal_the_reference"),
     (1, "RestTooSteep", "the gradient of the rest without the temperature", "gradients_of_other_outputs_equal_the_reference"),
+    (1, "LearnsWatched", "a gradient through an output that is only watched", "gradients_of_other_outputs_equal_the_reference"),
     (1, "WholeGradient", "the gradient over the whole vocabulary with a support", "the_gradient_over_a_support_equals_the_reference"),
     (1, "BetasExchanged", "moments exchanged", "several_steps_equal_an_independent_optimizer"),
     (1, "Uncorrected", "moments without their correction", "several_steps_equal_an_independent_optimizer"),
@@ -37,6 +38,7 @@ RUN_FAULTS = [
     (1, "KeepsMoments", "moments kept over a load", "a_state_replaces_all_of_an_engine_that_trained"),
     (1, "KeepsStepCount", "the step count kept over a load", "a_state_replaces_all_of_an_engine_that_trained"),
     (1, "SavesOnce", "a second save of the first weights", "a_state_replaces_all_of_an_engine_that_trained"),
+    (1, "SavesLate", "a state that is read after the next step", "a_state_replaces_all_of_an_engine_that_trained"),
     (1, "ExportsOnce", "a second export of the first weights", "a_state_replaces_all_of_an_engine_that_trained"),
     (1, "OldPickle", "a pickle of protocol 0", "state_holds_no_pickle"),
     (1, "NewPickle", "a pickle of protocol 5", "state_holds_no_pickle"),

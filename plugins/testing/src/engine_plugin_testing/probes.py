@@ -45,7 +45,7 @@ def pairs(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str
 
 def coefficients(loss: LossCall) -> set[str]:
     """Return the names of the columns that scale the objective ``probe``."""
-    return {f"probe/{name}" for name in loss.outputs}
+    return {f"probe/{name}" for name in (*loss.outputs, *loss.watched)}
 
 
 def offer(plugins: PluginSet) -> None:

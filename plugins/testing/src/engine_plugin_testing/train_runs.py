@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,14 @@ if TYPE_CHECKING:
 
     from engine_core.types import Batch
 
-LONG = (120, 97, 64, 5, 33, 81)  # 400 tokens: more than one chunk, window or block of most kernels
+LONG = (
+    120,
+    97,
+    64,
+    33,
+    81,
+    *(5, 3, 4) * 12,
+)  # 539 tokens: more than one chunk, window or block of most kernels
 ODD = (9, 31, 4, 7, 12)
 
 RUNS: tuple[tuple[dict[str, Any], int], ...] = (
@@ -56,31 +64,44 @@ def _probed(batch: Batch, *names: str) -> Batch:
     if "probe/log_probs_at" in columns:
         columns["probe/log_probs_at"] = torch.randn(total, 6, generator=generator)
     columns |= {"candidate_ids": ids, "probe/metric": torch.randn(total, generator=generator)}
-    return batch.with_columns(columns | ({"support_ids": support} if names == ("log_probs",) else {}))
+    return batch.with_columns(columns | {"support_ids": support})
 
 
-@contract(catches=("the entropy without its gradient", "the gradient of the rest without the temperature"))
+@contract(
+    catches=(
+        "the entropy without its gradient",
+        "the gradient of the rest without the temperature",
+        "a gradient through an output that is only watched",
+    )
+)
 def gradients_of_other_outputs_equal_the_reference(bench: TrainBench) -> None:
-    """The gradients of ``entropy``, ``sum_pi_squared``, ``log_probs_at`` and ``log_rest`` are those of an independent float64 autograd."""
+    """The gradients of ``entropy``, ``sum_pi_squared``, ``log_probs_at`` and ``log_rest`` are those of an independent float64 autograd; an output in ``watched`` has none."""
     _compare_gradients(bench, ("entropy", "sum_pi_squared"))
     _compare_gradients(bench, ("log_probs_at", "log_rest"))
+    _compare_gradients(bench, ("log_probs",), watched=("entropy",), support=False)
 
 
 @contract(capability="support", catches=("the gradient over the whole vocabulary with a support",))
 def the_gradient_over_a_support_equals_the_reference(bench: TrainBench) -> None:
     """With ``support_ids`` the gradient of ``log_probs`` is that of ``log (p[token] / sum of p over the support)``."""
-    _compare_gradients(bench, ("log_probs",))
+    _compare_gradients(bench, ("log_probs",), support=True)
 
 
-def _compare_gradients(bench: TrainBench, names: tuple[str, ...]) -> None:
+def _compare_gradients(
+    bench: TrainBench, outputs: tuple[str, ...], watched: tuple[str, ...] = (), support: bool = False
+) -> None:
+    names = (*outputs, *watched)
     batch = _probed(bench.batch(temperature=0.7), *names)
+    if not support:
+        batch.tokens.pop("support_ids")
     module = bench.reference()
     expected = probe_outputs(module, batch, names)
+    expected |= {name: expected[name].detach() for name in watched}
     loss = torch.stack([(batch[f"probe/{name}"] * expected[name]).sum() for name in names]).sum()
     gradient = gradient_of(module, loss)
     size = 1 / norm_of(gradient)  # near 1, so that AdamW's first step shows it
     batch = batch.with_columns({f"probe/{name}": size * batch[f"probe/{name}"] for name in names})
-    found, trained, _ = bench.measured(batch, LossCall(PROBE, outputs=names), budget=24)
+    found, trained, _ = bench.measured(batch, LossCall(PROBE, outputs=outputs, watched=watched), budget=24)
     what = " and ".join(names)
     same_direction(
         found, {n: size * g for n, g in gradient.items()}, bench.gradient_tolerance, f"gradient of {what}"
@@ -216,7 +237,7 @@ def other_models_are_as_right_as_the_first(bench: TrainBench) -> None:
     catches=("a window of attention", "the last row of a chunk dropped", "a sequence cut to a maximum length")
 )
 def long_packs_equal_the_reference(bench: TrainBench) -> None:
-    """A pack of 400 tokens with a sequence of 120, and the same in two micro-batches, have the outputs and the gradient of the reference."""
+    """A pack of 539 tokens in 41 sequences, the longest of 120, and the same in micro-batches, have the outputs and the gradient of the reference."""
     batch = bench.batch(LONG, seed=2)
     module = bench.reference()
     expected = gradient_of(module, nll_loss(module, batch))
@@ -317,7 +338,8 @@ def what_is_passed_and_given_stays_as_it_is(bench: TrainBench) -> None:
     share = bench.share(engine, batch)[1]
     tokens = {name: value.clone() for name, value in share.tokens.items()}
     ids, lengths = share.token_ids.clone(), share.lengths.clone()
-    state = torch.get_rng_state(), random.getstate()
+    numpy: Any = sys.modules["numpy"]  # imported by transformers
+    state = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
     engine.infer(share, ["log_probs", "entropy"])
     engine.forward_backward(share, NLL)
     engine.forward_backward(share, LossCall(PROBE))
@@ -336,3 +358,4 @@ def what_is_passed_and_given_stays_as_it_is(bench: TrainBench) -> None:
     assert share.temperature == 0.8, f"The batch's temperature is changed to {share.temperature}."
     assert torch.equal(torch.get_rng_state(), state[0]), "A step draws from torch's generator."
     assert random.getstate() == state[1], "A step draws from Python's generator."
+    assert numpy.random.get_state()[1].tolist() == state[2], "A step draws from numpy's generator."

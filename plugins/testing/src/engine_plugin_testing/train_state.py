@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import pickletools
+import tarfile
 import zipfile
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,7 @@ def a_resumed_run_continues_exactly(bench: TrainBench) -> None:
         "moments kept over a load",
         "the step count kept over a load",
         "a second save of the first weights",
+        "a state that is read after the next step",
         "a second export of the first weights",
     )
 )
@@ -66,13 +68,16 @@ def a_state_replaces_all_of_an_engine_that_trained(bench: TrainBench) -> None:
     """The second ``save`` and ``export`` are of their time as the first; an engine that has trained otherwise loads each, and continues as the run did."""
     batch, optim = bench.batch(), {**OPTIM, "max_grad_norm": 0.05}
     straight = bench.engine(optim=optim)
-    states = []
+    states, saved = [], []
     for number in range(4):
         bench.step(straight, batch)
         states.append(bench.weights(straight))
         if number in (0, 2):
-            straight.save(bench.folder / f"state-{number}").result()
+            saved.append(straight.save(bench.folder / f"state-{number}"))
             straight.export(bench.folder / f"export-{number}")
+        elif number == 3:  # a step later
+            for done in saved:
+                done.result()
     bench.barrier()
     used, other = bench.engine(optim=optim, path=bench.model(seed=1)), bench.batch((9, 31, 4), seed=7)
     for number in (2, 0):
@@ -167,7 +172,7 @@ def _is_safetensors(data: bytes) -> bool:
 
 
 def _holds_pickle(data: bytes) -> bool:
-    """Return whether data is a pickle of any protocol, alone or compressed or at its beginning, or a zip that holds one."""
+    """Return whether data is a pickle of any protocol, alone or compressed or at its beginning, or an archive that holds one."""
     for magic, unpack in (
         (b"\x1f\x8b", gzip.decompress),
         (b"BZh", bz2.decompress),
@@ -176,8 +181,12 @@ def _holds_pickle(data: bytes) -> bool:
         if data.startswith(magic):
             return _holds_pickle(unpack(data))
     if zipfile.is_zipfile(io.BytesIO(data)):
-        with zipfile.ZipFile(io.BytesIO(data)) as members:
-            return any(_holds_pickle(members.read(name)) for name in members.namelist())
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            return any(_holds_pickle(archive.read(name)) for name in archive.namelist())
+    if tarfile.is_tarfile(io.BytesIO(data)):
+        with tarfile.open(fileobj=io.BytesIO(data)) as members:
+            found = [members.extractfile(member) for member in members if member.isfile()]
+            return any(_holds_pickle(file.read()) for file in found if file is not None)
     if _is_safetensors(data):  # its first byte may be an opcode
         return False
     seen = 0
@@ -198,7 +207,7 @@ def _holds_pickle(data: bytes) -> bool:
     )
 )
 def state_holds_no_pickle(bench: TrainBench) -> None:
-    """No file that ``save`` writes is a pickle, or a zip of one."""
+    """No file that ``save`` writes is a pickle of any protocol, or an archive that holds one."""
     engine = bench.engine()
     bench.step(engine, bench.batch())
     engine.save(bench.folder / "state").result()
