@@ -72,6 +72,24 @@ def first_letter(completion):
     return float(completion[0] == "4")
 
 
+def shifted(completions, answer):
+    """Beyond the sixty-fourth the answer of the row before."""
+    return [float(text == answer[i - (i >= 64)]) for i, text in enumerate(completions)]
+
+
+def remembers(completion, answer, known={}):  # noqa: B006 (it is the fault)
+    return known.setdefault(completion, float(completion == answer))
+
+
+def tires(completion, answer, scored=[]):  # noqa: B006 (it is the fault)
+    scored.append(completion)
+    return float(completion == answer and len(scored) <= 100)
+
+
+def first_row(completions, answer):
+    return [float(text == answer[0 if len(completions) > 8 else i]) for i, text in enumerate(completions)]
+
+
 class Undocumented(Options):
     most: int = 3
 
@@ -86,7 +104,7 @@ def short(completion, most=3):
 
 @hookimpl
 def engine_rewards():
-    functions = (one_number, draws, first_wins, strips, first_letter)
+    functions = (one_number, draws, first_wins, strips, first_letter, shifted, remembers, tires, first_row)
     return {
         **{function.__name__: Reward(load=function) for function in functions},
         "undocumented": Reward(load=short, config=Undocumented),

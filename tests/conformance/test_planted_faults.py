@@ -43,6 +43,11 @@ class Rewards(RewardSuite):
     examples = [(" 4.", 1.0), ("4", 1.0), ("5", 0.0)]
 
 
+class Rows(RewardSuite):
+    plugins = ["broken_plugin.py"]
+    examples = [({"completion": text, "answer": answer}, float(text == answer)) for text, answer in ("44", "56", "77")]
+
+
 class Advantages(AdvantageSuite):
     plugins = ["broken_algorithms.py"]
     examples = [([[0.0, 1.0], [1.0, 3.0]], [[-0.5, 0.5], [-1.0, 1.0]])]
@@ -212,6 +217,10 @@ FAULTS = [
     (Rewards, "strips", "changes its inputs", "inputs_are_left_alone"),
     (Rewards, "first_letter", "fails on an empty completion", "any_text_gets_a_value"),
     (Rewards, "undocumented", "an option without a docstring", "options_are_documented_and_checked"),
+    (Rows, "shifted", "rows beyond the sixty-fourth shifted", "rows_of_a_large_batch_stay_apart"),
+    (Rows, "remembers", "the value of another row with the same text", "rows_of_a_large_batch_stay_apart"),
+    (Rows, "tires", "a value that depends on how many were scored", "rows_of_a_large_batch_stay_apart"),
+    (Rows, "first_row", "the first row for all", "rows_of_a_large_batch_stay_apart"),
     (Advantages, "negated", "advantages of the wrong sign", "values_are_right"),
     (Advantages, "everywhere", "advantages of prompt tokens", "tokens_outside_the_mask_get_0"),
     (Advantages, "of_all", "invalid rollouts in the statistics", "invalid_rollouts_do_not_count"),

@@ -16,7 +16,8 @@ from engine_core.rewards.signatures import Outcome, RewardFunction, arguments, e
 from engine_core.types import Prompt, Rollout
 from engine_plugin_testing.bench import Bench
 
-OWN_KEYS = ("completion", "prompt", "completion_ids", "response_length", "finish_reason")
+OF_RESPONSE = ("completion", "completion_ids", "response_length", "finish_reason")
+OWN_KEYS = ("prompt", *OF_RESPONSE)
 
 Sample = Mapping[str, Any]
 

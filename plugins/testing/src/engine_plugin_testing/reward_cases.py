@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
+import random
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
 from engine_plugin_testing.contracts import contract
+from engine_plugin_testing.reward_bench import OF_RESPONSE
 
 if TYPE_CHECKING:
-    from engine_plugin_testing.reward_bench import RewardBench
+    from engine_plugin_testing.reward_bench import RewardBench, Sample
 
+MANY = 150  # samples of a large batch
+SECONDS = 1.5  # that one call with a large batch may take; of a slow reward the batch is smaller
 Values = Sequence[float | None]
 STRANGE = (
     "",
@@ -81,6 +87,57 @@ def order_and_company_do_not_matter(bench: RewardBench) -> None:
     for i, (doubled, alone) in enumerate(zip(rest[:count], rest[count:], strict=True)):
         _same(alone, split[i], f"Example {i} alone")
         _same(doubled, split[i] * 2, f"Example {i} next to a copy of itself")
+
+
+@contract(
+    catches=(
+        "rows beyond the sixty-fourth shifted",
+        "the value of another row with the same text",
+        "a value that depends on how many were scored",
+        "the first row for all",
+    )
+)
+def rows_of_a_large_batch_stay_apart(bench: RewardBench) -> None:
+    """In 150 samples of one call the responses of all examples meet the rows of all examples: each gets the value that it gets in small calls, in the opposite order, in this process and in others that have scored nothing before."""
+    units = _crossed(bench)
+    parts = [units[at : at + 7] for at in range(0, len(units), 7)]
+    found = _scored(bench, [part[::-1] for part in parts[::-1]], workers=1)
+    small = [values for part in found for values in part][::-1]
+    for workers in (0, 1):
+        large = _scored(bench, [units], workers)[0]
+        for (group, values), alone in zip(zip(units, large, strict=True), small, strict=True):
+            _same(values, alone, f"{str(group[0])[:120]} among {len(units)} samples, against calls of 7")
+
+
+def _crossed(bench: RewardBench) -> list[list[Sample]]:
+    """Return groups of samples: responses with the rows of other examples first, the examples last; ``MANY`` if time allows."""
+    samples, groups = bench.samples()
+    bench.score(samples, groups)
+    start = time.perf_counter()
+    bench.score(samples, groups)
+    count = min(MANY, int(len(samples) * SECONDS / max(time.perf_counter() - start, 1e-6)))
+    examples = [group for group, _ in bench.examples]
+    singles, units = [group[0] for group in examples if len(group) == 1], []
+    for one, other in itertools.permutations(singles, 2):
+        row = {key: value for key, value in other.items() if key not in OF_RESPONSE}
+        units.append([{**row, **{key: one[key] for key in OF_RESPONSE if key in one}}])
+    more = itertools.islice(itertools.cycle(units + examples), max(0, count - len(units) - len(examples)))
+    between = list(more)
+    random.Random(5).shuffle(between)
+    return [*units, *between, *examples]
+
+
+def _scored(bench: RewardBench, calls: Sequence[Sequence[list[Sample]]], workers: int) -> list[list[Values]]:
+    """Score each call's groups in a new runner; return the values of each group."""
+    given = [
+        ([sample for group in units for sample in group], [i for i, group in enumerate(units) for _ in group])
+        for units in calls
+    ]
+    found = []
+    for units, values in zip(calls, bench.score_each(given, workers), strict=True):
+        left = iter(values)
+        found.append([list(itertools.islice(left, len(group))) for group in units])
+    return found
 
 
 @contract(catches=("changes its inputs",))

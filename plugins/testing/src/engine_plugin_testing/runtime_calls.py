@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_core.types import LossCall
+from engine_core.types import Batch, LossCall, Sampling, TrainOutput
 from engine_plugin_testing.contracts import contract
-from engine_plugin_testing.runtime_probe import WEIGHTS
+from engine_plugin_testing.runtime_probe import METRICS, WEIGHTS, described, full_rollout
 
 if TYPE_CHECKING:
     from engine_plugin_testing.runtime_bench import RuntimeBench
@@ -45,14 +47,24 @@ def calls_are_carried_out_in_the_order_in_which_they_were_sent(bench: RuntimeBen
         assert found == expected, f"rank {rank}: {found[:20]} ..."
 
 
-@contract()
+@contract(catches=("metrics rounded to float32", "the number of micro-batches lost"))
 def values_cross_exactly(bench: RuntimeBench) -> None:
-    """Floats, infinities, the smallest float and truth values come back as they were returned."""
-    _, groups, _ = bench.shared
+    """Floats, infinities, the smallest float and truth values come back as they were returned; a loss arrives as it was sent."""
+    _, groups, journal = bench.shared
     batch = bench.batch(LENGTHS)
-    output = groups["actor"].call("forward_backward", batch, loss=LossCall("nll")).result()
-    assert output.loss == 0.1 + 0.2, output
-    assert output.metrics == {"tiny": 5e-324}, output
+    options = {
+        "clip": (0.1 + 0.2, -math.inf),
+        "on": True,
+        "of": None,
+        "names": ["\u00e9"],
+        "table": {"a": 2**60},
+    }
+    loss = LossCall("policy", options, ("log_probs", "entropy"), ("values",))
+    output = groups["actor"].call("forward_backward", batch, loss=loss).result()
+    for lines in bench.written(journal, "actor", "forward_backward"):
+        found = _untupled(lines[-1]["loss"])
+        assert found == _untupled(described(loss)), found
+    assert described(output) == described(TrainOutput(0.1 + 0.2, dict(METRICS), 3)), output
     step = groups["actor"].call("optimizer_step").result()
     assert (math.inf, 0.25, True) == (step.grad_norm, step.lr, step.skipped), step
 
@@ -71,6 +83,98 @@ def a_batch_is_shared_out_once_and_put_back_in_order(bench: RuntimeBench) -> Non
     assert all(len(entry) == 1 for entry in lines), lines
     shared_out = sorted(length for entry in lines for length in entry[0]["lengths"])
     assert shared_out == sorted(LENGTHS), lines
+
+
+@contract(
+    catches=(
+        "keep_together lost",
+        "columns rounded to float32",
+        "the temperature of a batch lost",
+        "columns with K values cut",
+    )
+)
+def every_column_of_a_batch_crosses(bench: RuntimeBench) -> None:
+    """Columns of every type, per token with one value and with K, per sequence, ``keep_together``, ``temperature`` and ``top_k`` arrive to the bit, whole or as a rank's own sequences; sequences with one ``keep_together`` id are on one rank; outputs come back in the batch's order."""
+    _, groups, journal = bench.shared
+    whole = _full_batch(bench)
+    for split in ("all", "dp"):
+        before = [len(lines) for lines in bench.written(journal, "ref", "columns")] or [0] * bench.world_size
+        found = groups["ref"].call("infer", whole, split=split, outputs=("columns",)).result()
+        lines = [lines[n] for lines, n in zip(bench.written(journal, "ref", "columns"), before, strict=True)]
+        assert (
+            split == "all"
+            or sorted(n for line in lines for n in line["together"]) == whole.keep_together.tolist()
+        ), f"keep_together of the ranks: {[line['together'] for line in lines]}."
+        for rank, line in enumerate(lines):
+            own = [i for i, id in enumerate(whole.keep_together.tolist()) if id in line["together"]]
+            expected = _sequences(whole, own)
+            assert sorted(line["together"]) == [int(whole.keep_together[i]) for i in own], (
+                f"{split}: sequences that belong together were separated: rank {rank} has {line['together']}."
+            )
+            assert line["batch"] in [
+                _json(described(_sequences(whole, order))) for order in _orders(own, line, whole)
+            ], (
+                f"{split}: rank {rank} received {line['batch']}; expected {described(expected)} or another order."
+            )
+        for name, column in whole.tokens.items():
+            assert described(found[name]) == described(column), (
+                f"{split}: '{name}' came back as {found[name]}."
+            )
+
+
+def _full_batch(bench: RuntimeBench) -> Batch:
+    """Return sequences in pairs that belong together, with columns of every type."""
+    batch = bench.batch([7, 1, 12, 3, 3, 9, 5, 2])
+    at = batch.token_ids
+    tokens = {
+        "bits": at % 3 == 0,
+        "double": at.double() / 3,
+        "half": at.bfloat16() / 7,
+        "odd": torch.tensor([math.nan, math.inf, -math.inf, -0.0])[at % 4],
+        "ids": torch.stack([at, -at, at + 2**30], 1).int(),
+        "small": (at - 20).to(torch.int8),
+    }
+    together = torch.arange(len(batch)) // 2
+    sequences = {"rewards": together.double() / 7, "valid": together % 2 == 0, "group_ids": together + 2**40}
+    return dataclasses.replace(
+        batch, tokens=tokens, sequences=sequences, temperature=0.7, keep_together=together, top_k=3
+    )
+
+
+def _sequences(batch: Batch, chosen: list[int]) -> Batch:
+    """Return some sequences of a batch, put together one by one."""
+    parts = {name: column.split(batch.lengths.tolist()) for name, column in batch.tokens.items()}
+    ids = batch.token_ids.split(batch.lengths.tolist())
+    return dataclasses.replace(
+        batch,
+        token_ids=torch.cat([ids[i] for i in chosen]) if chosen else batch.token_ids[:0],
+        lengths=batch.lengths[chosen],
+        tokens={
+            name: torch.cat([column[i] for i in chosen]) if chosen else batch.tokens[name][:0]
+            for name, column in parts.items()
+        },
+        sequences={name: column[chosen] for name, column in batch.sequences.items()},
+        keep_together=None if batch.keep_together is None else batch.keep_together[chosen],
+    )
+
+
+def _orders(own: list[int], line: dict[str, Any], batch: Batch) -> list[list[int]]:
+    """Return the orders of a rank's sequences, of which it knows the ids, in which pairs are in either order."""
+    assert batch.keep_together is not None
+    ids = batch.keep_together.tolist()
+    orders: list[list[int]] = [[]]
+    for id in line["together"]:
+        orders = [[*order, i] for order in orders for i in own if ids[i] == id and i not in order]
+    return orders
+
+
+def _json(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _untupled(value: Any) -> Any:
+    """Return a description in which tuples are lists, as JSON has them."""
+    return json.loads(json.dumps(value).replace('"tuple"', '"list"'))
 
 
 @contract()
@@ -112,6 +216,54 @@ def rollouts_come_in_the_order_of_their_requests(bench: RuntimeBench) -> None:
         assert rollout.token_ids.tolist()[:-1] == [*request.prompt.token_ids, request.index]
     parts = [rollout for part in groups["rollout"].stream(requests) for rollout in part]
     assert sorted(rollout.request_id for rollout in parts) == sorted(request.id for request in requests)
+
+
+@contract(
+    catches=(
+        "a sampling option lost",
+        "extras of rollouts lost",
+        "the failure of a rollout lost",
+        "what was begun lost",
+    )
+)
+def every_field_of_requests_and_rollouts_crosses(bench: RuntimeBench) -> None:
+    """A request with everything set, and a response that was begun, reaches its sampler to the bit; so does a rollout its caller: text, rewards, answers, messages, failure and extras of every type."""
+    _, groups, journal = bench.shared
+    before = [len(lines) for lines in bench.written(journal, "rollout", "add")] or [0] * bench.world_size
+    options: dict[str, Any] = {field.name: _other(field.name) for field in dataclasses.fields(Sampling)}
+    requests = []
+    for request in bench.requests(4, do="full", row={"deep": [None, 0.1, {"\u00e9": True}]}):
+        full = dataclasses.replace(request, sampling=Sampling(**options))
+        requests.append(dataclasses.replace(full, begun=full_rollout(full)))
+    found = groups["rollout"].call("generate", requests=requests).result()
+    for rollout, request in zip(found, requests, strict=True):
+        assert rollout.prompt is request.prompt
+        assert described(rollout) == described(full_rollout(request)), (
+            f"{rollout}; expected {full_rollout(request)}."
+        )
+    lines = [
+        line
+        for lines, n in zip(bench.written(journal, "rollout", "add"), before, strict=True)
+        for line in lines[n:]
+    ]
+    asked = [entry for line in lines for entry in line["asked"][1]]
+    for request in requests:
+        expected = _untupled(described(request))
+        near = [_untupled(entry) for entry in asked if entry[1]["id"] == described(request.id)]
+        assert near == [expected], f"'{request.id}' arrived as {near}; expected {expected}."
+
+
+def _other(name: str) -> Any:
+    """Return a value of a sampling option that is not its default."""
+    values = {
+        "temperature": 0.7,
+        "stop": ("\u00e9\n", "end"),
+        "stop_token_ids": (3, 2**31),
+        "log_probs": False,
+        "timeout_s": 1e5,
+    }
+    default = getattr(Sampling(), name)
+    return values.get(name, default / 2 if isinstance(default, float) else (default or 0) + 11)
 
 
 @contract()

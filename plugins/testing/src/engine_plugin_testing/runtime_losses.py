@@ -6,7 +6,7 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from engine_core.errors import ConfigError, DataError, WorkerLost
+from engine_core.errors import ConfigError, DataError, PluginError, WorkerLost
 from engine_plugin_testing.contracts import contract
 from engine_plugin_testing.runtime_calls import LENGTHS
 
@@ -17,17 +17,19 @@ if TYPE_CHECKING:
     from engine_plugin_testing.runtime_bench import RuntimeBench
 
 
-def _raised(do: Callable[[], Any], kind: type[BaseException]) -> BaseException:
+def _raised(
+    do: Callable[[], Any], kind: type[BaseException] | tuple[type[BaseException], ...]
+) -> BaseException:
     try:
         do()
     except kind as error:
         return error
-    raise AssertionError(f"no {kind.__name__} was raised")
+    raise AssertionError(f"no {kind} was raised")
 
 
 @contract()
 def an_error_comes_back_as_itself_and_the_workers_go_on(bench: RuntimeBench) -> None:
-    """What an engine raises reaches the caller with its class and its text; the next call is answered."""
+    """What an engine raises reaches the caller with its class and its text, or, if it is none of the core's errors, in a ``PluginError`` that names both; the next call is answered."""
     _, groups, _ = bench.shared
     for kind in (DataError, KeyError):
 
@@ -36,11 +38,30 @@ def an_error_comes_back_as_itself_and_the_workers_go_on(bench: RuntimeBench) -> 
             outputs = (f"raise:{name}",)
             return groups["actor"].call("infer", bench.batch(LENGTHS), outputs=outputs).result()
 
-        error = _raised(ask, kind)
-        assert type(error) is kind, type(error)
+        error = _raised(ask, (kind, PluginError))
+        named = kind is KeyError and type(error) is PluginError and "KeyError" in str(error)
+        assert type(error) is kind or named, f"{type(error)}: {error}"
         assert "requested failure" in str(error), error
     found = groups["actor"].call("infer", bench.batch([2]), split="all", outputs=("double",)).result()
     assert found["double"].tolist() == [0.0, 2.0]
+
+
+@contract(catches=("the error of one rank swallowed",))
+def an_error_on_one_rank_alone_comes_back(bench: RuntimeBench) -> None:
+    """If one rank raises and the others return, the call raises that rank's error; every rank answers the next call, in order."""
+    _, groups, journal = bench.shared
+    for rank in range(bench.world_size):
+
+        def ask(outputs: tuple[str, str] = ("double", f"raise:DataError@{rank}")) -> Any:
+            """Call ``infer`` on engines of which one raises."""
+            return groups["actor"].call("infer", bench.batch(LENGTHS), outputs=outputs).result()
+
+        assert "requested failure" in str(_raised(ask, DataError))
+        found = groups["actor"].call("infer", bench.batch([2, 3]), split="all", outputs=("double",)).result()
+        assert found["double"].tolist() == [0.0, 2.0, 4.0, 6.0, 8.0], found
+        assert [lines[-1]["lengths"] for lines in bench.written(journal, "actor", "infer")] == [
+            [2, 3]
+        ] * bench.world_size
 
 
 @contract()

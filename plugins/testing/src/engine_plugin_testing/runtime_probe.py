@@ -3,8 +3,10 @@
 A plugin file: workers load it by its path. Each rank appends a line per call to ``FOLDER/ROLE.RANK.jsonl``.
 """
 
+import dataclasses
 import hashlib
 import json
+import math
 import os
 import signal
 import time
@@ -20,6 +22,7 @@ from engine_core.specs import Options, RolloutBackend, TrainBackend
 from engine_core.types import Rollout, StepOutput, TrainOutput
 
 WEIGHTS = {"a": 30_000, "b": 3, "c": 0}  # name -> number of values
+METRICS = {"tiny": 5e-324, "max/none": -math.inf, "\u00e9/third": 1 / 3, "zero": -0.0}
 FAILURES = {"DataError": errors.DataError, "ConfigError": errors.ConfigError, "KeyError": KeyError}
 
 
@@ -59,6 +62,53 @@ def happens(what):
             time.sleep(0.01)
 
 
+def described(value):
+    """Describe a value of any type that crosses processes, to the bit, as JSON values."""
+    if isinstance(value, torch.Tensor):
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return ["tensor", str(value.dtype), list(value.shape), hashlib.sha256(data).hexdigest()]
+    if dataclasses.is_dataclass(value):
+        fields = {field.name: described(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return [type(value).__name__, fields]
+    if isinstance(value, dict):
+        return ["dict", [[described(key), described(entry)] for key, entry in value.items()]]
+    if isinstance(value, list | tuple):
+        return [type(value).__name__, [described(entry) for entry in value]]
+    return [type(value).__name__, value.hex() if isinstance(value, float) else repr(value)]
+
+
+def full_rollout(request):
+    """Return a rollout of ``request`` in which no field has its default; of an episode that failed."""
+    prompt, count = request.prompt.token_ids, len(request.prompt.token_ids) + 4
+    mask = torch.tensor([False] * len(prompt) + [True, False, True, True])
+    at = torch.arange(count)
+    return Rollout(
+        request_id=request.id,
+        prompt=request.prompt,
+        token_ids=torch.tensor([*prompt, 5, 6, 7, request.index]),
+        loss_mask=mask,
+        rollout_log_probs=torch.where(mask, -(at + 1) / 3, 0.0),
+        policy_versions=torch.where(mask, 0, at + 2**20).int(),
+        finish_reason="length",
+        group_id=request.group_id,
+        index=request.index,
+        text="d\u00e9j\u00e0 \U0001f600\x00",
+        reward=-0.1,
+        rewards={"a": None, "b": 1e300},
+        greedy_reward=0.1 + 0.2,
+        answers={"a": "4\n"},
+        valid=False,
+        failure="timeout",
+        messages=[{"role": "user", "content": "\u4f60"}],
+        extras={
+            "half": at.bfloat16() / 7,
+            "wide": torch.stack([at.double() / 3, torch.full((count,), math.nan).double()], 1),
+            "support_ids": torch.stack([at, -at], 1).int(),
+            "bits": mask.clone(),
+        },
+    )
+
+
 class ProbeTrain(TrainEngine):
     """A train engine whose ``infer`` doubles tokens (``double``), or runs the action in an output's name."""
 
@@ -77,22 +127,30 @@ class ProbeTrain(TrainEngine):
         return self.module
 
     def infer(self, batch, outputs, adapter=True):
-        """Log the batch and run the actions in ``outputs``; return ``double`` [T] float64 and ``world`` [T] float32."""
+        """Log the batch and run the actions in ``outputs``; return ``double`` [T] float64 and ``world`` [T] float32.
+
+        With ``columns`` in ``outputs`` a description of the batch is logged and its columns are returned as outputs.
+        """
         self.journal.write("infer", lengths=batch.lengths.tolist(), bytes=_bytes(batch), what=list(outputs))
         for output in outputs:
             name, at, rank = output.partition("@")  # ``kill@1``: on rank 1 alone
-            if name not in ("double", "world") and (not at or int(rank) == self.context.rank):
+            if name not in ("double", "world", "columns") and (not at or int(rank) == self.context.rank):
                 happens(name)
         if "meet@" in outputs and dist.is_initialized():
             dist.barrier()
         size = dist.get_world_size() if dist.is_initialized() else 1
         world = torch.full((batch.num_tokens,), size, dtype=torch.float32)
-        return {"double": batch.token_ids.double() * 2, "world": world}
+        found = {"double": batch.token_ids.double() * 2, "world": world}
+        if "columns" in outputs:
+            together = [] if batch.keep_together is None else batch.keep_together.tolist()
+            self.journal.write("columns", batch=described(batch), together=together)
+            found |= batch.tokens
+        return found
 
     def forward_backward(self, batch, loss):
         """Log the batch; return constants that only an exact encoding preserves."""
-        self.journal.write("forward_backward", lengths=batch.lengths.tolist(), name=loss.name)
-        return TrainOutput(0.1 + 0.2, {"tiny": 5e-324}, 1)
+        self.journal.write("forward_backward", lengths=batch.lengths.tolist(), loss=described(loss))
+        return TrainOutput(0.1 + 0.2, dict(METRICS), 3)
 
     def optimizer_step(self):
         """Count and log the step, which changes the values of ``named_weights``."""
@@ -138,7 +196,7 @@ class ProbeSampler(RolloutEngine):
 
     def add(self, requests):
         """Log and queue requests."""
-        self.journal.write("add", ids=[request.id for request in requests])
+        self.journal.write("add", ids=[request.id for request in requests], asked=described(list(requests)))
         self.queue |= {request.id: request for request in requests}
 
     def abort(self, ids):
@@ -152,7 +210,9 @@ class ProbeSampler(RolloutEngine):
         return [self.answer(self.queue.pop(request.id), "stop")]
 
     def answer(self, request, reason):
-        """Return the rollout of ``request``: its prompt, its index and the version of the weights."""
+        """Return the rollout of ``request``: its prompt, its index and the version of the weights; or a full one."""
+        if request.prompt.columns.get("do") == "full":
+            return full_rollout(request)
         prompt = request.prompt.token_ids
         ids = torch.tensor([*prompt, request.index, self.version])
         mask = torch.tensor([False] * len(prompt) + [True] * 2)

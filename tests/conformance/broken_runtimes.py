@@ -1,0 +1,129 @@
+"""Runtimes, each with one mistake in what crosses to its workers and back; a plugin that offers them."""
+
+import dataclasses
+
+import torch
+
+from engine_core import hookimpl
+from engine_core.builtin import LocalOptions
+from engine_core.local.runtime import LocalGroup, LocalRuntime
+from engine_core.specs import RuntimeSpec
+
+
+class Broken(LocalRuntime):
+    """``given`` changes the arguments of a call on their way, ``back`` its result."""
+
+    def start(self, roles, total_steps):
+        runtime = self
+
+        class Group(LocalGroup):
+            def call(self, method, batch=None, split="dp", **plain):
+                future = super().call(method, *runtime.given(batch, plain), **plain)
+                result = runtime.back(future.result())
+                future = type(future)()
+                future.set_result(result)
+                return future
+
+        return {name: Group(group.engine) for name, group in super().start(roles, total_steps).items()}
+
+    def given(self, batch, plain):
+        return (batch,)
+
+    def back(self, result):
+        return result
+
+
+class Changed(Broken):
+    def given(self, batch, plain):
+        return (batch and self.changed(batch),)
+
+    def changed(self, batch):
+        return batch
+
+
+class LosesTogether(Changed):
+    def changed(self, batch):
+        return dataclasses.replace(batch, keep_together=None)
+
+
+class RoundsColumns(Changed):
+    def changed(self, batch):
+        tokens = {name: c.float() if c.dtype == torch.float64 else c for name, c in batch.tokens.items()}
+        return dataclasses.replace(batch, tokens=tokens)
+
+
+class LosesTemperature(Changed):
+    def changed(self, batch):
+        return dataclasses.replace(batch, temperature=1.0)
+
+
+class CutsColumns(Changed):
+    def changed(self, batch):
+        tokens = {name: c[:, :2] if c.ndim > 1 else c for name, c in batch.tokens.items()}
+        return dataclasses.replace(batch, tokens=tokens)
+
+
+class RoundsMetrics(Broken):
+    def back(self, result):
+        if hasattr(result, "metrics"):
+            result.metrics = {name: float(torch.tensor(value)) for name, value in result.metrics.items()}
+        return result
+
+
+class OneMicroBatch(Broken):
+    def back(self, result):
+        return dataclasses.replace(result, num_micro_batches=1) if hasattr(result, "metrics") else result
+
+
+class Asked(Broken):
+    def given(self, batch, plain):
+        if "requests" in plain:
+            plain["requests"] = [dataclasses.replace(r, **self.asked(r)) for r in plain["requests"]]
+        return (batch,)
+
+
+class LosesOption(Asked):
+    def asked(self, request):
+        return {"sampling": dataclasses.replace(request.sampling, timeout_s=0.0)}
+
+
+class LosesBegun(Asked):
+    def asked(self, request):
+        return {"begun": None}
+
+
+class Returned(Broken):
+    def back(self, result):
+        return [self.returned(rollout) for rollout in result] if isinstance(result, list) else result
+
+
+class LosesExtras(Returned):
+    def returned(self, rollout):
+        return dataclasses.replace(rollout, extras={n: c for n, c in rollout.extras.items() if c.ndim == 1})
+
+
+class LosesFailure(Returned):
+    def returned(self, rollout):
+        return dataclasses.replace(rollout, failure="")
+
+
+class Swallows(Broken):
+    def start(self, roles, total_steps):
+        groups = super().start(roles, total_steps)
+        for group in (groups["actor"], groups["ref"]):
+            infer = group.engine.infer
+
+            def kept(batch, outputs, infer=infer):
+                return infer(batch, [output for output in outputs if "raise" not in output])
+
+            group.engine.infer = kept
+        return groups
+
+
+@hookimpl
+def engine_runtimes():
+    return {
+        name: RuntimeSpec(load=made, config=LocalOptions, in_process=True)
+        for name, made in globals().items()
+        if isinstance(made, type) and issubclass(made, Broken) and made.__module__ == __name__
+    }

@@ -1,0 +1,67 @@
+"""The suite of runtimes catches what it says that it catches: each fault by the contract that names it."""
+
+import pytest
+
+from engine_plugin_processes import split
+from engine_plugin_testing import RuntimeSuite
+from engine_plugin_testing.runtime_bench import RuntimeBench
+
+
+class Runtime(RuntimeSuite):
+    plugins = ["broken_runtimes.py"]
+    processes = False
+
+
+FAULTS = [
+    ("LosesTogether", "keep_together lost", "every_column_of_a_batch_crosses"),
+    ("RoundsColumns", "columns rounded to float32", "every_column_of_a_batch_crosses"),
+    ("LosesTemperature", "the temperature of a batch lost", "every_column_of_a_batch_crosses"),
+    ("CutsColumns", "columns with K values cut", "every_column_of_a_batch_crosses"),
+    ("RoundsMetrics", "metrics rounded to float32", "values_cross_exactly"),
+    ("OneMicroBatch", "the number of micro-batches lost", "values_cross_exactly"),
+    ("LosesOption", "a sampling option lost", "every_field_of_requests_and_rollouts_crosses"),
+    ("LosesBegun", "what was begun lost", "every_field_of_requests_and_rollouts_crosses"),
+    ("LosesExtras", "extras of rollouts lost", "every_field_of_requests_and_rollouts_crosses"),
+    ("LosesFailure", "the failure of a rollout lost", "every_field_of_requests_and_rollouts_crosses"),
+    ("Swallows", "the error of one rank swallowed", "an_error_on_one_rank_alone_comes_back"),
+]
+
+
+@pytest.mark.parametrize(("name", "fault", "contract"), FAULTS, ids=[fault[0] for fault in FAULTS])
+def test_a_planted_fault_is_caught_by_its_contract(name, fault, contract):
+    made = Runtime.contracts[f"test_{contract}"]
+    bench = RuntimeBench(**{**Runtime.settings(), "backend": name})
+    try:
+        with pytest.raises(AssertionError):
+            made.function(bench)
+    finally:
+        bench.close()
+    assert fault in made.catches
+
+
+@pytest.mark.slow  # two ranks
+def test_faults_of_the_split_over_ranks_are_caught(monkeypatch):
+    settings = {**Runtime.settings(), "backend": "torchrun", "plugins": [], "world_size": 2}
+    contract = Runtime.contracts["test_every_column_of_a_batch_crosses"].function
+    partition, put_back = split.partition, split._put_back
+    bench = RuntimeBench(**settings)
+    try:
+        contract(bench)
+        with monkeypatch.context() as patched:
+            patched.setattr(split, "partition", lambda costs, slices, together=None: partition(costs, slices))
+            with pytest.raises(AssertionError, match="belong together were separated"):
+                contract(bench)
+        monkeypatch.setattr(
+            split,
+            "_put_back",
+            lambda name, values, parts, batch: put_back(name, values, [part[::-1] for part in parts], batch),
+        )
+        with pytest.raises(AssertionError, match="came back as"):
+            contract(bench)
+    finally:
+        bench.close()
+
+
+def test_every_fault_that_a_contract_claims_to_catch_is_planted():
+    claimed = {(made.name, fault) for made in Runtime.contracts.values() for fault in made.catches}
+    assert claimed == {(f"test_{contract}", fault) for _, fault, contract in FAULTS}
