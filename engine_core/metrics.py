@@ -7,6 +7,7 @@ is a maximum over tokens, any other name a mean over tokens, weighted by each to
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -44,12 +45,18 @@ def over_tokens(values: Mapping[str, Tensor], share: Tensor) -> dict[str, Tensor
     Args:
         values: metrics by name, [T] each; entries with ``share`` 0 are ignored.
         share: [T], each token's share of the mini-batch.
+
+    Returns:
+        The reduced metrics; a maximum over no token is -inf.
     """
     reduced = {}
     for name, value in values.items():
-        held = value.detach().where(share > 0, value.new_zeros(()))
-        largest = held.max() if len(held) else held.sum()
-        reduced[name] = largest if is_largest(name) else (share * held).sum()
+        held = value.detach()
+        if is_largest(name):
+            least = share.new_full((), -math.inf)
+            reduced[name] = held.to(share).where(share > 0, least).max() if len(held) else least
+        else:
+            reduced[name] = (share * held.where(share > 0, held.new_zeros(()))).sum()
     return reduced
 
 
@@ -69,9 +76,9 @@ def merge(total: dict[str, Any], new: Mapping[str, Any], largest: Callable[..., 
 
 
 def declared(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return an objective's metrics under their names in ``metrics.jsonl``, maxima as ``Max``."""
+    """Return an objective's metrics under their names in ``metrics.jsonl``, maxima as ``Max``; over no token 0."""
     return {
-        name.removeprefix(LARGEST): Max(value) if is_largest(name) else value
+        name.removeprefix(LARGEST): Max(0.0 if value == -math.inf else value) if is_largest(name) else value
         for name, value in metrics.items()
     }
 

@@ -14,7 +14,7 @@ SOURCES = Path(engine_core.__file__).parent
 def test_tokens_are_averaged_by_their_share_and_of_a_maximum_the_largest_learned_token_is_kept():
     values = torch.tensor([5.0, 1.0, 3.0], requires_grad=True)
     found = over_tokens({"a": values, "max/a": -values}, torch.tensor([0.0, 0.25, 0.75]))
-    assert (found["a"].item(), found["max/a"].item()) == (2.5, 0.0)
+    assert (found["a"].item(), found["max/a"].item()) == (2.5, -1.0)
     assert not found["a"].requires_grad
 
 
@@ -31,7 +31,9 @@ def test_a_token_without_a_share_is_not_read():
 
 def test_no_token_gives_zeros():
     found = over_tokens({"a": torch.zeros(0), "max/a": torch.zeros(0)}, torch.zeros(0))
-    assert {name: value.item() for name, value in found.items()} == {"a": 0.0, "max/a": 0.0}
+    assert declared({name: value.item() for name, value in found.items()}) == {"a": 0.0}
+    ignored = over_tokens({"max/a": torch.tensor([-2.0])}, torch.zeros(1))
+    assert declared({"max/a": ignored["max/a"].item()}) == {"a": 0.0}
 
 
 @pytest.mark.parametrize(("made", "largest"), [(float, max), (torch.tensor, torch.maximum)])

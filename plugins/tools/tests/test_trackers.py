@@ -97,7 +97,9 @@ class FakeWandb(types.ModuleType):
         )
 
 
-def test_wandb_gets_options_config_and_steps_and_a_resumed_run_keeps_its_id_a_copied_one_not(tmp_path, monkeypatch):
+def test_wandb_gets_options_config_and_steps_and_a_resumed_run_keeps_its_id_a_copied_one_not(
+    tmp_path, monkeypatch
+):
     fake = FakeWandb()
     monkeypatch.setitem(__import__("sys").modules, "wandb", fake)
     config = config_in(tmp_path, tracking={"trackers": ["wandb"]})

@@ -232,8 +232,8 @@ class ReferenceSteps:
         return found, slopes, rate, norm
 
 
-class ValueReference(nn.Module):
-    """A value head on the decoder of a reference module: ``score`` of each token's last hidden state.
+class DecoderScores(nn.Module):
+    """A value head on the decoder of a reference module.
 
     Args:
         module: a reference that is a model of transformers.
@@ -245,16 +245,34 @@ class ValueReference(nn.Module):
         self.prefix = module.base_model_prefix
         self.add_module(self.prefix, module.base_model)
         self.score = nn.Linear(weights["score.weight"].shape[1], 1, bias=False, dtype=torch.float64)
-        self.load_state_dict({name: value.double() for name, value in weights.items()})
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Return ``score`` [1, n] of each token's last hidden state."""
+        decoder = getattr(self, self.prefix)
+        hidden = decoder(input_ids=input_ids, position_ids=position_ids).last_hidden_state
+        return self.score(hidden).squeeze(-1)
+
+
+class ValueReference(nn.Module):
+    """The outputs of a critic or a reward model in float64.
+
+    Args:
+        module: ``forward(input_ids, position_ids)`` to values [1, n], each of the tokens up to it.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def named_parameters(self, *args: Any, **options: Any) -> Any:
+        """Return the parameters under the names that they have in the module."""
+        return self.module.named_parameters(*args, **options)
 
     def outputs_of(self, batch: Batch) -> dict[str, Tensor]:
         """Return ``scores`` [T], read at each loss token, and ``values`` [T], read at the token before it; 0 elsewhere."""
         scores, values = [], []
         for ids in batch.token_ids.split(batch.lengths.tolist()):
-            positions = torch.arange(len(ids))[None]
-            decoder = getattr(self, self.prefix)
-            hidden = decoder(input_ids=ids[None], position_ids=positions).last_hidden_state[0]
-            scores.append(self.score(hidden).squeeze(-1))
+            scores.append(self.module(ids[None], torch.arange(len(ids))[None])[0])
             values.append(torch.cat([scores[-1].new_zeros(min(1, len(ids))), scores[-1][:-1]]))
         mask = batch["loss_mask"]
         return {"scores": torch.cat(scores) * mask, "values": torch.cat(values) * mask}

@@ -20,7 +20,7 @@ from engine_core.contracts.engines import WorkerContext
 from engine_core.types import Batch, LossCall
 from engine_plugin_testing.bench import EngineBench
 from engine_plugin_testing.probes import coefficients, offer
-from engine_plugin_testing.reference import load_reference
+from engine_plugin_testing.reference import DecoderScores, ValueReference, load_reference
 from engine_plugin_testing.worker import resolve
 
 if TYPE_CHECKING:
@@ -110,6 +110,18 @@ class TrainBench(EngineBench):
         if weights is not None:
             self.fill(module, weights)
         return module
+
+    def value_reference(self, weights: Mapping[str, Tensor]) -> ValueReference | None:
+        """Return the reference of a critic or reward model with ``weights`` [D_1, D_2, ...] of ``named_weights``.
+
+        None: the suite has its own ``reference`` and declares none of a critic.
+        """
+        own = self.settings["value_reference"]
+        if self.settings["reference"] and not own:
+            return None
+        module = resolve(own, self.root)(self.model()) if own else DecoderScores(self.reference(), weights)
+        self.fill(module, weights)
+        return ValueReference(module)
 
     @staticmethod
     def fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

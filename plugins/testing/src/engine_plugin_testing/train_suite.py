@@ -34,6 +34,9 @@ class TrainEngineSuite(Suite, modules=MODULES):
         reference: ``module:function`` or ``file.py:function``; called with a model folder it returns the module to
             compare with: ``forward(input_ids, position_ids)`` of shape [1, n] to ``logits`` [1, n, V], parameters
             named as in the folder. Default: ``AutoModelForCausalLM`` in float64.
+        value_reference: of a suite with a ``reference`` and roles, like ``reference``: returns the module of a critic in
+            float64, ``forward(input_ids, position_ids)`` to values [1, n], each of the tokens up to it, parameters named
+            as in ``named_weights``. Without it, gradients of values are not compared.
         optimizer: ``adamw``, the core's own, or ``sgd`` (``w <- w - lr g``): how gradients are derived from the
             weights before and after a step. With another one, declare the contracts of gradients unsupported.
         device: as in ``torch.device``; empty: what ``ENGINE_TEST_DEVICE`` says, else the accelerator if one exists,
@@ -51,8 +54,8 @@ class TrainEngineSuite(Suite, modules=MODULES):
     section = "actor"
     bench = "engine_plugin_testing.train_bench:TrainBench"
     fields = (
-        "backend", "options", "plugins", "model", "second_model", "write_model", "reference", "optimizer", "device",
-        "tolerance", "gradient_tolerance", "norm_tolerance", "bit_exact",
+        "backend", "options", "plugins", "model", "second_model", "write_model", "reference", "value_reference",
+        "optimizer", "device", "tolerance", "gradient_tolerance", "norm_tolerance", "bit_exact",
     )  # fmt: skip
 
     backend: str = "torch"
@@ -62,6 +65,7 @@ class TrainEngineSuite(Suite, modules=MODULES):
     second_model: Mapping[str, Any] = {"model_type": "qwen2", "attention_dropout": 0.25}
     write_model: str = ""
     reference: str = ""
+    value_reference: str = ""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     device: str = ""
     tolerance: float = 1e-4

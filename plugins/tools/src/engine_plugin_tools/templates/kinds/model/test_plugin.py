@@ -23,10 +23,16 @@ def load(folder):
     return build(folder, {}, 0).double()
 
 
+def load_critic(folder):
+    """Return the critic of a folder in float64; ``value_reference`` of the suite."""
+    return build(folder, {}, 0, values=True).double()
+
+
 class TestTemplateName(TrainEngineSuite):
     backend = "torch"
     plugins = ["template_name"]
     write_model = "test_plugin.py:write"
     reference = "test_plugin.py:load"
+    value_reference = "test_plugin.py:load_critic"
     roles = ("critic",)
     unsupported = {"test_export_is_loaded_by_from_pretrained": "transformers does not have this model"}
