@@ -191,7 +191,7 @@ def requests_are_stopped_one_by_one(bench: RolloutBench) -> None:
     assert "abort" not in {rollout.finish_reason for rollout in others}, "Others were stopped too."
 
 
-@contract(capability="partial")
+@contract(capability="pause")
 def a_pause_under_load_keeps_what_was_sampled(bench: RolloutBench) -> None:
     """Frozen in the midst of responses and resumed, greedy responses are those of an engine that was never paused."""
     module, engine = bench.reference(), bench.engine(**STOPS)
