@@ -286,6 +286,26 @@ class PlainSum(HFRolloutEngine):
 # -- text -----------------------------------------------------------------------------------
 
 
+class SmallSeeds(Asked):
+    def asked(self, sampling):
+        return dataclasses.replace(
+            sampling, seed=None if sampling.seed is None else sampling.seed & 0xFFFF
+        )
+
+
+class NoEndWithStops(HFRolloutEngine):
+    def step(self):
+        finish = decoding._Batch.finish
+
+        def changed(batch, *given):
+            if any(batch.stops):
+                batch.ends = torch.where(batch.ends == 1, -5, batch.ends)
+            return finish(batch, *given)
+
+        with mock.patch.object(decoding._Batch, "finish", changed):
+            return super().step()
+
+
 class ShortStops(Asked):
     def asked(self, sampling):
         return dataclasses.replace(sampling, stop=tuple(stop[-2:] for stop in sampling.stop))

@@ -188,6 +188,8 @@ FAULTS = [
     (Rollout, "StopInPrompt", "stop strings found in the prompt", "stop_strings_cross_the_borders_of_tokens"),
     (Rollout, "LastIsLength", "a stop at the last token reported as cut", "stop_strings_cross_the_borders_of_tokens"),
     (Rollout, "EndIsLength", "an end token as the last one allowed reported as cut", "an_end_token_may_be_the_last_one_allowed"),
+    (Rollout, "NoEndWithStops", "no end of sequence where stop strings are given", "an_end_token_may_be_the_last_one_allowed"),
+    (Rollout, "SmallSeeds", "the low bits of a seed alone", "different_seeds_differ"),
     (Rollout, "Strips", "text without its first space", "stop_strings_cross_the_borders_of_tokens"),
     (Rollout, "CleansUp", "text cleaned up", "stop_strings_cross_the_borders_of_tokens"),
     (Rollout, "OneByOne", "tokens decoded one by one", "stop_strings_cross_the_borders_of_tokens"),

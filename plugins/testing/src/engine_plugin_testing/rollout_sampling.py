@@ -254,9 +254,9 @@ def a_seed_gives_the_same_tokens(bench: RolloutBench) -> None:
     )
 
 
-@contract(catches=("one seed for all",))
+@contract(catches=("one seed for all", "the low bits of a seed alone"))
 def different_seeds_differ(bench: RolloutBench) -> None:
-    """Requests of one group with different seeds, or with none, do not all get the same response."""
+    """Requests of one group with different seeds, near or far apart, or with none, do not all get the same response."""
     engine = bench.engine()
     for seed in (0, None):
         found = _responses(engine.generate(bench.requests(("ab",), group=8, temperature=1.5, seed=seed)))
@@ -264,6 +264,13 @@ def different_seeds_differ(bench: RolloutBench) -> None:
         assert kinds >= 6, (
             f"8 requests with {'no seed' if seed is None else 'seeds 0 to 7'} gave {kinds} responses."
         )
+    far = [0, *(1 << bits for bits in (5, 6, 7, 8, 10, 16, 24, 31))]
+    requests = bench.requests(("ab",), group=len(far), temperature=1.5)
+    for seed, request in zip(far, requests, strict=True):
+        request.sampling = dataclasses.replace(request.sampling, seed=seed)
+    found = _responses(engine.generate(requests))
+    same = [seed for seed, tokens in zip(far[1:], found[1:], strict=True) if tokens == found[0]]
+    assert len(same) <= 1, f"Seeds {same} give the response of seed 0: {found[0]}."
 
 
 @contract(catches=("the batch decides what is sampled",))

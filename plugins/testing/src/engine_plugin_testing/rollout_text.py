@@ -158,26 +158,35 @@ def stop_strings_cross_the_borders_of_tokens(bench: RolloutBench) -> None:
         _check(story, rollout, tokens[:count], reason, str(changes or "nothing asked"))
 
 
-@contract(catches=("an end token as the last one allowed reported as cut",))
+@contract(
+    catches=(
+        "an end token as the last one allowed reported as cut",
+        "no end of sequence where stop strings are given",
+    )
+)
 def an_end_token_may_be_the_last_one_allowed(bench: RolloutBench) -> None:
-    """Of 300 short responses those that end with the end of sequence have the reason ``stop``, also where it is the last token allowed; the text of all of them is exact."""
+    """Of 300 short responses, some with stop strings or stop tokens too, those that end with the end of sequence have the reason ``stop``, also where it is the last token allowed; the text of all of them is exact."""
     path, story, module = _told(bench)
     with torch.no_grad():
-        starts = list(itertools.islice(_starts(), 40))
-        likely = [float(logits_of(module, torch.tensor(ids))[-1].div(2.0).softmax(-1)[EOS]) for ids in starts]
+        starts = list(itertools.islice(_starts(), 150))
+        likely = [float(logits_of(module, torch.tensor(ids))[-1].softmax(-1)[EOS]) for ids in starts]
     prompt = Prompt("train:0", starts[likely.index(max(likely))], "any")
-    requests = [
-        Request(
-            f"{seed}", prompt, Sampling(temperature=2.0, max_response_tokens=1 + seed % 3, seed=seed), 0, seed
-        )
-        for seed in range(300)
-    ]
-    last = 0
-    for request, rollout in zip(requests, bench.engine(path).generate(requests), strict=True):
-        tokens, most = response(rollout), request.sampling.max_response_tokens
-        ended = tokens[-1] == EOS
-        last += ended and len(tokens) == most
-        assert ended or len(tokens) == most, f"A response is cut after {len(tokens)} of {most} tokens."
-        if "\ufffd" not in story.text(tokens):
-            _check(story, rollout, tokens, "stop" if ended else "length", f"{len(tokens)} of {most} tokens")
-    assert last, f"None of 300 responses ended with its last token allowed. {LIVELIER}"
+    further = bench.supported({}, {"stop": ("never",)}, {"stop_token_ids": (story.tokens[0],)})
+    engine, last = bench.engine(path), 0
+    for first in range(0, 1200, 300):
+        requests = []
+        for seed in range(first, first + 300):
+            changes = {"max_response_tokens": 1 + seed // len(further) % 3, **further[seed % len(further)]}
+            requests.append(Request(f"{seed}", prompt, Sampling(seed=seed, **changes), 0, seed))
+        for request, rollout in zip(requests, engine.generate(requests), strict=True):
+            tokens, sampling = response(rollout), request.sampling
+            ends = [at for at, token in enumerate(tokens) if token in (EOS, *sampling.stop_token_ids)]
+            count = ends[0] + 1 if ends else sampling.max_response_tokens
+            last += bool(ends) and tokens[-1] == EOS and count == sampling.max_response_tokens
+            what = f"{tokens} of {sampling}"
+            assert len(tokens) == count, f"{what}: {len(tokens)} tokens; expected {count}."
+            if "\ufffd" not in story.text(tokens):
+                _check(story, rollout, tokens, "stop" if ends else "length", what)
+        if last:
+            return
+    raise AssertionError(f"None of 1200 responses ended with its last token allowed. {LIVELIER}")

@@ -134,7 +134,9 @@ class ProbeTrain(TrainEngine):
         self.journal.write("infer", lengths=batch.lengths.tolist(), bytes=_bytes(batch), what=list(outputs))
         for output in outputs:
             name, at, rank = output.partition("@")  # ``kill@1``: on rank 1 alone
-            if name not in ("double", "world", "columns", "meet") and (not at or int(rank) == self.context.rank):
+            if name not in ("double", "world", "columns", "meet") and (
+                not at or int(rank) == self.context.rank
+            ):
                 happens(name)
         if "meet@" in outputs and dist.is_initialized():
             dist.barrier()
