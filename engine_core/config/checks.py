@@ -55,19 +55,20 @@ def _duplicates(config: EngineConfig) -> Iterator[Problem]:
 
 
 def _placement(config: EngineConfig) -> Iterator[Problem]:
-    placement = config.placement
-    for role in ("actor", "critic", "ref", "teacher", "rollout", "reward"):
+    placement, problems = config.placement, list[Problem]()
+    roles = ("actor", "critic", "ref", "teacher", "rollout", "reward")
+    for role in roles:
         pool = getattr(placement, role)
         if pool is not None and pool not in placement.pools:
-            yield Problem(
-                ("placement", role),
-                f"got '{pool}', expected a pool of placement.pools.{did_you_mean(pool, placement.pools)}",
-            )
+            text = f"got '{pool}', expected a pool of placement.pools.{did_you_mean(pool, placement.pools)}"
+            problems.append(Problem(("placement", role), text))
         elif pool is None and len(placement.pools) > 1 and role not in (*OPTIONAL_ROLES, "reward"):
-            names = ", ".join(placement.pools)
-            yield Problem(
-                ("placement", role), f"missing. With several pools ({names}) each role must name its pool."
-            )
+            text = f"missing. With several pools ({', '.join(placement.pools)}) each role must name its pool."
+            problems.append(Problem(("placement", role), text))
+    yield from problems
+    if not problems and (idle := placement.pools.keys() - {placement.pool_of(role) for role in roles}):
+        names = ", ".join(sorted(idle))
+        yield Problem(("placement", "pools"), f"no role is in pool {names}, which would idle. Remove it or use it.")
 
 
 def _processes(config: EngineConfig) -> Iterator[Problem]:

@@ -187,11 +187,14 @@ def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[tuple[str
     elif kind == ".jsonl":
         bad = list(_bad_lines(path, data))
         if len(bad) > data.max_bad_rows:
-            yield from (("", problem) for problem in bad[:SHOWN])
-            if len(bad) > SHOWN:
+            shown = list({problem.partition(": ")[2]: problem for problem in reversed(bad)}.values())[::-1][
+                :SHOWN
+            ]
+            yield from (("", problem) for problem in shown)  # the first row of each kind
+            if len(bad) > len(shown):
                 yield (
                     "",
-                    f"{path}: {len(bad) - SHOWN} more rows like these. data.max_bad_rows = N skips up to N of them.",
+                    f"{path}: {len(bad) - len(shown)} more rows like these. data.max_bad_rows = N skips up to N of them.",
                 )
 
 

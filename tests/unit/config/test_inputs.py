@@ -99,11 +99,12 @@ def test_what_is_wrong_is_said_with_file_and_line(problems, name, content, data,
 
 
 def test_bad_rows_are_told_when_there_are_more_than_are_allowed(problems):
-    bad = '{"prompt": "x"}\n' + "{\n" * 7
+    bad = '{"prompt": "x"}\n' + "{\n" * 6 + "[]\n"
     assert problems("a.jsonl", bad, max_bad_rows=7) == []
-    found = problems("a.jsonl", bad, max_bad_rows=6)
-    assert len(found) == 6
-    assert found[-1] == "a.jsonl: 2 more rows like these. data.max_bad_rows = N skips up to N of them."
+    first, other, more = problems("a.jsonl", bad, max_bad_rows=6)  # one row of each kind
+    assert first.startswith("a.jsonl:2: ")
+    assert other.startswith("a.jsonl:8: ")
+    assert more == "a.jsonl: 5 more rows like these. data.max_bad_rows = N skips up to N of them."
 
 
 def test_only_the_beginning_of_a_large_file_is_looked_at(problems, monkeypatch):

@@ -271,6 +271,10 @@ def test_a_long_value_is_cut(problems_of):
             "3: actor.optim.decay_steps: got 4, expected more than warmup_steps (5, included in it)",
         ),
         (
+            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'a'",
+            "2: placement.pools: no role is in pool b, which would idle. Remove it or use it.",
+        ),
+        (
             "[placement]\nactor = 'trian'\npools = { train = 1 }",
             "2: placement.actor: got 'trian', expected a pool of placement.pools. Did you mean 'train'? Known: train.",
         ),

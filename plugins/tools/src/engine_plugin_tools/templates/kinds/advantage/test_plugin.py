@@ -1,4 +1,4 @@
-"""The contracts that every advantage estimator keeps: docs/reference/contracts.md of the engine."""
+"""The contracts that every advantage estimator keeps: the page Contracts of the documentation."""
 
 from engine_plugin_testing import AdvantageSuite
 

@@ -1,4 +1,4 @@
-"""The contracts that every environment keeps: docs/reference/contracts.md of the engine."""
+"""The contracts that every environment keeps: the page Contracts of the documentation."""
 
 from engine_plugin_testing import EnvironmentSuite
 

@@ -1,4 +1,4 @@
-"""The contracts that every policy loss keeps: docs/reference/contracts.md of the engine."""
+"""The contracts that every policy loss keeps: the page Contracts of the documentation."""
 
 from engine_plugin_testing import LossSuite
 

@@ -1,4 +1,4 @@
-"""The contracts that every train engine keeps, with this model: docs/reference/contracts.md of the engine."""
+"""The contracts that every train engine keeps, with this model: the page Contracts of the documentation."""
 
 import json
 

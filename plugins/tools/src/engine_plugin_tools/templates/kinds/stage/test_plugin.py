@@ -1,4 +1,4 @@
-"""The contracts that every stage keeps: docs/reference/contracts.md of the engine."""
+"""The contracts that every stage keeps: the page Contracts of the documentation."""
 
 from engine_plugin_testing import StageSuite
 

@@ -1,4 +1,4 @@
-"""The contracts that every train engine keeps: docs/reference/contracts.md of the engine."""
+"""The contracts that every train engine keeps: the page Contracts of the documentation."""
 
 from engine_plugin_testing import TrainEngineSuite
 
