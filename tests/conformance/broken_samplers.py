@@ -288,9 +288,7 @@ class PlainSum(HFRolloutEngine):
 
 class SmallSeeds(Asked):
     def asked(self, sampling):
-        return dataclasses.replace(
-            sampling, seed=None if sampling.seed is None else sampling.seed & 0xFFFF
-        )
+        return dataclasses.replace(sampling, seed=None if sampling.seed is None else sampling.seed & 0xFFFF)
 
 
 class NoEndWithStops(HFRolloutEngine):

@@ -45,7 +45,9 @@ class Rewards(RewardSuite):
 
 class Rows(RewardSuite):
     plugins = ["broken_plugin.py"]
-    examples = [({"completion": text, "answer": answer}, float(text == answer)) for text, answer in ("44", "56", "77")]
+    examples = [
+        ({"completion": text, "answer": answer}, float(text == answer)) for text, answer in ("44", "56", "77")
+    ]
 
 
 class Advantages(AdvantageSuite):
