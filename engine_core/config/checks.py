@@ -68,7 +68,9 @@ def _placement(config: EngineConfig) -> Iterator[Problem]:
     yield from problems
     if not problems and (idle := placement.pools.keys() - {placement.pool_of(role) for role in roles}):
         names = ", ".join(sorted(idle))
-        yield Problem(("placement", "pools"), f"no role is in pool {names}, which would idle. Remove it or use it.")
+        yield Problem(
+            ("placement", "pools"), f"no role is in pool {names}, which would idle. Remove it or use it."
+        )
 
 
 def _processes(config: EngineConfig) -> Iterator[Problem]:

@@ -242,6 +242,7 @@ FAULTS = [
     (Stages, "averaging", "a failure on a step without valid rollouts", "steps_without_anything_pass"),
     (Stages, "lottery", "a random choice", "a_step_is_repeated_exactly"),
     (Stages, "forgets", "a state that lacks a part", "a_resumed_stage_continues"),
+    (Stages, "centers", "rewards that follow a mean which is not in the state", "a_resumed_stage_continues"),
     (Trainers, "idle", "a step without an update", "a_run_trains"),
     (Trainers, "forgets", "state that is not in checkpoints", "a_resumed_run_ends_like_one_that_was_not_stopped"),
     (Trainers, "loose", "unknown options accepted", "unknown_options_are_refused"),

@@ -98,7 +98,12 @@ def test_an_observer_ends_a_run_with_a_checkpoint_and_a_resume_continues_it(sett
     assert [p.name for p in (run.folder.path / "checkpoints").iterdir()] == ["step_00000002"]
     events = {"run_started", "step_finished", "rollouts_finished", "weights_synced", "run_finished"}
     hooks = {"actor", "units"}
-    assert {p.name for p in (tmp_path / "notes").iterdir()} == {*events, *hooks, "checkpoint_saved", "earlier"}
+    assert {p.name for p in (tmp_path / "notes").iterdir()} == {
+        *events,
+        *hooks,
+        "checkpoint_saved",
+        "earlier",
+    }
     assert (tmp_path / "notes" / "earlier").read_text() == ""
     (tmp_path / "notes" / "earlier").unlink()
     assert {p.read_text() for p in (tmp_path / "notes").iterdir()} == {"2"}

@@ -66,7 +66,9 @@ class Worker(ChildProcess):
 
     def __init__(self, order: Mapping[str, Any], attempt: int = 1) -> None:
         self.attempt, self.ready = attempt, False
-        self.starved = False  # whether it ran out of memory, so that later samples could fail for what it has kept
+        self.starved = (
+            False  # whether it ran out of memory, so that later samples could fail for what it has kept
+        )
         self.job: Sequence[int] | None = None  # positions of the samples of its request
         self.since = time.monotonic()  # when the request was sent, or the last message came
         self.messages: deque[dict[str, Any] | None] = deque()  # None: the worker has ended
