@@ -166,7 +166,7 @@ class TrainEngine(abc.ABC):
     def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield unsharded tensors ``[D1, ..., Dn]`` under the names of ``save_pretrained``, tied weights once.
 
-        Collective: every rank must run the iterator to its end.
+        Collective: every rank must run the iterator to its end. A tensor stays as it is until the weights change.
 
         Args:
             to: ranks that get the tensors: ``all`` or the ``leader``.
