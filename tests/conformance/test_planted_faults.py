@@ -275,9 +275,16 @@ def workers():
         group.close()
 
 
-@pytest.mark.parametrize(
-    ("suite", "name", "fault", "contract"), FAULTS, ids=[f"{f[0].__name__}-{f[1]}" for f in FAULTS]
-)
+def with_slow_ones():
+    """Yield the faults as parameters: `make test` plants the first of each contract, `make test-full` all."""
+    seen = set()
+    for suite, name, fault, contract in FAULTS:
+        marks = pytest.mark.slow if (suite.kind, contract) in seen else ()
+        seen.add((suite.kind, contract))
+        yield pytest.param(suite, name, fault, contract, id=f"{suite.__name__}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("suite", "name", "fault", "contract"), with_slow_ones())
 def test_a_planted_fault_is_caught_by_its_contract(workers, tmp_path, suite, name, fault, contract):
     made = suite.contracts[f"test_{contract}"]
     key = "backend" if "backend" in suite.fields else "name"
