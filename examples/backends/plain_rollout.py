@@ -7,6 +7,7 @@ import torch
 from engine_core import hookimpl
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.errors import DataError
+from engine_core.sampling import check_request
 from engine_core.specs import RolloutBackend
 from engine_core.types import Rollout
 from engine_plugin_torch.model_loading import load_model
@@ -34,27 +35,11 @@ class PlainRollout(RolloutEngine):
         return digest.hexdigest()
 
     def add(self, requests):
-        taken = set(self.queue)
+        config, taken = self.module.config, set(self.queue)
         for request in requests:
-            if why := self.refusal(request, taken):
-                raise DataError(f"Request '{request.id}' {why}.")
+            check_request(request, taken, config.vocab_size, config.max_position_embeddings)
             taken.add(request.id)
         self.queue |= {request.id: request for request in requests}
-
-    def refusal(self, request, taken):
-        ids, config = request.prompt.token_ids, self.module.config
-        size, room = config.vocab_size, config.max_position_embeddings
-        if not ids:
-            return "has an empty prompt"
-        if min(ids) < 0 or max(ids) >= size:
-            return f"has a token outside of the vocabulary: {min(ids)} to {max(ids)} of 0 to {size - 1}"
-        if len(ids) >= room:
-            return f"has a prompt of {len(ids)} tokens, and the model holds {room}, response included"
-        if request.id in taken:
-            return "waits already: each needs a separate id"
-        if request.sampling.temperature < 0:
-            return f"has the temperature {request.sampling.temperature}; expected 0 or more"
-        return ""
 
     @property
     def num_unfinished(self):
