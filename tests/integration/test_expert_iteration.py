@@ -40,7 +40,7 @@ def test_its_class_and_hook_are_some_twenty_lines():
 
 
 def test_the_page_shows_the_files_as_they_are():
-    page = (EXAMPLE.parents[1] / "docs" / "plugins.md").read_text("utf-8")
+    page = (EXAMPLE.parents[1] / "docs" / "custom_trainers.md").read_text("utf-8")
     for language, name in (("python", "expert_iteration.py"), ("toml", "run.toml")):
         shown = page.split(f"```{language} examples/expert_iteration/{name}\n")[1].split("```")[0]
         assert shown == (EXAMPLE / name).read_text("utf-8")

@@ -308,7 +308,8 @@ def test_placements_that_cannot_be_are_refused_with_their_keys(settings, monkeyp
     pools = {"placement.pools": {"a": 1, "b": 2}, "placement.actor": "a", "placement.rollout": "b"}
     with pytest.raises(ConfigError, match=r"placement.pools: \{ a = 1, b = 2 \} need 3 processes"):
         config_of(settings, **{**TORCHRUN, **pools, "runtime.torchrun.processes": 2})
-    assert "pool 'b' serves no role" in refused(settings, {**pools, "placement.rollout": "a"})
+    unused = {**pools, "placement.rollout": "a", "placement.critic": "b"}  # the run has no critic
+    assert "pool 'b' serves no role" in refused(settings, unused)
     spare = {"runtime.torchrun.max_replacements": 1}
     assert (
         "runtime.torchrun.max_replacements: only a sampler in a separate pool can be replaced; here its processes serve"

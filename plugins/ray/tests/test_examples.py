@@ -15,7 +15,7 @@ import yaml
 from engine_plugin_testing.namespaces import two_nodes
 
 FOLDER = Path(__file__).parents[3] / "examples" / "cluster"
-SLURM = (FOLDER / "slurm.sh").read_text()
+SLURM = (FOLDER / "slurm_ray.sh").read_text()
 JOB = yaml.safe_load((FOLDER / "kuberay.yaml").read_text())
 CLUSTER = JOB["spec"]["rayClusterSpec"]
 
@@ -24,7 +24,7 @@ def test_the_script_for_slurm_is_a_script_of_bash():
     bash = shutil.which("bash")
     if bash is None:
         pytest.skip("no bash here")
-    subprocess.run([bash, "-n", str(FOLDER / "slurm.sh")], check=True)
+    subprocess.run([bash, "-n", str(FOLDER / "slurm_ray.sh")], check=True)
 
 
 def test_both_set_the_runtime_and_its_address():
@@ -119,7 +119,7 @@ def test_the_script_for_slurm_waits_for_its_nodes_and_saves_the_run_when_it_is_s
         env |= {"SLURM_JOB_NODELIST": "[a-b]", "SLURM_JOB_NUM_NODES": "2"}
         with (tmp_path / "said").open("w") as said:
             job = subprocess.Popen(
-                ["bash", str(FOLDER / "slurm.sh"), "run.toml"],
+                ["bash", str(FOLDER / "slurm_ray.sh"), "run.toml"],
                 cwd=tmp_path,
                 env=env,
                 stdout=said,
