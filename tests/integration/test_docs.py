@@ -305,6 +305,7 @@ LONG = {
     "fsdp.md": "runs of several processes; plugins/fsdp/tests/test_run.py",
     "precision.md": "a run for each type; plugins/torch/tests/test_precision.py",
     "custom_model.md": "a package and its kit; tests/conformance/test_custom_model.py",
+    "tutorial.md": "two trainings to a result; first_run.md, and tests/integration/test_grpo.py",
     "publishing.md": "a wheel; tests/integration/test_wheels.py",
 }
 """Pages that `make test` leaves to `make test-full`, and what of it covers them meanwhile."""
