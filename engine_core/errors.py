@@ -123,6 +123,16 @@ ELSEWHERE = {
 """Names with those that other trainers use for them; suggested only where the name is allowed."""
 
 
+HOST_ALLOCATOR = "can't allocate memory"
+"""What torch's RuntimeError says when the memory of the host is used up."""
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether an error says that an accelerator or the host is out of memory; imports no torch."""
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or (isinstance(error, RuntimeError) and HOST_ALLOCATOR in str(error))
+
+
 def errors_of(checks: Iterable[Callable[[], object]]) -> list[EngineError]:
     """Call functions that are independent of each other and return their errors."""
     found = []

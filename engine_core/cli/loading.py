@@ -108,7 +108,7 @@ def check_config(config: EngineConfig) -> list[EngineError]:
 
 @contextmanager
 def placing(config: EngineConfig) -> Iterator[None]:
-    """Put file and line before each message of an error that begins with a key of the run file."""
+    """Raise an error of the block with file and line before each message that begins with a key of the run file."""
     source = config._source or RawConfig({})
     try:
         yield

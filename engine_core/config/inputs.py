@@ -187,10 +187,11 @@ def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[tuple[str
     elif kind == ".jsonl":
         bad = list(_bad_lines(path, data))
         if len(bad) > data.max_bad_rows:
-            shown = list({problem.partition(": ")[2]: problem for problem in reversed(bad)}.values())[::-1][
-                :SHOWN
-            ]
-            yield from (("", problem) for problem in shown)  # the first row of each kind
+            kinds: dict[str, str] = {}  # each problem, with the first row that has it
+            for problem in bad:
+                kinds.setdefault(problem.partition(": ")[2], problem)
+            shown = list(kinds.values())[:SHOWN]
+            yield from (("", problem) for problem in shown)
             if len(bad) > len(shown):
                 yield (
                     "",

@@ -78,7 +78,7 @@ class Renderer:
         if not plain:
             raise DataError("[data] chat_template is false, but a row is a conversation. Remove the key.")
         for key in ("system", "chat_template_kwargs"):
-            if getattr(self.config, key):
+            if getattr(self.config, key) not in (None, {}):
                 raise DataError(
                     f"[data] {key} needs a chat template, and rows of plain text are rendered without one. "
                     "Set chat_template = true in [data], or remove the key."

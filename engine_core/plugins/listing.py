@@ -1,6 +1,6 @@
 """The list of ``engine plugins``: every installed name, with its problem if it has one.
 
-The list is built from metadata. Only ``check`` imports plugins.
+The list is built from metadata. Plugins are imported by ``check`` alone, and those of one kind for their descriptions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from engine_core.errors import EngineError, did_you_mean
 from engine_core.plugins.metadata import TABLES, Offer, find, installed, nouns, offer_problem
 from engine_core.plugins.modules import table_module
 from engine_core.plugins.plugin_set import PluginSet
-from engine_core.specs import resolve
+from engine_core.specs import NoOptions, resolve
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,20 @@ def _description(offer: Offer) -> str:
     except EngineError:  # --check shows it
         return ""
     text = _docstring(spec.load) if isinstance(spec.load, str) else inspect.getdoc(spec.load)
-    return _first_sentence(text or inspect.getdoc(spec.config) or "")
+    options = "" if spec.config is NoOptions else inspect.getdoc(spec.config)
+    return _first_sentence(text or options or "")
 
 
 def _docstring(address: str) -> str:
     """Return the docstring of ``module`` or of the function or class ``module:name``, from the source file; "" without one."""
     module, _, name = address.partition(":")
-    found = importlib.util.find_spec(module)
-    if found is None or not (found.origin or "").endswith(".py"):
+    try:
+        found = importlib.util.find_spec(module)
+        if found is None or not (found.origin or "").endswith(".py"):
+            return ""
+        tree = ast.parse(Path(str(found.origin)).read_text(encoding="utf-8"))
+    except Exception:  # the package does not import, or the module does not parse: --check says so
         return ""
-    tree = ast.parse(Path(str(found.origin)).read_text(encoding="utf-8"))
     documented = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     nodes = (
         [node for node in tree.body if isinstance(node, documented) and node.name == name] if name else [tree]

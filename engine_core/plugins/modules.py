@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from engine_core import hooks as hookspecs
-from engine_core.errors import EngineError, PluginError, did_you_mean, nearest
+from engine_core.errors import EngineError, PluginError, did_you_mean, lacks_memory, nearest
 from engine_core.plugins.metadata import CORE, TABLES, Offer, find, offer_problem, our_plugins
 from engine_core.specs import TABLE_SPECS, RefillOptions, Spec
 
@@ -161,8 +161,7 @@ def blamed(error: Exception, plugins: Iterable[Plugin]) -> Exception:
         error: what a call raised in this process.
         plugins: those that may be named; the distributions of this project are not, since their failures are the engine's.
     """
-    out_of_memory = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
-    if out_of_memory or isinstance(error, EngineError | OSError | MemoryError):
+    if lacks_memory(error) or isinstance(error, EngineError | OSError):
         return error
     ours = {CORE, *our_plugins().values()}
     foreign = {

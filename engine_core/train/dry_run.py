@@ -70,9 +70,8 @@ def _layout(run: TrainingRun) -> list[str]:
     lines, first = [], 0
     for pool, size in pools.items():
         inside = [role for role in roles if config.placement.pool_of(role) == pool]
-        lines.append(
-            f"Pool {pool}, processes {first} to {first + size - 1}: {', '.join(inside) or 'no role'}"
-        )
+        ranks = f"process {first}" if size == 1 else f"processes {first} to {first + size - 1}"
+        lines.append(f"Pool {pool}, {ranks}: {', '.join(inside) or 'no role'}")
         first += size
     return lines
 

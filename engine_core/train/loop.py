@@ -14,8 +14,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from engine_core import faults
 from engine_core.errors import (
     ConfigError,
@@ -25,6 +23,7 @@ from engine_core.errors import (
     SamplerLost,
     TrainingFailed,
     did_you_mean,
+    lacks_memory,
 )
 from engine_core.plugins.modules import blamed
 from engine_core.runs import machine
@@ -399,10 +398,6 @@ class Loop:
         return found
 
 
-HOST_ALLOCATOR = "can't allocate memory"
-"""What torch's RuntimeError says when the memory of the host is used up."""
-
-
 @contextmanager
 def out_of_memory_explained(
     step: int, config: EngineConfig, trained: Sequence[str], samples: bool
@@ -421,7 +416,7 @@ def out_of_memory_explained(
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and HOST_ALLOCATOR not in str(error):
+        if not lacks_memory(error):
             raise
         rank = getattr(error.__cause__, "rank", None)
         where = "" if rank is None else f" on rank {rank}"

@@ -30,9 +30,10 @@ class NotFinite(Exception):
 def hurt(role, rank, place):
     """Do what the file says, if it means this place."""
     file = FOLDER / "hurt.json"
-    if not file.exists():
+    try:
+        planned = json.loads(file.read_text())
+    except FileNotFoundError:  # nothing is planned, or the other rank has renamed it
         return
-    planned = json.loads(file.read_text())
     planned = planned if isinstance(planned[0], list) else [planned]
     *where, what = planned[0]
     if where != [role, rank, place]:

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_core.errors import PluginError
@@ -45,7 +45,6 @@ def batch_of(lengths, keep_together=None):
     )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # a loaded machine draws slowly
 @given(st.lists(st.integers(1, 9), max_size=12), st.integers(1, 5))
 def test_values_per_token_and_per_sequence_come_back_in_order(lengths, slices):
     lengths = [*lengths, 3]  # with sequences of more than a token the two are told apart

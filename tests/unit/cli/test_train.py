@@ -91,7 +91,7 @@ def test_resume_names_runs_in_a_folder_below_when_there_are_none_here(engine, sf
                 "placement.actor=train",
                 "placement.rollout=serve",
             ),
-            "Pool train, processes 0 to 1: actor\nPool serve, processes 2 to 2: rollout",
+            "Pool train, processes 0 to 1: actor\nPool serve, process 2: rollout",
         ),
     ],
 )

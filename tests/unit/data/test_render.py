@@ -83,7 +83,9 @@ def test_a_template_that_is_turned_off_cannot_render_conversations(tokenizer):
         Renderer(tokenizer, DataConfig(chat_template=False)).fit(Row([USER]), 100)
 
 
-@pytest.mark.parametrize("keys", [{"system": "brief"}, {"chat_template_kwargs": {"enable_thinking": False}}])
+@pytest.mark.parametrize(
+    "keys", [{"system": "brief"}, {"system": ""}, {"chat_template_kwargs": {"enable_thinking": False}}]
+)
 def test_keys_of_a_template_over_plain_text_are_refused(tokenizer, keys):
     (key,) = keys
     with pytest.raises(DataError, match=rf"{key} needs a chat template.*Set chat_template = true"):

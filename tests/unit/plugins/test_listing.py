@@ -70,6 +70,8 @@ DESCRIBED = """
             "direct": Reward(load=score),
             "lazy": Reward(load="heavy_mod:lazy"),
             "near": Reward(load="heavy_mod:undocumented", config=Width),
+            "hollow": Reward(load="fake_mod.nothing:score"),
+            "broken": Reward(load="broken_mod:score"),
         }
 """
 NOT_IMPORTED = """
@@ -83,13 +85,16 @@ NOT_IMPORTED = """
 
 
 def test_names_of_one_kind_are_described_by_the_docstring_of_what_they_load_or_of_their_options(only_fakes):
-    names = dict.fromkeys(("direct", "lazy", "near"), "fake_mod")
-    only_fakes("fake", {"rewards": names}, {"fake_mod": DESCRIBED, "heavy_mod": NOT_IMPORTED})
+    names = dict.fromkeys(("direct", "lazy", "near", "hollow", "broken"), "fake_mod")
+    modules = {"fake_mod": DESCRIBED, "heavy_mod": NOT_IMPORTED, "broken_mod": "def score("}
+    only_fakes("fake", {"rewards": names}, modules)
 
     assert {info.name: info.description for info in list_plugins(described="rewards")} == {
         "direct": "Return 1 for yes",
         "lazy": "Measure laziness",
         "near": "How wide near is",
+        "hollow": "",
+        "broken": "",
     }
     assert {info.description for info in list_plugins(described="losses")} == {""}
 

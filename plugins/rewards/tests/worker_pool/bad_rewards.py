@@ -51,6 +51,9 @@ def misbehave(completion):
             os._exit(4)
         case ["segfault"]:
             ctypes.string_at(0)
+        case ["watchdog"]:  # one that crashes while it prints the stacks
+            os.write(2, b"Timeout (0:00:05)!\nThread 0x0 (most recent call first):\n")
+            ctypes.string_at(0)
         case ["print"]:
             print('{"done": true}\n' * 10_000)
             os.write(1, b"\x00\xff not json\n")

@@ -45,6 +45,16 @@ def test_a_hanging_sample_is_killed_and_the_others_are_scored(runner, rollouts, 
     assert "in misbehave" in caplog.text  # where it hung
 
 
+def test_a_hanging_sample_whose_watchdog_crashes_is_a_timeout_and_a_crash_of_the_function_is_none(
+    runner, rollouts
+):
+    metrics = runner("misbehave", timeout_seconds=5.0, max_failure_share=1.0).score(
+        rollouts("a", "watchdog", "bb", "segfault"), 1
+    )
+    assert metrics["reward/misbehave/timeouts"] == 1
+    assert metrics["reward/misbehave/errors"] == 1
+
+
 def test_two_hanging_samples_of_a_function_in_plural_form_are_found(runner, rollouts):
     scored = rollouts("a", "sleep", "bbb", "power", "cc", "d")
     metrics = runner("misbehave_in_lists", **SHORT, workers=2).score(scored, 1)

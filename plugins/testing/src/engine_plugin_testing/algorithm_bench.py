@@ -144,7 +144,7 @@ class LossBench(AlgorithmBench):
         return outputs, batch.with_columns(tokens=columns | measured | shares)
 
     def losses(self, outputs: dict[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of each token and the metrics, after the checks of a run."""
+        """Return losses [T] and metrics [T] of outputs [T], after the checks of a run."""
         from engine_core.algorithms.objectives import check_token_loss
 
         made = self.function()(outputs, batch, **self.option_values())

@@ -24,7 +24,7 @@ PROBE, PAIRS = "kit_probe", "kit_pairs"
 
 
 def probe(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ``sum_t c_t output_t`` over outputs with coefficients, and metrics: a mean, a count, maxima above and below 0."""
+    """Return ``sum_t c_t output_t`` over the outputs [T] with coefficients, and metrics: a mean, a count, maxima above and below 0."""
     named = {f"probe/{name}": value for name, value in outputs.items() if f"probe/{name}" in batch}
     total = sum(((batch[name] * value).sum() for name, value in named.items()), start=0.0)
     values, mask = batch["probe/metric"], batch["loss_mask"]
@@ -35,7 +35,7 @@ def probe(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str
 
 
 def pairs(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ``sum_k (sum_i s_i sum_t w_t log p_t)^2`` over groups k of sequences i: it changes if a group is split."""
+    """Return ``sum_k (sum_i s_i sum_t w_t log p_t)^2`` of ``log_probs`` [T], over groups k of sequences i: it changes if a group is split."""
     sums = batch["sign"] * batch.sum_by_sequence(batch["weights"] * outputs["log_probs"])
     together = batch.keep_together
     assert together is not None

@@ -93,14 +93,14 @@ def weights_change_under_responses_in_flight(bench: RolloutBench) -> None:
         rollouts = _ended(engine, done, requests)
         _check_versions(bench, modules, rollouts)
         kinds = [set(rollout.policy_versions[rollout.prompt_length :].tolist()) for rollout in rollouts]
-        if set(LATER) & set().union(*(kind for kind in kinds if len(kind) > 1)):
+        mixed = set(LATER) & set().union(*(kind for kind in kinds if len(kind) > 1))
+        if mixed:
             break
         engine.update_weights(bench.stream(bench.model()), 0)
-    else:
-        raise AssertionError(
-            f"No response has tokens of two versions, after {STEPS} steps before each update. A step must be short where "
-            f"config.steps_are_short. {LIVELIER}"
-        )
+    assert mixed, (
+        f"No response has tokens of two versions, after {STEPS} steps before each update. A step must be short where "
+        f"config.steps_are_short. {LIVELIER}"
+    )
     last = max(LATER)
     _check_versions(
         bench, {last: modules[last]}, engine.generate(requests)

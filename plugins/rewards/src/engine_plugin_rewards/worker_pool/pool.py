@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import signal
 import threading
 import time
 from collections import deque
@@ -223,7 +224,8 @@ class Pool:
             self._start_again(worker, late)
             return
         stacks = worker.stacks()
-        late |= worker.popen.returncode == 1 and WATCHDOG in stacks  # its own watchdog was faster
+        # Its own watchdog was faster; in the middle of C code the watchdog may crash while it prints the stacks.
+        late |= worker.popen.returncode in (1, -signal.SIGSEGV) and WATCHDOG in worker.tail(KEPT_LINES)
         message = f"no answer after {self.timeout:g} s" if late else f"its worker {worker.ending()}"
         outcome = Outcome(None, "timeout" if late else "error", message, stacks)
         self._blame(worker, outcome, on_failure)
