@@ -7,20 +7,32 @@ from typing import TYPE_CHECKING
 import engine_plugin_testing as kit
 
 if TYPE_CHECKING:
+    from engine_plugin_testing.contracts import Contract
     from engine_plugin_testing.suite import Suite
 
 
 def table(suite: type[Suite]) -> str:
-    """Return a table with a row for each contract: its test, its promise, the planted faults that it catches."""
-    rows = ["| test | what it promises | catches |", "|---|---|---|"]
-    for made in suite.contracts.values():
-        promise = made.promise.replace("``", "`")
-        if made.capability:
-            promise += f" (Capability `{made.capability}`.)"
-        if made.role:
-            promise += f" (Role `{made.role}`.)"
-        rows.append(f"| `{made.name}` | {promise} | {'; '.join(made.catches)} |")
+    """Return a table with a row for each contract: its test, its promise, what it runs for, the planted faults that it catches.
+
+    The column "runs for" names a capability or a role. A suite whose contracts always run has no such column.
+    """
+    contracts = suite.contracts.values()
+    limited = any(made.capability or made.role for made in contracts)
+    titles = ["test", "what it promises", *(["runs for"] if limited else []), "catches"]
+    rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+    for made in contracts:
+        cells = [f"`{made.name}`", made.promise.replace("``", "`")]
+        if limited:
+            cells.append(_runs_for(made))
+        rows.append(f"| {' | '.join([*cells, '; '.join(made.catches)])} |")
     return "\n".join(rows)
+
+
+def _runs_for(made: Contract) -> str:
+    """Return the capability or the role that the contract needs, or "" if it always runs."""
+    if made.capability:
+        return f"capability `{made.capability}`"
+    return f"role `{made.role}`" if made.role else ""
 
 
 def main() -> None:

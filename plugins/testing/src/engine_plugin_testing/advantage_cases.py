@@ -44,7 +44,10 @@ def tokens_outside_the_mask_get_0(bench: AdvantageBench) -> None:
 
 @contract(catches=("invalid rollouts in the statistics",))
 def invalid_rollouts_do_not_count(bench: AdvantageBench) -> None:
-    """A rollout that is not valid gets 0, and its reward changes no other advantage."""
+    """The reward of an invalid rollout changes no other advantage.
+
+    The advantage of the invalid rollout is 0.
+    """
     batch = bench.batch(GROUPS)
     valid = torch.tensor([index not in (1, 6) for index in range(len(batch))])
     batch = batch.with_columns(sequences={"valid": valid})
@@ -60,7 +63,10 @@ def invalid_rollouts_do_not_count(bench: AdvantageBench) -> None:
 
 @contract(catches=("groups taken to be in order",))
 def order_does_not_matter(bench: AdvantageBench) -> None:
-    """With the rollouts in another order each gets the same value; the ids of groups are any numbers."""
+    """The order of the rollouts changes no advantage.
+
+    The ids of groups may be any numbers.
+    """
     batch = bench.batch(GROUPS)
     first = _of_rollouts(batch, bench.advantages(batch))
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(3)).tolist()
@@ -80,7 +86,10 @@ def degenerate_groups_are_finite(bench: AdvantageBench) -> None:
 
 @contract(catches=("the batch changed in place",))
 def the_batch_is_left_alone(bench: AdvantageBench) -> None:
-    """The estimator changes no column and draws no random numbers; called again it gives the same values."""
+    """The estimator changes no column of the batch.
+
+    It draws no random numbers, and called again it gives the same values.
+    """
     batch = bench.batch(GROUPS)
     before = {name: value.clone() for name, value in {**batch.tokens, **batch.sequences}.items()}
     state = torch.get_rng_state()

@@ -19,26 +19,35 @@ def _without_errors(lines: list[dict[str, float]], what: str) -> None:
 
 @contract()
 def episodes_end_without_errors(bench: EnvironmentBench) -> None:
-    """The episodes of three steps on a random model end with a rollout; none fails."""
+    """No episode of three steps with a random model fails.
+
+    Each episode ends with a rollout.
+    """
     _without_errors(bench.train("run", 3), "")
 
 
 @contract(catches=("a failure on a short turn",))
 def short_responses_are_survived(bench: EnvironmentBench) -> None:
-    """Episodes of one turn, and of responses that are cut after their first token, end without an error."""
+    """Very short episodes end without an error.
+
+    Cases: episodes of one turn, and responses that are cut after their first token.
+    """
     _without_errors(bench.train("turn", 1, environment__max_turns=1), "with one turn")
     _without_errors(bench.train("token", 1, rollout__max_response_tokens=1), "with responses of one token")
 
 
 @contract(catches=("random numbers that are not of the episode's seed",))
 def a_run_is_repeated_exactly(bench: EnvironmentBench) -> None:
-    """Two runs with one seed have the same metrics: draws come from ``episode.seed``."""
+    """Two runs with one seed have the same metrics, because random numbers come from ``episode.seed``."""
     compare(bench.train("first", 2), bench.train("second", 2), "The repeated run")
 
 
 @contract(catches=("state that outlives an episode",))
 def a_resumed_run_ends_like_one_that_was_not_stopped(bench: EnvironmentBench) -> None:
-    """Steps after a resume have the metrics of a run that was not stopped: nothing outlives an episode."""
+    """Steps after a resume have the metrics of a run that was not stopped.
+
+    No state outlives an episode.
+    """
     whole = bench.train("whole", 4)
     bench.train("half", 2)
     compare(whole, bench.train("half", 4, resume=True), "The resumed run")

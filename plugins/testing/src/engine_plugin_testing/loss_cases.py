@@ -40,7 +40,10 @@ def values_are_right(bench: LossBench) -> None:
 
 @contract(catches=("the sign of the advantages turned",))
 def the_gradient_follows_the_advantage(bench: LossBench) -> None:
-    """At the old policy, a step down the gradient makes tokens with a positive advantage likelier, others less likely."""
+    """A step down the gradient makes tokens with a positive advantage likelier and the others less likely.
+
+    The log-probs are those of the old policy.
+    """
     log_probs, _, advantages = _tokens()
     sign = advantages.sign()
     for whole in (sign, -sign, torch.ones_like(sign), -torch.ones_like(sign)):
@@ -87,7 +90,10 @@ def a_policy_that_moved_far_is_finite(bench: LossBench) -> None:
 
 @contract(catches=("the gradient through a metric",))
 def metrics_are_without_gradient(bench: LossBench) -> None:
-    """Metrics are tensors [T] without a gradient, finite where something is learned."""
+    """Metrics are tensors [T] without a gradient.
+
+    They are finite where a token is learned.
+    """
     outputs, batch = bench.batch(*_tokens())
     _, metrics = bench.losses(outputs, batch)
     for name, value in metrics.items():
@@ -102,7 +108,10 @@ def metrics_are_without_gradient(bench: LossBench) -> None:
 
 @contract(catches=("the advantages changed in place",))
 def inputs_are_left_alone(bench: LossBench) -> None:
-    """The loss changes no output and no column; called again it gives the same losses."""
+    """The loss changes no output and no column.
+
+    Called again it gives the same losses.
+    """
     outputs, batch = bench.batch(*_tokens())
     before = {name: value.clone() for name, value in {**batch.tokens, **outputs}.items()}
     first, _ = bench.losses(outputs, batch)

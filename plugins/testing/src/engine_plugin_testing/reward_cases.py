@@ -45,7 +45,7 @@ def _same(found: Values, expected: Values, what: str) -> None:
 
 @contract(catches=("wrong length returned",))
 def values_are_right(bench: RewardBench) -> None:
-    """In a worker process, as in a run, every example gets its value: each in a separate call, then all in one."""
+    """Every example gets its value in a worker process, in a separate call and in one call with all others."""
     samples, groups = bench.samples()
     expected = [value for _, values in bench.examples for value in values]
     calls = [(group, [0] * len(group)) for group, _ in bench.examples]
@@ -75,7 +75,10 @@ def it_is_deterministic(bench: RewardBench) -> None:
 
 @contract(catches=("depends on the order of the samples",))
 def order_and_company_do_not_matter(bench: RewardBench) -> None:
-    """A group gets the same values first or last in a batch, alone, or next to a copy of itself."""
+    """The values of a group do not depend on the other groups of the call.
+
+    Cases: first in a batch, last, alone, and next to a copy of itself.
+    """
     samples, groups = bench.samples()
     calls: list[tuple[list, list[int]]] = [(samples, groups), (samples[::-1], groups[::-1])]
     calls += [(group * 2, [0] * len(group) + [1] * len(group)) for group, _ in bench.examples]
@@ -98,7 +101,11 @@ def order_and_company_do_not_matter(bench: RewardBench) -> None:
     )
 )
 def rows_of_a_large_batch_stay_apart(bench: RewardBench) -> None:
-    """In 150 samples of one call the responses of all examples meet the rows of all examples: each gets the value that it gets in small calls, in the opposite order, in this process and in others that have scored nothing before."""
+    """In a call with 150 samples each response is scored with its own row.
+
+    The responses of all examples meet the rows of all examples. Each sample gets the value that it gets in small
+    calls, in the opposite order, and in worker processes that have scored nothing before.
+    """
     units = _crossed(bench)
     parts = [units[at : at + 7] for at in range(0, len(units), 7)]
     found = _scored(bench, [part[::-1] for part in parts[::-1]], workers=1)
@@ -155,7 +162,10 @@ def inputs_are_left_alone(bench: RewardBench) -> None:
 
 @contract(catches=("fails on an empty completion",))
 def any_text_gets_a_value(bench: RewardBench) -> None:
-    """Empty text, control characters, other scripts, broken LaTeX and ``nan`` get one finite number or None, without an error."""
+    """Any text gets one finite number or None, without an error.
+
+    Cases: empty text, control characters, other scripts, broken LaTeX and ``nan``.
+    """
     first = bench.samples()[0][0]
     samples = [{**first, "completion": text, "completion_ids": [7] * len(text)} for text in STRANGE]
     for text, value in zip(STRANGE, bench.score(samples, workers=1), strict=True):
@@ -164,7 +174,10 @@ def any_text_gets_a_value(bench: RewardBench) -> None:
 
 @contract()
 def very_long_text_gets_a_value(bench: RewardBench) -> None:
-    """A hundred thousand characters, a number of 5000 digits, 2000 open brackets: a value within the time-out."""
+    """A very long text gets a value within the timeout.
+
+    Cases: a hundred thousand characters, a number of 5000 digits, 2000 open brackets.
+    """
     first = bench.samples()[0][0]
     samples = [{**first, "completion": text, "completion_ids": [7] * len(text)} for text in LONG]
     for text, value in zip(LONG, bench.score(samples, workers=1), strict=True):
@@ -173,7 +186,7 @@ def very_long_text_gets_a_value(bench: RewardBench) -> None:
 
 @contract(catches=("an option without a docstring", "unknown options accepted"))
 def options_are_documented_and_checked(bench: RewardBench) -> None:
-    """Every option has a description; an unknown one raises an error that names it."""
+    """Every option has a description, and an unknown option raises an error that names it."""
     config = bench.load_plugins().spec("rewards", bench.name).config
     bare = [name for name, field in config.model_fields.items() if not field.description]
     assert not bare, f"Options without a description: {bare}. Write a docstring below the field."

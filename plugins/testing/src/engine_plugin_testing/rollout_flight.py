@@ -79,7 +79,11 @@ def _check_versions(bench: RolloutBench, modules: dict[int, nn.Module], rollouts
     ),
 )
 def weights_change_under_responses_in_flight(bench: RolloutBench) -> None:
-    """Two updates under responses that ``pause("keep")`` has frozen: each token has the version, and the log-prob over its whole prefix, of the weights that drew it; what was sampled stays."""
+    """If weights change while a response is frozen, each token keeps the version and log-prob of the weights that drew it.
+
+    Two updates arrive after ``pause("keep")``. The log-prob is over the token's whole prefix, and sampled tokens
+    stay.
+    """
     modules = {0: bench.reference(), **{v: bench.reference(bench.model(seed=s)) for v, s in LATER.items()}}
     engine, requests, rollouts = bench.engine(**STOPS), _requests(bench, temperature=1.0), []
     for steps in STEPS:
@@ -109,7 +113,10 @@ def weights_change_under_responses_in_flight(bench: RolloutBench) -> None:
 
 @contract(capability="pause", catches=("responses in flight lost in sleep", "a token changed in sleep"))
 def a_sleep_under_responses_in_flight_changes_nothing(bench: RolloutBench) -> None:
-    """Frozen by ``pause("keep")``, put to sleep and woken (if the spec declares ``sleep``), greedy responses are those of an engine that never slept."""
+    """Greedy responses that were frozen during a sleep equal those of an engine that never slept.
+
+    The engine is frozen by ``pause("keep")``, and sleeps if the spec declares ``sleep``.
+    """
     module, engine = bench.reference(), bench.engine(**STOPS)
     requests = _requests(bench, temperature=0.0)
     engine.add(requests)
@@ -142,7 +149,11 @@ def _random_states() -> list[Any]:
     )
 )
 def what_is_the_callers_is_left_alone(bench: RolloutBench) -> None:
-    """Weights are copied: their tensors change after ``update_weights`` as in the trainer's next step. Requests with seeds and their prompts stay as they were, and so do the global random states of Python, NumPy and torch."""
+    """The engine changes no request, no tensor of the stream and no global random state.
+
+    Weights are copied, since their tensors change after ``update_weights`` as in the trainer's next step. The random
+    states are those of Python, NumPy and torch. Requests have seeds.
+    """
     engine, other = bench.engine(), bench.model(seed=1)
     module, requests = bench.reference(other), bench.requests(temperature=1.0)
     before, states, weights = copy.deepcopy(requests), _random_states(), dict(bench.stream(other))

@@ -66,7 +66,10 @@ def _sampled(engine: RolloutEngine, requests: Sequence[Request]) -> Any:
     )
 )
 def a_model_with_biases_and_dropout_is_sampled_right(bench: RolloutBench) -> None:
-    """An untied model of another family, with biases, norm weights that are not 1 and dropout in its config: tokens and log-probs are the reference's, also after an update of all of its weights."""
+    """A model of another family, with biases and dropout, has the tokens and log-probs of the reference.
+
+    The model is untied, and its norm weights are not 1. The contract holds also after an update of all weights.
+    """
     first, other = bench.second_model(), bench.second_model(seed=1)
     engine = bench.engine(first)
     _check_model(bench, engine, bench.reference(first), "the second model")
@@ -100,7 +103,11 @@ def _many(count: int = 150) -> list[Request]:
     )
 )
 def many_requests_of_all_sizes_are_sampled_right(bench: RolloutBench) -> None:
-    """150 requests at once, prompts of 1 to 110 tokens, responses of up to 80: all come back in order with their text, each log-prob is the reference's, and tokens are drawn from its distributions."""
+    """150 requests of all sizes come back in order, with the log-probs of the reference.
+
+    Prompts have 1 to 110 tokens and responses up to 80. Each text is right, and tokens are drawn from the
+    distributions of the reference.
+    """
     requests = _many()
     rollouts = bench.engine().generate(requests)
     assert len(rollouts) == len(requests), f"{len(rollouts)} rollouts for {len(requests)} requests."
@@ -130,7 +137,11 @@ def many_requests_of_all_sizes_are_sampled_right(bench: RolloutBench) -> None:
     )
 )
 def later_tokens_follow_their_distributions(bench: RolloutBench) -> None:
-    """Each token of 80 responses is an independent draw from the distribution given the tokens before it, at the temperature and after the cuts, with seeds and without."""
+    """Each later token of a response is an independent draw from its distribution.
+
+    The distribution is that given the tokens before it, at the temperature and after the cuts. 80 responses are
+    sampled with seeds and without.
+    """
     engine, module = bench.engine(), bench.reference()
     for sampling in bench.supported({"temperature": 0.7, "seed": None}, CUTTING[-1]):
         requests = bench.requests(("The answer",), group=80, max_response_tokens=8, **sampling)

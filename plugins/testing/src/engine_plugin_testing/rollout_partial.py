@@ -68,7 +68,10 @@ def _check_log_probs(bench: RolloutBench, module: nn.Module, rollout: Rollout, r
 
 @contract(capability="partial", catches=("a stopped response without its tokens",))
 def a_response_stopped_in_its_midst_is_what_was_sampled(bench: RolloutBench) -> None:
-    """``abort`` between two steps gives the tokens sampled so far with their log-probs and versions; greedy ones are the beginning of the whole response."""
+    """``abort`` between two steps returns the tokens sampled so far with their log-probs and versions.
+
+    A greedy response is then the beginning of the whole response.
+    """
     module, engine = bench.reference(), bench.engine(**STOPS)
     for temperature in (0.0, 1.0):
         requests = bench.requests(temperature=temperature, max_response_tokens=LONG)
@@ -85,7 +88,10 @@ def a_response_stopped_in_its_midst_is_what_was_sampled(bench: RolloutBench) -> 
 
 @contract(capability="partial", catches=("the versions of a stopped response overwritten",))
 def a_stopped_response_goes_on(bench: RolloutBench) -> None:
-    """A request with ``begun`` gives the whole response: what there was keeps tokens, log-probs and versions, the rest is of the present weights; together they keep to the limit."""
+    """A request with ``begun`` returns the whole response, in which the tokens of ``begun`` keep their log-probs and versions.
+
+    New tokens are those of the present weights. The limit of tokens is that of the whole response.
+    """
     engine, other = bench.engine(**STOPS), bench.model(seed=1)
     requests = bench.requests(temperature=1.0, max_response_tokens=LONG)
     rollouts = _stopped(engine, requests)
@@ -115,7 +121,10 @@ def a_stopped_response_goes_on(bench: RolloutBench) -> None:
 
 @contract(capability="partial")
 def a_response_goes_on_to_the_same_end(bench: RolloutBench) -> None:
-    """Stopped, and gone on with under the same weights, a greedy response is the one that was never stopped."""
+    """A greedy response that was stopped and continued equals the response that was never stopped.
+
+    The weights are the same.
+    """
     module, engine = bench.reference(), bench.engine(**STOPS)
     requests = bench.requests(temperature=0.0, max_response_tokens=LONG)
     rollouts = _stopped(engine, requests)
@@ -130,7 +139,10 @@ def a_response_goes_on_to_the_same_end(bench: RolloutBench) -> None:
 
 @contract(capability="partial")
 def what_cannot_go_on_is_refused(bench: RolloutBench) -> None:
-    """A response that has all its tokens, or another prompt, is refused by ``add``, and nothing is queued."""
+    """``add`` refuses to continue a response that is complete or has another prompt.
+
+    Nothing is queued.
+    """
     engine = bench.engine(**STOPS)
     one, other = bench.requests(("2+2=", "ab"), temperature=1.0, max_response_tokens=4)
     whole = engine.generate([one])[0]
@@ -149,7 +161,10 @@ def what_cannot_go_on_is_refused(bench: RolloutBench) -> None:
 
 @contract(capability="partial")
 def a_request_over_its_time_comes_back_as_far_as_it_is(bench: RolloutBench) -> None:
-    """``Sampling.timeout_s`` stops one request: it comes back with the failure ``timeout`` and log-probs that are right, and the others are whole."""
+    """``Sampling.timeout_s`` stops one request, which comes back with the failure ``timeout``.
+
+    Its log-probs are right, and the other responses are whole.
+    """
     module, engine = bench.reference(), bench.engine(**STOPS)
     requests = bench.requests(temperature=1.0, max_response_tokens=LONG)
     alone = engine.generate(requests)
@@ -170,7 +185,10 @@ def a_request_over_its_time_comes_back_as_far_as_it_is(bench: RolloutBench) -> N
 
 @contract(capability="partial")
 def requests_are_stopped_one_by_one(bench: RolloutBench) -> None:
-    """``advance`` gives what was stopped together with what finished, each request exactly once, while others come and go, also in calls of several rounds."""
+    """``advance`` returns each request exactly once, whether it was stopped or has finished.
+
+    Other requests come and end meanwhile, also in calls of several rounds.
+    """
     engine, requests = bench.engine(**STOPS), bench.requests(group=3, max_response_tokens=LONG)
     first, later = requests[:12], requests[12:]
     done = engine.advance(first)
@@ -193,7 +211,7 @@ def requests_are_stopped_one_by_one(bench: RolloutBench) -> None:
 
 @contract(capability="pause")
 def a_pause_under_load_keeps_what_was_sampled(bench: RolloutBench) -> None:
-    """Frozen in the midst of responses and resumed, greedy responses are those of an engine that was never paused."""
+    """Greedy responses that were frozen and resumed equal those of an engine that was never paused."""
     module, engine = bench.reference(), bench.engine(**STOPS)
     requests = bench.requests(temperature=0.0, max_response_tokens=LONG)
     engine.add(requests)

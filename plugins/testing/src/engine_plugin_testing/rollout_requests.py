@@ -30,7 +30,10 @@ def _finish(engine: RolloutEngine, calls: int = 2000) -> list[Rollout]:
 
 @contract(catches=("sequences of a group swapped",))
 def groups_are_complete_and_in_order(bench: RolloutBench) -> None:
-    """``generate`` returns one rollout a request, in their order, with the request's id, group, index and sampling."""
+    """``generate`` returns one rollout for each request, in the order of the requests.
+
+    The rollout has the id, group and index of its request, and follows its sampling options.
+    """
     requests = bench.requests(group=3, temperature=1.2)
     for i, request in enumerate(requests):  # lengths tell requests of one group apart
         request.sampling = dataclasses.replace(request.sampling, max_response_tokens=2 + 3 * (i % 3))
@@ -54,7 +57,10 @@ def groups_are_complete_and_in_order(bench: RolloutBench) -> None:
 
 @contract(catches=("the prompt's columns lost",))
 def prompts_come_back_as_they_were(bench: RolloutBench) -> None:
-    """A rollout begins with its prompt's tokens and carries its prompt: id, text and columns for the rewards."""
+    """A rollout begins with the tokens of its prompt and carries the prompt.
+
+    The prompt has its id, its text and its columns for the rewards.
+    """
     requests = bench.requests()
     for request, rollout in zip(requests, bench.engine().generate(requests), strict=True):
         count = len(request.prompt.token_ids)
@@ -66,7 +72,10 @@ def prompts_come_back_as_they_were(bench: RolloutBench) -> None:
 
 @contract(catches=("log-probs in float64",))
 def columns_have_their_types(bench: RolloutBench) -> None:
-    """Per-token columns have one entry a token: int64 ids, bool mask, float32 log-probs, int32 versions, on the CPU."""
+    """Per-token columns are on the CPU, with the types int64 (ids), bool (mask), float32 (log-probs) and int32 (versions).
+
+    Each column has one entry for each token.
+    """
     types = {
         "token_ids": torch.int64,
         "loss_mask": torch.bool,
@@ -87,7 +96,10 @@ def columns_have_their_types(bench: RolloutBench) -> None:
 
 @contract(catches=("prompt tokens in the loss mask",))
 def only_sampled_tokens_are_in_the_loss_mask(bench: RolloutBench) -> None:
-    """The loss mask is True at every sampled token and nowhere else; log-probs are 0 where it is False."""
+    """The loss mask is True at every sampled token and nowhere else.
+
+    Log-probs are 0 where it is False.
+    """
     for rollout in bench.engine().generate(bench.requests()):
         expected = torch.arange(len(rollout.token_ids)) >= rollout.prompt_length
         assert torch.equal(rollout.loss_mask, expected), (
@@ -99,7 +111,7 @@ def only_sampled_tokens_are_in_the_loss_mask(bench: RolloutBench) -> None:
 
 @contract(catches=("a token dropped", "a token doubled"))
 def no_token_is_lost_or_doubled(bench: RolloutBench) -> None:
-    """A greedy response is, token by token, the argmax continuation that an independent loop finds."""
+    """A greedy response equals the argmax continuation of an independent loop, token by token."""
     module = bench.reference()
     requests = bench.requests(
         (*TEXTS, "Hm", "(q", "Zz9", "7*8=", "Why?", "1, 2, 3"), temperature=0.0, max_response_tokens=16
@@ -117,7 +129,10 @@ def no_token_is_lost_or_doubled(bench: RolloutBench) -> None:
 
 @contract(catches=("the prompt in the text",))
 def the_text_is_the_response_decoded(bench: RolloutBench) -> None:
-    """``text`` is the response alone, decoded without special tokens; or empty, and the core decodes it."""
+    """``text`` is the response alone, decoded without special tokens, or empty.
+
+    If it is empty, the core decodes the response.
+    """
     for rollout in bench.engine().generate(bench.requests()):
         expected = plain_text(bench, response(rollout))
         assert rollout.text in (expected, ""), f"text is {rollout.text!r}; expected {expected!r}."
@@ -125,7 +140,10 @@ def the_text_is_the_response_decoded(bench: RolloutBench) -> None:
 
 @contract(catches=("an empty prompt accepted",))
 def malformed_requests_are_refused(bench: RolloutBench) -> None:
-    """An empty or too long prompt, a token outside the vocabulary, a taken id: refused by ``add``, and nothing of the call is queued."""
+    """``add`` refuses a malformed request and queues nothing of its call.
+
+    Cases: an empty or too long prompt, a token outside the vocabulary, an id in flight.
+    """
     engine = bench.engine()
     good, other = bench.requests(("2+2=", "ab"))
     long = Prompt("train:long", [5] * 4096, "")
@@ -159,7 +177,10 @@ def malformed_requests_are_refused(bench: RolloutBench) -> None:
 
 @contract(catches=("requests of a later call lost",))
 def every_request_comes_back_once(bench: RolloutBench) -> None:
-    """Added in two calls and stepped to the end, each request comes back exactly once; then ``step`` gives nothing."""
+    """Each request comes back exactly once, also if requests are added in two calls.
+
+    Then ``step`` returns nothing.
+    """
     engine, requests = bench.engine(), bench.requests(group=2)
     assert engine.step() == [], "step with nothing queued gives rollouts."
     engine.add(requests[:5])
@@ -174,7 +195,10 @@ def every_request_comes_back_once(bench: RolloutBench) -> None:
 
 @contract(catches=("aborted rollouts reported as cut",))
 def aborted_requests_come_back_at_once(bench: RolloutBench) -> None:
-    """``abort`` returns these requests with the finish reason ``abort`` and a whole prompt; the others are answered; unknown ids are ignored."""
+    """``abort`` returns the given requests with the finish reason ``abort`` and their whole prompt.
+
+    The other requests are answered, and unknown ids are ignored.
+    """
     engine, requests = bench.engine(), bench.requests()
     engine.add(requests)
     stopped = engine.abort([requests[1].id, "no such request"])
@@ -199,7 +223,10 @@ def aborted_requests_come_back_at_once(bench: RolloutBench) -> None:
 
 @contract(capability="pause", catches=("finished rollouts lost in a pause",))
 def a_pause_loses_no_request(bench: RolloutBench) -> None:
-    """In each mode of ``pause`` every request comes back exactly once after ``resume``; ``abort`` brings unfinished ones back as aborted."""
+    """In each mode of ``pause`` every request comes back exactly once after ``resume``.
+
+    The mode ``abort`` returns unfinished requests as aborted.
+    """
     for mode in ("drain", "keep", "abort"):
         engine, requests = bench.engine(), bench.requests()
         engine.add(requests)
@@ -218,7 +245,10 @@ def a_pause_loses_no_request(bench: RolloutBench) -> None:
 
 @contract(capability="pause")
 def a_pause_under_load_loses_no_request(bench: RolloutBench) -> None:
-    """In the middle of sampling: frozen, resumed, some aborted, others added; every request is answered exactly once."""
+    """A pause in the middle of sampling loses no request.
+
+    Requests are frozen and resumed, some are aborted, others are added. Each is answered exactly once.
+    """
     engine, requests = bench.engine(), bench.requests(group=3)
     first, later = requests[:12], requests[12:]
     engine.add(first)
@@ -244,7 +274,10 @@ def a_pause_under_load_loses_no_request(bench: RolloutBench) -> None:
 
 @contract()
 def an_engine_closes_with_work_left(bench: RolloutBench) -> None:
-    """``close`` with requests queued ends quietly, and another engine can be built and used after it."""
+    """``close`` with queued requests ends without an error.
+
+    Another engine can be built and used after it.
+    """
     engine = bench.engine()
     engine.add(bench.requests())
     engine.close()

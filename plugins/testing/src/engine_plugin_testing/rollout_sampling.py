@@ -37,13 +37,13 @@ def _compared(bench: RolloutBench, **sampling: Any) -> None:
 
 @contract(catches=("rollout log-probs shifted by one token",))
 def log_probs_equal_the_reference(bench: RolloutBench) -> None:
-    """``rollout_log_probs`` are those of the policy at temperature 1, as an independent float64 forward says."""
+    """``rollout_log_probs`` at temperature 1 equal those of an independent float64 forward pass."""
     _compared(bench)
 
 
 @contract(catches=("log-probs reported at temperature 1",))
 def log_probs_are_at_the_temperature(bench: RolloutBench) -> None:
-    """Log-probs are of the distribution that was sampled from: ``softmax(logits / temperature)``."""
+    """Log-probs are those of the distribution that was sampled from, ``softmax(logits / temperature)``."""
     _compared(bench, temperature=0.6)
     _compared(bench, temperature=1.6)
 
@@ -52,14 +52,20 @@ def log_probs_are_at_the_temperature(bench: RolloutBench) -> None:
     options=tables.CUTTING, catches=("log-probs before top-p and top-k", "a token too many left by top-p")
 )
 def log_probs_are_of_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
-    """With top-p and top-k, log-probs are of the truncated distribution; ``support_log_mass``, if given, is the mass it kept."""
+    """With top-p and top-k, log-probs are those of the truncated distribution.
+
+    ``support_log_mass``, if given, is the mass that was kept.
+    """
     for sampling in bench.supported(*CUTTING):
         _compared(bench, **sampling)
 
 
 @contract(capability="support", options=tables.CUTTING, catches=("the support of another token",))
 def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
-    """With ``Sampling.max_support``, ``support_ids`` are the tokens that each sampled token was drawn from, unless they are more; else none."""
+    """With ``Sampling.max_support``, ``support_ids`` are the tokens that each sampled token was drawn from.
+
+    A row has none if they are more.
+    """
     width, module = 8, bench.reference()
     for sampling in bench.supported(*CUTTING):
         requests = bench.requests(group=2, max_support=width, **sampling)
@@ -84,7 +90,10 @@ def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
 
 @contract(catches=("temperature ignored in sampling", "top-k ignored in sampling"))
 def samples_follow_the_distribution(bench: RolloutBench) -> None:
-    """First tokens of 400 requests come as often as the temperature, top-k and top-p say, and never from what was cut."""
+    """First tokens are sampled as often as the temperature, top-k and top-p say.
+
+    The frequencies are those of 400 requests. A token that was cut is never sampled.
+    """
     engine, module = bench.engine(), bench.reference()
     for sampling in bench.supported({"temperature": 0.5}, {"temperature": 2.0}, *SHARP):
         requests = bench.requests(("The answer",), group=400, max_response_tokens=1, **sampling)
@@ -150,7 +159,10 @@ def _first_times(tokens: list[int]) -> list[int]:
 
 @contract(options=("stop",), catches=("stop strings ignored",))
 def a_stop_string_ends_a_response(bench: RolloutBench) -> None:
-    """Sampling ends with the token that completes a stop string; the string stays in the response; the reason is ``stop``."""
+    """Sampling ends with the token that completes a stop string, with the reason ``stop``.
+
+    The string stays in the response.
+    """
     engine = bench.engine()
     text, story = _greedy_story(bench)
     for end in [at for at in _first_times(story) if at >= 2 and min(story[at - 1 : at + 1]) > EOS][:3]:
@@ -178,7 +190,10 @@ def a_stop_string_ends_a_response(bench: RolloutBench) -> None:
 
 @contract(options=("stop_token_ids",), catches=("stop token ids ignored",))
 def a_stop_token_ends_a_response(bench: RolloutBench) -> None:
-    """Sampling ends with one of ``stop_token_ids``, which stays in the response; the reason is ``stop``."""
+    """Sampling ends with one of ``stop_token_ids``, with the reason ``stop``.
+
+    The token stays in the response.
+    """
     engine = bench.engine()
     text, story = _greedy_story(bench)
     for end in [at for at in _first_times(story) if at >= 1][:3]:
@@ -209,7 +224,10 @@ def _check_end(rollout: Rollout, most: int) -> None:
 
 @contract(catches=("wrong finish reason",))
 def the_finish_reason_is_true(bench: RolloutBench) -> None:
-    """``stop`` where the end of sequence was sampled, which stays and is the last token; ``length`` after ``max_response_tokens``."""
+    """The finish reason is ``stop`` after an end token and ``length`` after ``max_response_tokens``.
+
+    The end token stays, as the last token of the response.
+    """
     engine = bench.engine()
     rollouts = engine.generate(
         bench.requests(("2+2=", "ab"), group=40, temperature=2.0, max_response_tokens=40)
@@ -226,7 +244,10 @@ def the_finish_reason_is_true(bench: RolloutBench) -> None:
 
 @contract()
 def a_response_fits_into_the_model(bench: RolloutBench) -> None:
-    """Prompt and response together never exceed the model's positions; the reason is then ``length``."""
+    """Prompt and response together never exceed the model's positions.
+
+    The reason is then ``length``.
+    """
     prompt, positions = "a" * 40, 48
     engine = bench.engine(bench.model(max_position_embeddings=positions))
     (rollout,) = engine.generate(bench.requests((prompt,), max_response_tokens=30, seed=3))
@@ -245,7 +266,7 @@ def _responses(rollouts: list[Rollout]) -> list[list[int]]:
 
 @contract(catches=("seed ignored",))
 def a_seed_gives_the_same_tokens(bench: RolloutBench) -> None:
-    """The same requests with the same seeds give the same tokens again, also from another engine."""
+    """Requests with the same seeds give the same tokens again, also from another engine."""
     engine, requests = bench.engine(), bench.requests(temperature=1.5)
     first, again = _responses(engine.generate(requests)), _responses(engine.generate(requests))
     assert first == again, f"The same seeds gave {first[0]}, then {again[0]}."
@@ -256,7 +277,10 @@ def a_seed_gives_the_same_tokens(bench: RolloutBench) -> None:
 
 @contract(catches=("one seed for all", "the low bits of a seed alone"))
 def different_seeds_differ(bench: RolloutBench) -> None:
-    """Requests of one group with different seeds, near or far apart, or with none, do not all get the same response."""
+    """Requests of one group with different seeds do not all get the same response.
+
+    The seeds are near or far apart, or None.
+    """
     engine = bench.engine()
     for seed in (0, None):
         found = _responses(engine.generate(bench.requests(("ab",), group=8, temperature=1.5, seed=seed)))
@@ -275,7 +299,10 @@ def different_seeds_differ(bench: RolloutBench) -> None:
 
 @contract(catches=("the batch decides what is sampled",))
 def a_seed_does_not_depend_on_the_batch(bench: RolloutBench) -> None:
-    """A request with a seed gives the same tokens alone, and in another order among others."""
+    """A request with a seed gives the same tokens alone and among other requests.
+
+    The order of the requests does not matter.
+    """
     engine, requests = bench.engine(), bench.requests(temperature=1.5)
     whole = _responses(engine.generate(requests))
     turned = _responses(engine.generate(requests[::-1]))[::-1]
@@ -288,7 +315,7 @@ def a_seed_does_not_depend_on_the_batch(bench: RolloutBench) -> None:
 
 @contract(catches=("the first request's sampling for all",))
 def requests_of_one_batch_keep_their_own_sampling(bench: RolloutBench) -> None:
-    """Temperature, top-k and length are those of each request, not of the first in the batch."""
+    """Each request of a batch is sampled with its own temperature, top-k and length."""
     engine, module = bench.engine(), bench.reference()
     requests = bench.requests()
     sharp = bench.supported(*SHARP, {})[0]

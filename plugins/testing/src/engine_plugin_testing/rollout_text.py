@@ -129,7 +129,12 @@ def _check(story: Story, rollout: Rollout, expected: Sequence[int], reason: str,
     ),
 )
 def stop_strings_cross_the_borders_of_tokens(bench: RolloutBench) -> None:
-    """With tokens of several characters and of a part of one, in one batch: text is exact; a response ends with the token that completes the first stop string or is a stop token, also as the last token allowed; what the prompt has ends nothing."""
+    """A stop string ends a response also if it crosses the borders of tokens.
+
+    Tokens have several characters or a part of one, in one batch, and text is exact. A response ends with the token
+    that completes the first stop string or is a stop token, also as the last token allowed. A stop string in the
+    prompt ends nothing.
+    """
     path, story, _ = _told(bench)
     tokens, prompt = story.tokens, story.text(story.prompt)
     other = next(token for token in range(2, VOCABULARY) if token not in tokens)
@@ -165,7 +170,10 @@ def stop_strings_cross_the_borders_of_tokens(bench: RolloutBench) -> None:
     )
 )
 def an_end_token_may_be_the_last_one_allowed(bench: RolloutBench) -> None:
-    """Of 300 short responses, some with stop strings or stop tokens too, those that end with the end of sequence have the reason ``stop``, also where it is the last token allowed; the text of all of them is exact."""
+    """The reason is ``stop`` also if the end token is the last token that is allowed.
+
+    300 short responses are sampled, some with stop strings or stop tokens too. Their text is exact.
+    """
     path, story, module = _told(bench)
     with torch.no_grad():
         starts = list(itertools.islice(_starts(), 150))

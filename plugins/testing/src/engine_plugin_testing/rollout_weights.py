@@ -40,7 +40,10 @@ def _check_policy(
 
 @contract(catches=("stale weights after an update",))
 def sampling_follows_new_weights(bench: RolloutBench) -> None:
-    """After ``update_weights`` the log-probs are those of the new weights and the tokens carry the new version, also for a prompt that was sampled before."""
+    """After ``update_weights`` new tokens have the log-probs of the new weights and the new version.
+
+    This holds also for a prompt that was sampled before.
+    """
     engine, other = bench.engine(), bench.model(seed=1)
     _check_policy(bench, engine, bench.reference(), 0, "before the update")
     engine.update_weights(bench.stream(other), 7)
@@ -50,7 +53,11 @@ def sampling_follows_new_weights(bench: RolloutBench) -> None:
 
 @contract(catches=("a constant checksum", "a checksum of one weight", "a checksum that is a plain sum"))
 def the_checksum_is_of_what_was_received(bench: RolloutBench) -> None:
-    """``update_weights`` returns a checksum: the same for the same weights, another if one value of any weight has changed, if two weights of one shape or two values of a vector are swapped, or if values changed and their sum did not."""
+    """``update_weights`` returns a checksum that is equal for equal weights and changes with any value.
+
+    It also changes if two weights of one shape or two values of a vector are swapped, or if values change and their
+    sum does not.
+    """
     engine, weights = bench.engine(), dict(bench.stream(bench.model(seed=1)))
     names = sorted(weights)
     same_shape = next(
@@ -87,7 +94,10 @@ def _swapped(values: Tensor) -> Tensor:
 
 @contract(catches=("an incomplete update accepted",))
 def an_update_that_does_not_fit_is_refused(bench: RolloutBench) -> None:
-    """An unknown name, a missing weight and a wrong shape are errors that name the weight; the version stays; a mixture is never sampled from; a whole update repairs it."""
+    """An update with an unknown name, a missing weight or a wrong shape raises an error that names the weight.
+
+    The version stays, a mixture is never sampled from, and a whole update repairs the engine.
+    """
     weights, other = dict(bench.stream(bench.model(seed=1))), bench.model(seed=1)
     first, last = min(weights), max(weights)
     cases = {
@@ -145,7 +155,10 @@ def _policy_of(bench: RolloutBench, engine: TrainEngine, path: str) -> nn.Module
 
 @contract()
 def a_trained_policy_reaches_the_sampler(bench: RolloutBench) -> None:
-    """Weights streamed from a train engine (``train_backend``) after a step: the sampler is that policy."""
+    """A sampler that received the weights of a train engine after a step is that policy.
+
+    The train engine is ``train_backend``.
+    """
     path = bench.model()
     engine, trainer = bench.engine(path), _trained(bench, path)
     result = same_process(trainer, engine, 2, shared=False)
@@ -157,7 +170,10 @@ def a_trained_policy_reaches_the_sampler(bench: RolloutBench) -> None:
     capability="share_module", catches=("set_version ignored", "a shared module sampled in training mode")
 )
 def a_shared_module_is_followed_without_transport(bench: RolloutBench) -> None:
-    """With ``share_module`` the sampler follows each step of the train engine, without the dropout of its model; only ``set_version`` tells it."""
+    """With ``share_module`` the sampler follows each step of the train engine.
+
+    The dropout of the model is off. Only ``set_version`` announces a step.
+    """
     path = bench.second_model()
     engine, trainer = bench.engine(path), _trained(bench, path)
     engine.share_module(trainer)
@@ -169,7 +185,10 @@ def a_shared_module_is_followed_without_transport(bench: RolloutBench) -> None:
 
 @contract(capability="sleep", catches=("an update taken while asleep",))
 def an_engine_asleep_takes_no_update(bench: RolloutBench) -> None:
-    """``update_weights`` while asleep is refused; after ``wake`` it works and sampling is of the new weights."""
+    """``update_weights`` is refused while the engine is asleep.
+
+    After ``wake`` it works, and sampling is of the new weights.
+    """
     engine, other = bench.engine(), bench.model(seed=1)
     engine.sleep()
     with refused("update_weights while asleep"):
@@ -181,7 +200,10 @@ def an_engine_asleep_takes_no_update(bench: RolloutBench) -> None:
 
 @contract(capability="sleep", catches=("weights lost in sleep",))
 def an_engine_that_slept_samples_as_before(bench: RolloutBench) -> None:
-    """After ``sleep`` and ``wake``, whole or with the weights kept, the engine is the same policy."""
+    """After ``sleep`` and ``wake`` the engine is the same policy.
+
+    It sleeps whole or with the weights kept.
+    """
     engine = bench.engine()
     for keep in ((), ("weights",)):
         engine.sleep(keep=keep)

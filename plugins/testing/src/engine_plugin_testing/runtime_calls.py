@@ -22,7 +22,7 @@ LENGTHS = [7, 1, 12, 3, 3, 9, 5]
 
 @contract()
 def every_role_has_a_group_of_its_ranks(bench: RuntimeBench) -> None:
-    """Each role of the run has a group, of as many ranks as were asked for."""
+    """Each role of the run has a group with the requested number of ranks."""
     _, groups, _ = bench.shared
     found = {role: group.world_size for role, group in groups.items()}
     assert found == dict.fromkeys(("actor", "ref", "rollout"), bench.world_size), found
@@ -30,7 +30,10 @@ def every_role_has_a_group_of_its_ranks(bench: RuntimeBench) -> None:
 
 @contract()
 def calls_are_carried_out_in_the_order_in_which_they_were_sent(bench: RuntimeBench) -> None:
-    """A hundred calls without a wait, large and small ones in turn, reach every rank in their order."""
+    """A hundred calls without a wait reach every rank in the order in which they were sent.
+
+    Large and small calls alternate.
+    """
     _, groups, journal = bench.shared
     before = [len(lines) for lines in bench.written(journal, "actor")]
     sizes = [40_000 if i % 7 == 0 else 2 + i for i in range(50)]
@@ -49,7 +52,10 @@ def calls_are_carried_out_in_the_order_in_which_they_were_sent(bench: RuntimeBen
 
 @contract(catches=("metrics rounded to float32", "the number of micro-batches lost"))
 def values_cross_exactly(bench: RuntimeBench) -> None:
-    """Floats, infinities, the smallest float and truth values come back as they were returned; a loss arrives as it was sent."""
+    """Values come back from a rank exactly as they were returned.
+
+    Cases: floats, infinities, the smallest float and truth values. A loss arrives as it was sent.
+    """
     _, groups, journal = bench.shared
     batch = bench.batch(LENGTHS)
     options = {
@@ -71,7 +77,7 @@ def values_cross_exactly(bench: RuntimeBench) -> None:
 
 @contract()
 def a_batch_is_shared_out_once_and_put_back_in_order(bench: RuntimeBench) -> None:
-    """Every sequence goes to one rank, no rank gets another's, and values per token come back in the batch's order."""
+    """Each sequence of a batch goes to one rank, and per-token results come back in the order of the batch."""
     _, groups, journal = bench.shared
     before = [len(lines) for lines in bench.written(journal, "ref", "infer")] or [0] * bench.world_size
     batch = bench.batch(LENGTHS)
@@ -94,7 +100,12 @@ def a_batch_is_shared_out_once_and_put_back_in_order(bench: RuntimeBench) -> Non
     )
 )
 def every_column_of_a_batch_crosses(bench: RuntimeBench) -> None:
-    """Columns of every type, per token with one value and with K, per sequence, ``keep_together``, ``temperature`` and ``top_k`` arrive to the bit, whole or as a rank's own sequences; sequences with one ``keep_together`` id are on one rank; outputs come back in the batch's order."""
+    """Every column of a batch arrives bit for bit.
+
+    Columns have every type, per token with one value and with K, and per sequence; ``keep_together``, ``temperature``
+    and ``top_k`` arrive too. A rank gets the whole batch or its own sequences. Sequences with one ``keep_together``
+    id are on one rank, and outputs come back in the order of the batch.
+    """
     _, groups, journal = bench.shared
     whole = _full_batch(bench)
     for split in ("all", "dp"):
@@ -179,7 +190,10 @@ def _untupled(value: Any) -> Any:
 
 @contract()
 def a_rank_receives_the_bytes_of_its_own_sequences(bench: RuntimeBench) -> None:
-    """Of a batch that is shared out the ranks receive together its bytes once; with ``all`` each receives all of them."""
+    """The ranks together receive the bytes of a batch that is split among them once.
+
+    With ``all`` each rank receives all bytes.
+    """
     _, groups, journal = bench.shared
     batch = bench.batch([1000, 3000, 2000, 500])
     whole = 8 * (6500 + 4)  # token ids and lengths, int64
@@ -197,7 +211,7 @@ def a_rank_receives_the_bytes_of_its_own_sequences(bench: RuntimeBench) -> None:
 
 @contract()
 def groups_work_for_themselves(bench: RuntimeBench) -> None:
-    """What one role is asked does not reach another."""
+    """A call to one role does not reach another role."""
     _, groups, journal = bench.shared
     before = [len(lines) for lines in bench.written(journal, "actor")]
     groups["ref"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
@@ -206,7 +220,10 @@ def groups_work_for_themselves(bench: RuntimeBench) -> None:
 
 @contract()
 def rollouts_come_in_the_order_of_their_requests(bench: RuntimeBench) -> None:
-    """``generate`` and ``stream`` sample every request once, and each rollout has the controller's own prompt."""
+    """``generate`` and ``stream`` sample every request once.
+
+    Each rollout has the controller's own prompt.
+    """
     _, groups, _ = bench.shared
     requests = bench.requests(9)
     found = groups["rollout"].call("generate", requests=requests).result()
@@ -227,7 +244,11 @@ def rollouts_come_in_the_order_of_their_requests(bench: RuntimeBench) -> None:
     )
 )
 def every_field_of_requests_and_rollouts_crosses(bench: RuntimeBench) -> None:
-    """A request with everything set, and a response that was begun, reaches its sampler to the bit; so does a rollout its caller: text, rewards, answers, messages, failure and extras of every type."""
+    """Every field of a request reaches the sampler, and every field of a rollout its caller, bit for bit.
+
+    The request has every option set and a response in ``begun``. The rollout has text, rewards, answers, messages,
+    failure and extras of every type.
+    """
     _, groups, journal = bench.shared
     before = [len(lines) for lines in bench.written(journal, "rollout", "add")] or [0] * bench.world_size
     options: dict[str, Any] = {field.name: _other(field.name) for field in dataclasses.fields(Sampling)}
@@ -268,7 +289,10 @@ def _other(name: str) -> Any:
 
 @contract()
 def pushed_weights_reach_every_sampler_whole(bench: RuntimeBench) -> None:
-    """A push brings every rank of the sampler the actor's weights to the bit; version, bytes and checksum are returned."""
+    """A push brings the actor's weights to every rank of the sampler bit for bit.
+
+    It returns version, bytes and checksum.
+    """
     runtime, groups, journal = bench.shared
     groups["actor"].call("optimizer_step").result()
     steps = bench.written(journal, "actor", "optimizer_step")[0][-1]["number"]
@@ -287,7 +311,7 @@ def pushed_weights_reach_every_sampler_whole(bench: RuntimeBench) -> None:
 
 @contract()
 def a_reference_is_mixed_on_every_rank(bench: RuntimeBench) -> None:
-    """``mix_weights`` gives the other role the stream of the first, and the share."""
+    """``mix_weights`` gives the other role the weight stream of the first role, and the share of the mixture."""
     runtime, _, journal = bench.shared
     runtime.mix_weights("actor", "ref", 0.25)
     for lines in bench.written(journal, "ref", "load_named_weights"):
@@ -297,7 +321,10 @@ def a_reference_is_mixed_on_every_rank(bench: RuntimeBench) -> None:
 
 @contract(capability="processes")
 def pools_lie_in_processes_of_their_own(bench: RuntimeBench) -> None:
-    """Roles of different pools share no process; each pool is a separate world, and weights go from one to the other."""
+    """Roles of different pools share no process.
+
+    Each pool is a separate world, and weights travel from one to the other.
+    """
     changes = {
         "placement.pools": {"train": bench.world_size, "serve": 1},
         "placement.actor": "train",

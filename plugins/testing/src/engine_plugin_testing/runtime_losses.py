@@ -29,7 +29,10 @@ def _raised(
 
 @contract()
 def an_error_comes_back_as_itself_and_the_workers_go_on(bench: RuntimeBench) -> None:
-    """What an engine raises reaches the caller with its class and its text, or, if it is none of the core's errors, in a ``PluginError`` that names both; the next call is answered."""
+    """An error of an engine reaches the caller with its class and its text.
+
+    If it is none of the core's errors, it comes in a ``PluginError`` that names both. The next call is answered.
+    """
     _, groups, _ = bench.shared
     for kind in (DataError, KeyError):
 
@@ -48,7 +51,10 @@ def an_error_comes_back_as_itself_and_the_workers_go_on(bench: RuntimeBench) -> 
 
 @contract(catches=("the error of one rank swallowed",))
 def an_error_on_one_rank_alone_comes_back(bench: RuntimeBench) -> None:
-    """If one rank raises and the others return, the call raises that rank's error; every rank answers the next call, in order."""
+    """If one rank raises and the others return, the call raises the error of that rank.
+
+    Every rank answers the next call, in order.
+    """
     _, groups, journal = bench.shared
     for rank in range(bench.world_size):
 
@@ -66,7 +72,10 @@ def an_error_on_one_rank_alone_comes_back(bench: RuntimeBench) -> None:
 
 @contract()
 def a_start_that_fails_tells_why(bench: RuntimeBench) -> None:
-    """An engine that cannot be built is the error of ``start``; another runtime starts afterwards."""
+    """``start`` raises the error of an engine that cannot be built.
+
+    Another runtime starts afterwards.
+    """
 
     def start() -> None:
         """Start a runtime whose engine fails to build."""
@@ -80,7 +89,7 @@ def a_start_that_fails_tells_why(bench: RuntimeBench) -> None:
 
 @contract()
 def closing_twice_is_closing_once(bench: RuntimeBench) -> None:
-    """``close`` may be called again, and after a start that failed."""
+    """``close`` may be called twice, also after a start that failed."""
     with bench.started() as (runtime, _, _):
         runtime.close()
         runtime.close()
@@ -88,7 +97,10 @@ def closing_twice_is_closing_once(bench: RuntimeBench) -> None:
 
 @contract(capability="processes")
 def a_worker_that_is_killed_is_told_within_seconds(bench: RuntimeBench) -> None:
-    """The call in hand and every later one raise ``WorkerLost`` with role, rank and cause, within half a minute."""
+    """After a worker was killed, the current call and every later one raise ``WorkerLost`` within half a minute.
+
+    The error names role, rank and cause.
+    """
     from engine_plugin_testing.runtime_bench import PATIENCE
 
     with bench.started() as (_, groups, journal):
@@ -109,7 +121,10 @@ def a_worker_that_is_killed_is_told_within_seconds(bench: RuntimeBench) -> None:
 
 @contract(capability="processes")
 def a_rank_that_fails_while_others_wait_for_it_ends_the_call(bench: RuntimeBench) -> None:
-    """One rank raises before a collective in which the others wait: its error is raised, and no rank waits for ever."""
+    """If one rank raises before a collective in which the others wait, the call raises its error.
+
+    No rank waits for ever.
+    """
     if bench.world_size == 1:
         return
     with bench.started() as (_, groups, _):
@@ -120,7 +135,7 @@ def a_rank_that_fails_while_others_wait_for_it_ends_the_call(bench: RuntimeBench
 
 @contract(capability="processes")
 def who_stops_waiting_for_samples_stops_the_samplers(bench: RuntimeBench) -> None:
-    """A sampler whose stream is closed leaves its requests, and answers the next call."""
+    """A sampler whose stream is closed drops its requests and answers the next call."""
     _, groups, _ = bench.shared
     requests = [*bench.requests(2), *bench.requests(4, do="sleep:60")[2:]]
     stream = groups["rollout"].stream(requests)

@@ -56,7 +56,7 @@ def _same(stages: Sequence[Any], names: Sequence[str], bench: StageBench, step: 
 
 @contract(catches=("the wrong groups kept",))
 def examples_are_kept_as_they_say(bench: StageBench) -> None:
-    """A new stage keeps of each example's groups the given positions, in any order."""
+    """A new stage keeps the given positions of each example's groups, in any order."""
     for groups, expected in bench.examples:
         kept, _ = _call(bench.stage(), bench.rollouts(groups), 1)
         found = [sorted(r.index for r in kept if r.group_id == number) for number in range(len(groups))]
@@ -67,7 +67,10 @@ def examples_are_kept_as_they_say(bench: StageBench) -> None:
 
 @contract(catches=("log-probs changed in a rollout",))
 def what_was_sampled_stays(bench: StageBench) -> None:
-    """Tokens, masks, log-probs, versions and prompts of rollouts that come out are those that went in; groups stay together."""
+    """A stage changes no token, mask, log-prob, version or prompt of a rollout.
+
+    Groups stay together.
+    """
     stage = bench.stage()
     for step in range(1, STEPS + 1):
         before = {r.request_id: r for r in bench.rollouts(GROUPS, step)}
@@ -89,7 +92,10 @@ def what_was_sampled_stays(bench: StageBench) -> None:
 
 @contract(catches=("a failure on a step without valid rollouts",))
 def steps_without_anything_pass(bench: StageBench) -> None:
-    """A step without rollouts, one whose rollouts are all invalid, and one with a single rollout pass."""
+    """A step with no valid rollout, or with a single one, passes.
+
+    Cases: a step without rollouts, one whose rollouts are all invalid, and one with a single rollout.
+    """
     invalid = [dataclasses.replace(rollout, valid=False) for rollout in bench.rollouts(GROUPS)]
     for name, rollouts in (
         ("no rollout", []),
@@ -104,7 +110,10 @@ def steps_without_anything_pass(bench: StageBench) -> None:
 
 @contract(catches=("a random choice",))
 def a_step_is_repeated_exactly(bench: StageBench) -> None:
-    """New stages that see the same steps keep the same rollouts, with the same rewards and metrics: a resumed run repeats steps."""
+    """New stages that see the same steps give the same rollouts, rewards and metrics.
+
+    A resumed run repeats steps.
+    """
     stages = [bench.stage(), bench.stage()]
     for step in range(1, STEPS + 1):
         torch.manual_seed(step)
@@ -113,7 +122,10 @@ def a_step_is_repeated_exactly(bench: StageBench) -> None:
 
 @contract(catches=("a state that lacks a part", "rewards that follow a mean which is not in the state"))
 def a_resumed_stage_continues(bench: StageBench) -> None:
-    """A stage with the state of another, as a checkpoint holds it, keeps and changes what that one does in all further steps."""
+    """A stage with the state of another stage continues as that one does.
+
+    The state is as a checkpoint holds it. In all further steps both keep and change the same.
+    """
     going = bench.stage()
     if not hasattr(going, "state"):
         return  # a function has no state

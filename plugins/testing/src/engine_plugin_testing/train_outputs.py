@@ -28,20 +28,23 @@ def _expected(bench: TrainBench, temperature: float) -> None:
 
 @contract(catches=("log-probs shifted by one token",))
 def log_probs_equal_the_reference(bench: TrainBench) -> None:
-    """``log_probs[t]`` is the log-probability of token t given those before it, as an independent float64 forward says."""
+    """``log_probs[t]`` equals the log-probability of token t from an independent float64 forward pass."""
     _expected(bench, 1.0)
 
 
 @contract(catches=("temperature ignored in training",))
 def log_probs_are_at_the_temperature_of_the_batch(bench: TrainBench) -> None:
-    """Log-probs are of ``softmax(logits / temperature)``, above and below 1."""
+    """Log-probs are those of ``softmax(logits / temperature)``, above and below temperature 1."""
     _expected(bench, 0.6)
     _expected(bench, 1.7)
 
 
 @contract(capability="support", catches=("support ignored in training",))
 def log_probs_are_over_the_support(bench: TrainBench) -> None:
-    """With ``support_ids``, ``log_probs[t]`` is over those tokens alone: ``log (p[token] / sum of p over them)``; over all where its row is -1."""
+    """With ``support_ids``, ``log_probs[t]`` is ``log (p[token] / sum of p over them)``.
+
+    A row of -1 means the whole vocabulary.
+    """
     engine, batch = bench.engine(), bench.batch(temperature=0.8)
     vocabulary = _vocabulary(bench)
     generator = torch.Generator().manual_seed(0)
@@ -64,7 +67,7 @@ def log_probs_are_over_the_support(bench: TrainBench) -> None:
 
 @contract(catches=("entropy in bits",))
 def entropy_equals_its_definition(bench: TrainBench) -> None:
-    """``entropy[t]`` is ``-sum_v p_v log p_v`` of the distribution that token t was drawn from, at its temperature."""
+    """``entropy[t]`` is ``-sum_v p_v log p_v`` of the distribution of token t, at its temperature."""
     engine, batch = bench.engine(), bench.batch(temperature=0.8)
     found = bench.infer(engine, batch, ("log_probs", "entropy"))["entropy"]
     with torch.no_grad():
@@ -74,7 +77,10 @@ def entropy_equals_its_definition(bench: TrainBench) -> None:
 
 @contract(catches=("log-probs of the candidates of the next token",))
 def log_probs_at_candidates_equal_the_reference(bench: TrainBench) -> None:
-    """``log_probs_at[t]`` are the log-probs of the K tokens that ``candidate_ids[t]`` names, ``log_rest[t]`` that of all others."""
+    """``log_probs_at[t]`` are the log-probs of the K tokens in ``candidate_ids[t]``.
+
+    ``log_rest[t]`` is that of all other tokens.
+    """
     engine, batch = bench.engine(), bench.batch(temperature=0.8)
     vocabulary = _vocabulary(bench)
     generator = torch.Generator().manual_seed(0)
@@ -91,7 +97,10 @@ def log_probs_at_candidates_equal_the_reference(bench: TrainBench) -> None:
 
 @contract(catches=("the least likely tokens as the likeliest",))
 def top_tokens_are_the_likeliest(bench: TrainBench) -> None:
-    """``top_ids[t]`` are ``batch.top_k`` different tokens with the largest log-probs, the likeliest first; the rest is the others'."""
+    """``top_ids[t]`` are the ``batch.top_k`` likeliest tokens, the likeliest first.
+
+    They differ, and ``log_rest[t]`` is that of all other tokens.
+    """
     engine, batch = bench.engine(), bench.batch(temperature=1.3)
     batch.top_k = 4
     found = bench.infer(engine, batch, ("top_ids", "top_log_probs", "top_log_rest"))
@@ -112,7 +121,10 @@ def top_tokens_are_the_likeliest(bench: TrainBench) -> None:
 
 @contract()
 def outputs_of_the_whole_vocabulary_leave_no_rest(bench: TrainBench) -> None:
-    """With K the size of the vocabulary ``top_ids`` are all tokens, and the rest has -1e4: a probability of 0."""
+    """If K is the size of the vocabulary, ``log_rest`` is -1e4, a probability of 0.
+
+    ``top_ids`` are then all tokens.
+    """
     engine, batch = bench.engine(), bench.batch((4, 6))
     batch.top_k = _vocabulary(bench)
     found = bench.infer(engine, batch, ("top_ids", "top_log_probs", "top_log_rest"))
@@ -132,7 +144,7 @@ def outputs_of_the_whole_vocabulary_leave_no_rest(bench: TrainBench) -> None:
 
 @contract(catches=("attention across packed sequences",))
 def a_sequence_does_not_see_its_neighbours(bench: TrainBench) -> None:
-    """Packed with others, or alone in a batch: a sequence's log-probs are the same."""
+    """A sequence has the same log-probs alone and packed with others."""
     engine, batch = bench.engine(), bench.batch()
     packed = bench.infer(engine, batch)["log_probs"].split(batch.lengths.tolist())
     for i in range(len(batch)):
@@ -142,7 +154,10 @@ def a_sequence_does_not_see_its_neighbours(bench: TrainBench) -> None:
 
 @contract(catches=("results in the order of the micro-batches",))
 def results_come_in_the_order_of_the_batch(bench: TrainBench) -> None:
-    """A batch in another order, cut into micro-batches, gives the same results in that order."""
+    """Results come in the order of the batch, however it is cut into micro-batches.
+
+    A batch in another order gives the same results in that order.
+    """
     engine, batch = bench.engine(budget=24), bench.batch()
     order = [3, 0, 7, 1, 5, 2, 6, 4]
     pieces = bench.infer(engine, batch)["log_probs"].split(batch.lengths.tolist())
@@ -157,7 +172,7 @@ def results_come_in_the_order_of_the_batch(bench: TrainBench) -> None:
 
 @contract(catches=("outputs at prompt tokens",))
 def outputs_are_zero_where_nothing_is_learned(bench: TrainBench) -> None:
-    """Outputs stand at loss tokens that have a token before them; everywhere else they are exactly 0."""
+    """Outputs are exactly 0 except at loss tokens that have a token before them."""
     engine, batch = bench.engine(), bench.batch((5, 1, 9))
     batch.tokens["loss_mask"][:6] = True  # the first sequence whole, and a sequence of one token
     batch.tokens["loss_mask"][6:] = False
@@ -171,7 +186,10 @@ def outputs_are_zero_where_nothing_is_learned(bench: TrainBench) -> None:
 
 @contract(catches=("infer draws random numbers",))
 def infer_leaves_no_trace(bench: TrainBench) -> None:
-    """``infer`` changes neither weights nor gradients nor the random state; the step after it is the same as without it."""
+    """``infer`` changes neither weights nor gradients nor the random state.
+
+    The step after it is the same as without it.
+    """
     batch = bench.batch()
     quiet, asked = bench.engine(), bench.engine()
     before = bench.weights(asked)
@@ -190,7 +208,7 @@ def infer_leaves_no_trace(bench: TrainBench) -> None:
 
 @contract()
 def an_unknown_output_is_refused(bench: TrainBench) -> None:
-    """An output that the engine does not know is an error that names it."""
+    """An output that the engine does not know raises an error that names it."""
     engine, batch = bench.engine(), bench.batch()
     with refused("infer of 'log_prob'", "log_prob"):
         engine.infer(bench.share(engine, batch)[1], ["log_prob"])
@@ -198,7 +216,10 @@ def an_unknown_output_is_refused(bench: TrainBench) -> None:
 
 @contract(catches=("infer in another arithmetic than the step",))
 def the_ratio_of_an_unchanged_policy_is_exactly_one(bench: TrainBench) -> None:
-    """``infer`` and ``forward_backward`` of one batch give the same log-probs bit for bit, in several micro-batches."""
+    """``infer`` and ``forward_backward`` of one batch give the same log-probs bit for bit.
+
+    The batch has several micro-batches.
+    """
     engine, batch = bench.engine(budget=24), bench.batch(temperature=0.9)
     old = bench.infer(engine, batch)["log_probs"]
     batch = batch.with_columns({"old_log_probs": old, "rollout_log_probs": old})
@@ -214,7 +235,7 @@ def the_ratio_of_an_unchanged_policy_is_exactly_one(bench: TrainBench) -> None:
 
 @contract()
 def several_outputs_at_once_equal_each_alone(bench: TrainBench) -> None:
-    """Asking for entropy as well does not change the log-probs."""
+    """The output ``entropy`` in the same call does not change the log-probs."""
     engine, batch = bench.engine(), bench.batch()
     alone = bench.infer(engine, batch)["log_probs"]
     both = bench.infer(engine, batch, ("entropy", "log_probs"))["log_probs"]
@@ -226,7 +247,10 @@ def several_outputs_at_once_equal_each_alone(bench: TrainBench) -> None:
     role="critic", catches=("values read from the token itself", "values that depend on packed sequences")
 )
 def values_see_only_the_tokens_before(bench: TrainBench) -> None:
-    """A critic's ``values[t]`` is computed from the tokens of its sequence before t: it changes with token t - 1, and with no other sequence."""
+    """A critic's ``values[t]`` depends only on the tokens of its sequence before t.
+
+    It changes with token t - 1, and with no other sequence.
+    """
     engine, batch = bench.engine(role="critic"), bench.batch((9, 14, 6))
     targets = {"returns": torch.linspace(-1, 1, batch.num_tokens), "values": torch.zeros(batch.num_tokens)}
     value = LossCall("value", {"value_clip": None}, outputs=("values",))

@@ -31,7 +31,10 @@ PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
     ),
 )
 def the_value_gradient_equals_the_reference(bench: TrainBench) -> None:
-    """A critic's ``values`` are its head on the hidden state of the token before, in float64; loss and gradient of the clipped value loss are the reference's, and a saved critic is loaded."""
+    """A critic's values, its clipped value loss and the gradient equal those of the reference.
+
+    ``values`` are the head on the hidden state of the token before, in float64. A saved critic is loaded.
+    """
     batch = bench.batch()
     engine = bench.engine(role="critic", optim=MEASURE, budget=24)
     before = bench.weights(engine)
@@ -78,7 +81,10 @@ def the_value_gradient_equals_the_reference(bench: TrainBench) -> None:
 
 @contract(role="reward_model", catches=("scores read at the token before", "scores of the last token alone"))
 def scores_and_their_gradient_equal_the_reference(bench: TrainBench) -> None:
-    """A reward model's ``scores[t]`` is its head on the hidden state of token t, at every loss token, also the first of a sequence; so is its gradient."""
+    """A reward model's ``scores[t]`` and their gradient are those of its head on the hidden state of token t.
+
+    This holds at every loss token, also the first of a sequence.
+    """
     batch = bench.batch((9, 1, 12, 5))
     batch["loss_mask"][:3] = True
     batch["loss_mask"][9] = True
@@ -126,7 +132,11 @@ def _same_gradient(
     ),
 )
 def an_adapter_alone_is_trained(bench: TrainBench) -> None:
-    """With ``[actor.lora]`` the base stays, ``B`` gets ``scale G A^T`` of the model's float64 gradient ``G``, merged weights are ``W + scale B A``, and another engine takes the adapter."""
+    """With ``[actor.lora]`` the adapter is trained and the base is not.
+
+    ``B`` gets ``scale G A^T`` of the model's float64 gradient ``G``. Merged weights are ``W + scale B A``, and
+    another engine takes the adapter.
+    """
     batch, module = bench.batch(), bench.reference()
     engine = bench.engine(lora=LORA, optim={**MEASURE, "weight_decay": 0.0}, budget=24)
     scale = (engine.config.lora or LORA).alpha / (engine.config.lora or LORA).rank

@@ -75,7 +75,10 @@ def _probed(batch: Batch, *names: str) -> Batch:
     )
 )
 def gradients_of_other_outputs_equal_the_reference(bench: TrainBench) -> None:
-    """The gradients of ``entropy``, ``sum_pi_squared``, ``log_probs_at`` and ``log_rest`` are those of an independent float64 autograd; an output in ``watched`` has none."""
+    """The gradients of ``entropy``, ``sum_pi_squared``, ``log_probs_at`` and ``log_rest`` equal those of a float64 autograd.
+
+    An output in ``watched`` has no gradient.
+    """
     _compare_gradients(bench, ("entropy", "sum_pi_squared"))
     _compare_gradients(bench, ("log_probs_at", "log_rest"))
     _compare_gradients(bench, ("log_probs",), watched=("entropy",), support=False)
@@ -83,7 +86,7 @@ def gradients_of_other_outputs_equal_the_reference(bench: TrainBench) -> None:
 
 @contract(capability="support", catches=("the gradient over the whole vocabulary with a support",))
 def the_gradient_over_a_support_equals_the_reference(bench: TrainBench) -> None:
-    """With ``support_ids`` the gradient of ``log_probs`` is that of ``log (p[token] / sum of p over the support)``."""
+    """With ``support_ids`` the gradient of ``log_probs`` is that of ``log (p[token] / sum of p over them)``."""
     _compare_gradients(bench, ("log_probs",), support=True)
 
 
@@ -123,7 +126,10 @@ def _compare_gradients(
     )
 )
 def several_steps_equal_an_independent_optimizer(bench: TrainBench) -> None:
-    """Each of several steps moves the weights as float64 AdamW does, with moments, decay, clipping and rates written from their formulas."""
+    """Each of several steps moves the weights as an independent float64 AdamW does.
+
+    Moments, decay, clipping and rates are written from their formulas.
+    """
     for optim, steps in RUNS:
         _compare_steps(bench, dict(optim), steps)
 
@@ -183,7 +189,11 @@ def _compare_moves(
 
 @contract(catches=("a limit with slack", "a norm in half precision"))
 def clipping_begins_at_the_limit_and_survives_any_norm(bench: TrainBench) -> None:
-    """A norm of 1.001 times ``max_grad_norm`` is scaled to the limit; norms of 1e-5 and 3e4 are as exact as others, and nothing is skipped."""
+    """Clipping begins exactly at ``max_grad_norm``, and very small and large norms are exact.
+
+    A norm of 1.001 times the limit is scaled to it. Norms of 1e-5 and 3e4 are as exact as others, and nothing is
+    skipped.
+    """
     batch = bench.batch()
     module = bench.reference()
     norm = norm_of(gradient_of(module, nll_loss(module, batch)))
@@ -208,7 +218,10 @@ def clipping_begins_at_the_limit_and_survives_any_norm(bench: TrainBench) -> Non
     )
 )
 def other_models_are_as_right_as_the_first(bench: TrainBench) -> None:
-    """Untied models with biases, norm weights that are not 1, and dropout in their config have the weights, outputs, gradient and export of the reference."""
+    """Models of another family have the weights, outputs, gradient and export of the reference.
+
+    They are untied, with biases, norm weights that are not 1, and dropout in their config.
+    """
     for path in bench.other_models():
         batch = bench.batch(ODD, seed=1, temperature=0.9)
         module = bench.reference(path)
@@ -241,7 +254,10 @@ def other_models_are_as_right_as_the_first(bench: TrainBench) -> None:
     catches=("a window of attention", "the last row of a chunk dropped", "a sequence cut to a maximum length")
 )
 def long_packs_equal_the_reference(bench: TrainBench) -> None:
-    """A pack of 539 tokens in 41 sequences, the longest of 120, and the same in micro-batches, have the outputs and the gradient of the reference."""
+    """A pack of 539 tokens in 41 sequences has the outputs and the gradient of the reference.
+
+    The longest sequence has 120 tokens. The same holds in micro-batches.
+    """
     batch = bench.batch(LONG, seed=2)
     module = bench.reference()
     expected = gradient_of(module, nll_loss(module, batch))
@@ -268,7 +284,10 @@ def long_packs_equal_the_reference(bench: TrainBench) -> None:
     )
 )
 def uneven_shares_are_those_of_the_whole(bench: TrainBench) -> None:
-    """With an odd number of sequences, unequal numbers of micro-batches, and ranks without sequences or loss tokens: loss, metrics, norm and gradient are those of the whole."""
+    """Uneven shares of the ranks give the loss, metrics, norm and gradient of the whole batch.
+
+    Cases: an odd number of sequences, unequal numbers of micro-batches, and ranks without sequences or loss tokens.
+    """
     module = bench.reference()
     odd = _probed(bench.batch(ODD, seed=3), "log_probs")
     odd["loss_mask"][-12:-8] = False
@@ -307,7 +326,7 @@ def uneven_shares_are_those_of_the_whole(bench: TrainBench) -> None:
 
 @contract(catches=("sequences that belong together split", "groups that are one if they are neighbors"))
 def sequences_that_belong_together_are_not_split(bench: TrainBench) -> None:
-    """A loss over groups of ``keep_together`` has its value and gradient, however small the token budget is."""
+    """A loss over groups of ``keep_together`` has its value and gradient with any token budget."""
     batch = bench.batch((9, 8, 5, 7, 6, 8, 4), seed=6)
     groups = batch.keep_together = torch.tensor([0, 1, 0, 1, 2, 3, 3])
     batch = batch.with_columns({}, {"sign": torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 1.0, 1.0])})
@@ -336,7 +355,10 @@ def sequences_that_belong_together_are_not_split(bench: TrainBench) -> None:
     )
 )
 def what_is_passed_and_given_stays_as_it_is(bench: TrainBench) -> None:
-    """No call changes the batch that it gets or a generator of random numbers; tensors of ``named_weights`` stay valid until the weights change."""
+    """No call changes its batch or a generator of random numbers.
+
+    Tensors of ``named_weights`` stay valid until the weights change.
+    """
     engine, batch = bench.engine(budget=24), _probed(bench.batch(temperature=0.8), "log_probs")
     batch.tokens.pop("support_ids")
     share = bench.share(engine, batch)[1]

@@ -28,7 +28,10 @@ OPTIM = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.
 
 @contract(catches=("optimizer state not saved", "schedule not saved"))
 def a_resumed_run_continues_exactly(bench: TrainBench) -> None:
-    """``save``, ``load`` into a fresh engine, two more steps: loss, learning rate and weights of a run that never stopped."""
+    """After ``save``, and ``load`` into a fresh engine, two steps equal those of a run that never stopped.
+
+    Loss, learning rate and weights are compared.
+    """
     batch = bench.batch()
     straight = bench.engine(optim=OPTIM)
     for _ in range(2):
@@ -65,7 +68,11 @@ def a_resumed_run_continues_exactly(bench: TrainBench) -> None:
     )
 )
 def a_state_replaces_all_of_an_engine_that_trained(bench: TrainBench) -> None:
-    """The second ``save`` and ``export`` are of their time as the first; an engine that has trained otherwise loads each, and continues as the run did."""
+    """``load`` replaces all state of an engine that has trained otherwise.
+
+    The engine then continues as the saved run did. A second ``save`` and ``export`` hold the state of their time, as
+    the first do of theirs.
+    """
     batch, optim = bench.batch(), {**OPTIM, "max_grad_norm": 0.05}
     straight = bench.engine(optim=optim)
     states, saved = [], []
@@ -116,7 +123,10 @@ def _step_of(bench: TrainBench, engine: TrainEngine) -> dict[str, float]:
 
 @contract(follow=_goes_on, catches=("a checkpoint that only as many ranks can load",))
 def a_run_goes_on_on_another_number_of_ranks(bench: TrainBench) -> None:
-    """``save`` on ``world_size`` ranks, ``load`` on those of ``resumes_on``: the same weights, and the same loss, norm and rate of two more steps."""
+    """A checkpoint of ``world_size`` ranks continues on the numbers of ranks in ``resumes_on``.
+
+    The weights are the same, and so are loss, norm and rate of two more steps.
+    """
     engine = bench.engine(optim=OPTIM)
     for _ in range(2):
         bench.step(engine, bench.batch())
@@ -131,7 +141,7 @@ def a_run_goes_on_on_another_number_of_ranks(bench: TrainBench) -> None:
 
 @contract(catches=("random state not saved",))
 def the_random_state_comes_back(bench: TrainBench) -> None:
-    """After ``load``, torch's generator gives what it would have given after ``save``, on every rank."""
+    """After ``load`` torch's random state on every rank is that of the time of ``save``."""
     engine = bench.engine()
     torch.manual_seed(77 + bench.place.rank)
     engine.save(bench.folder / "state").result()
@@ -147,7 +157,10 @@ def the_random_state_comes_back(bench: TrainBench) -> None:
 
 @contract(catches=("saving clears the optimizer state",))
 def saving_changes_nothing(bench: TrainBench) -> None:
-    """A run that saves takes the same steps as one that does not; its files stay as they were saved."""
+    """A run that saves takes the same steps as one that does not.
+
+    Its files stay as they were saved.
+    """
     batch = bench.batch()
     plain, saving = bench.engine(optim=OPTIM), bench.engine(optim=OPTIM)
     for engine in (plain, saving):
@@ -207,7 +220,10 @@ def _holds_pickle(data: bytes) -> bool:
     )
 )
 def state_holds_no_pickle(bench: TrainBench) -> None:
-    """No file that ``save`` writes is a pickle of any protocol, or an archive that holds one."""
+    """No file that ``save`` writes is a pickle, or an archive that holds one.
+
+    Every protocol of pickle is refused.
+    """
     engine = bench.engine()
     bench.step(engine, bench.batch())
     engine.save(bench.folder / "state").result()
@@ -220,7 +236,10 @@ def state_holds_no_pickle(bench: TrainBench) -> None:
 
 @contract(catches=("another model's state loaded",))
 def the_state_of_another_model_is_refused(bench: TrainBench) -> None:
-    """``load`` of another model's files, or of an empty folder, raises an error for the user and leaves no half-loaded engine."""
+    """``load`` of another model's files, or of an empty folder, raises an error for the user.
+
+    No half-loaded engine is left.
+    """
     other = bench.engine(path=bench.model(num_hidden_layers=8))  # a number that stages of a pipeline divide
     other.save(bench.folder / "other").result()
     bench.barrier()

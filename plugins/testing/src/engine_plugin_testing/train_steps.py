@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 @contract(catches=("mean over a rank's tokens instead of the global sum", "gradients averaged over ranks"))
 def the_gradient_is_that_of_the_global_sum(bench: TrainBench) -> None:
-    """The gradient of ``nll`` is that of ``-sum_t w_t log p_t`` over the whole batch, by an independent autograd."""
+    """The gradient of ``nll`` is that of ``-sum_t w_t log p_t`` over the whole batch.
+
+    The expected gradient comes from an independent autograd.
+    """
     batch = bench.batch(temperature=0.8)
     module = bench.reference()
     expected = gradient_of(module, nll_loss(module, batch))
@@ -34,7 +37,10 @@ def the_gradient_is_that_of_the_global_sum(bench: TrainBench) -> None:
 
 @contract()
 def the_policy_gradient_equals_the_reference(bench: TrainBench) -> None:
-    """The gradient of the clipped policy loss, with tokens on both sides of the clip, is the reference's."""
+    """The gradient of the clipped policy loss equals that of the reference.
+
+    Tokens are on both sides of the clip.
+    """
     batch = bench.batch()
     module = bench.reference()
     with torch.no_grad():
@@ -49,7 +55,7 @@ def the_policy_gradient_equals_the_reference(bench: TrainBench) -> None:
 
 @contract(catches=("loss of one rank reported",))
 def the_loss_is_that_of_the_whole_batch(bench: TrainBench) -> None:
-    """``TrainOutput.loss`` and its metrics are those of the whole batch, on every rank."""
+    """``TrainOutput`` has the loss and the metrics of the whole batch on every rank."""
     engine, batch = bench.engine(), bench.batch()
     with torch.no_grad():
         module = bench.reference()
@@ -62,7 +68,10 @@ def the_loss_is_that_of_the_whole_batch(bench: TrainBench) -> None:
 
 @contract(catches=("no normalisation over micro-batches",))
 def micro_batches_change_neither_loss_nor_gradient(bench: TrainBench) -> None:
-    """A small token budget gives more micro-batches, the same loss, the same gradient and the same norm."""
+    """The number of micro-batches changes neither loss nor gradient nor norm.
+
+    A small token budget gives more micro-batches.
+    """
     batch = bench.batch((9, 8, 9, 7) * 4)  # several sequences for each of up to 4 ranks
     whole = bench.measured(batch)
     found, trained, step = bench.measured(batch, later_budget=12)
@@ -77,7 +86,10 @@ def micro_batches_change_neither_loss_nor_gradient(bench: TrainBench) -> None:
 
 @contract(catches=("a call clears the gradients of the one before",))
 def gradients_add_up_over_calls(bench: TrainBench) -> None:
-    """Two calls of ``forward_backward`` before a step add their gradients; the step clears them."""
+    """Two calls of ``forward_backward`` before a step add their gradients.
+
+    The step clears them.
+    """
     batch = bench.batch()
     module = bench.reference()
     expected = norm_of(gradient_of(module, nll_loss(module, batch)))
@@ -90,7 +102,7 @@ def gradients_add_up_over_calls(bench: TrainBench) -> None:
 
 @contract(catches=("the norm after clipping reported",))
 def grad_norm_is_the_global_norm_before_clipping(bench: TrainBench) -> None:
-    """``StepOutput.grad_norm`` is the L2 norm of the whole gradient before clipping, the same on every rank."""
+    """``StepOutput.grad_norm`` is the L2 norm of the whole gradient before clipping, equal on every rank."""
     batch = bench.batch()
     module = bench.reference()
     expected = norm_of(gradient_of(module, nll_loss(module, batch)))
@@ -100,7 +112,10 @@ def grad_norm_is_the_global_norm_before_clipping(bench: TrainBench) -> None:
 
 @contract(catches=("gradients summed over ranks in half precision",))
 def the_norm_is_the_same_on_any_number_of_ranks(bench: TrainBench) -> None:
-    """The gradient's norm is that of a float64 autograd to six digits, packed or one sequence at a time, on one rank or many."""
+    """The gradient's norm equals that of a float64 autograd to six digits, on any number of ranks.
+
+    Sequences are packed or one at a time.
+    """
     batch = bench.batch((9, 31, 9, 7) * 2, seed=4)
     module = bench.reference()
     expected = norm_of(gradient_of(module, nll_loss(module, batch)))
@@ -112,7 +127,10 @@ def the_norm_is_the_same_on_any_number_of_ranks(bench: TrainBench) -> None:
 
 @contract(catches=("gradients not clipped",))
 def gradients_are_clipped_to_max_grad_norm(bench: TrainBench) -> None:
-    """A gradient over ``max_grad_norm`` is scaled to it before the step; a smaller one is left as it is."""
+    """A gradient above ``max_grad_norm`` is scaled to it before the step.
+
+    A smaller gradient is unchanged.
+    """
     batch = bench.batch()
     module = bench.reference()
     expected = gradient_of(module, nll_loss(module, batch))
@@ -126,7 +144,7 @@ def gradients_are_clipped_to_max_grad_norm(bench: TrainBench) -> None:
 
 @contract(catches=("the sign of the advantages turned",))
 def a_step_follows_the_sign_of_the_advantages(bench: TrainBench) -> None:
-    """After a policy step, sequences of positive advantage are more likely, those of negative advantage less."""
+    """After a policy step sequences with positive advantages are likelier, and those with negative ones less likely."""
     engine, batch = bench.engine(optim={"lr": 1e-3}), bench.batch((9, 12, 11, 8), seed=5)
     signs = torch.tensor([1.0, -1.0, -1.0, 1.0])
     batch = batch.with_columns({"advantages": batch.to_tokens(signs)})
@@ -140,7 +158,10 @@ def a_step_follows_the_sign_of_the_advantages(bench: TrainBench) -> None:
 
 @contract(catches=("weights shrink in every step",))
 def nothing_to_learn_leaves_the_weights_alone(bench: TrainBench) -> None:
-    """Advantages of 0, or no loss token at all, give a gradient of 0 and the same weights, finite and not skipped."""
+    """A batch with nothing to learn gives a gradient of 0 and the same weights.
+
+    Cases: advantages of 0, and no loss token at all. The step is finite and not skipped.
+    """
     batch = bench.batch()
     still = batch.with_columns({"advantages": torch.zeros(batch.num_tokens)})
     masked = batch.with_columns(
@@ -165,7 +186,10 @@ def _poisoned(batch: Batch) -> Batch:
 
 @contract(catches=("a step with a NaN gradient is applied",))
 def a_gradient_that_is_not_finite_skips_the_step(bench: TrainBench) -> None:
-    """A non-finite gradient on one rank skips the step on all: reported, weights alone, the next good step as if it had not been."""
+    """A gradient that is not finite on one rank skips the step on all ranks.
+
+    The skip is reported, and the weights stay. The next good step is the same as without the skipped one.
+    """
     optim = {"schedule": "linear", "warmup_steps": 2}
     batch = bench.batch()
     spared, hit = bench.engine(optim=optim), bench.engine(optim=optim)
@@ -186,7 +210,10 @@ def a_gradient_that_is_not_finite_skips_the_step(bench: TrainBench) -> None:
 
 @contract(catches=("the learning rate of the next step reported",))
 def the_learning_rate_follows_its_schedule(bench: TrainBench) -> None:
-    """``StepOutput.lr`` is the rate that the step used: warm-up, then linear decay, as ``[actor.optim]`` says."""
+    """``StepOutput.lr`` is the rate that the step used, by the schedule of ``[actor.optim]``.
+
+    The schedule is a warm-up, then a linear decay.
+    """
     optim = {"lr": 0.1, "schedule": "linear", "warmup_steps": 2, "decay_steps": 6, "min_lr_ratio": 0.1}
     engine, batch = bench.engine(optim=optim), bench.batch()
     found = [bench.step(engine, batch).lr for _ in range(7)]
@@ -197,7 +224,7 @@ def the_learning_rate_follows_its_schedule(bench: TrainBench) -> None:
 
 @contract(catches=("weight decay on vectors",))
 def weight_decay_is_on_matrices_only(bench: TrainBench) -> None:
-    """With no gradient, decoupled weight decay shrinks matrices by ``lr * weight_decay`` and leaves vectors alone."""
+    """With no gradient, weight decay shrinks matrices by ``lr * weight_decay`` and leaves vectors unchanged."""
     engine, batch = bench.engine(optim={"lr": 0.1, "weight_decay": 0.5}), bench.batch()
     before = bench.weights(engine)
     bench.step(engine, batch.with_columns({"advantages": torch.zeros(batch.num_tokens)}), POLICY)
@@ -209,7 +236,10 @@ def weight_decay_is_on_matrices_only(bench: TrainBench) -> None:
 
 @contract()
 def a_role_that_is_not_trained_has_no_optimizer(bench: TrainBench) -> None:
-    """``trainable=False`` infers, has no optimizer, and refuses a step."""
+    """With ``trainable=False`` the engine has no optimizer and refuses a step.
+
+    It infers.
+    """
     engine, batch = bench.engine(trainable=False, role="ref"), bench.batch()
     bench.infer(engine, batch)
     assert engine.optimizer is None, "An engine that is not trained has an optimizer."
@@ -219,7 +249,10 @@ def a_role_that_is_not_trained_has_no_optimizer(bench: TrainBench) -> None:
 
 @contract(capability="set_lr", catches=("set_lr sets the rate, not the peak",))
 def set_lr_replaces_the_peak(bench: TrainBench) -> None:
-    """``set_lr`` changes the peak from the next step on; the schedule's factor stays."""
+    """``set_lr`` changes the peak of the learning rate from the next step on.
+
+    The factor of the schedule stays.
+    """
     engine = bench.engine(optim={"lr": 0.1, "schedule": "linear", "decay_steps": 4})
     batch = bench.batch()
     near(bench.step(engine, batch).lr, 0.1, 1e-5, "lr of the first step")
@@ -232,7 +265,10 @@ def set_lr_replaces_the_peak(bench: TrainBench) -> None:
     catches=("optimizer state lost in sleep", "a step while the optimizer sleeps"),
 )
 def an_engine_that_slept_goes_on_as_if_it_had_not(bench: TrainBench) -> None:
-    """After ``sleep`` and ``wake``, of all parts or one by one, the next step is the same; what needs a part that sleeps is refused."""
+    """After ``sleep`` and ``wake`` the next step is the same.
+
+    All parts sleep, or one by one. A call that needs a part that is asleep is refused.
+    """
     batch = bench.batch()
     woken, rested = bench.engine(), bench.engine()
     for engine in (woken, rested):
@@ -255,7 +291,7 @@ def an_engine_that_slept_goes_on_as_if_it_had_not(bench: TrainBench) -> None:
 
 @contract(capability="generation_module", catches=("module lent in training mode",))
 def the_generation_module_gives_the_logits_of_the_policy(bench: TrainBench) -> None:
-    """The module lent to a sampler is the policy in eval mode, and records no gradient."""
+    """The module for a sampler is the policy in eval mode, and records no gradient."""
     engine, batch = bench.engine(), bench.batch((9,))
     bench.step(engine, batch)
     expected = outputs_of(bench.reference(weights=bench.weights(engine)), batch)["log_probs"]

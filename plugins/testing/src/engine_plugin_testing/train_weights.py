@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @contract(catches=("a weight left out of named_weights",))
 def named_weights_are_those_of_the_model_folder(bench: TrainBench) -> None:
-    """Before any step, ``named_weights`` gives every tensor of the folder: the same names, whole shapes, the same values."""
+    """Before any step ``named_weights`` gives every tensor of the model folder, with its name and value.
+
+    Shapes are whole.
+    """
     for tied in (True, False):
         path = bench.model(tied=tied)
         found, expected = bench.weights(bench.engine(path=path)), published(path)
@@ -30,7 +33,7 @@ def named_weights_are_those_of_the_model_folder(bench: TrainBench) -> None:
 
 @contract(catches=("a tied weight given twice",))
 def a_tied_weight_comes_once(bench: TrainBench) -> None:
-    """A model with tied embeddings gives the one tensor under one name."""
+    """A tied weight comes once, under one name."""
     names = [name for name, _ in bench.engine(path=bench.model(tied=True)).named_weights()]
     assert len(names) == len(set(names)), "named_weights gives a name twice."
     expected = len(published(bench.model(tied=True)))
@@ -42,7 +45,10 @@ def a_tied_weight_comes_once(bench: TrainBench) -> None:
 
 @contract(catches=("named_weights of the first version",))
 def named_weights_follow_a_step(bench: TrainBench) -> None:
-    """After a step the stream has the new weights: finite, and the reference with them has the engine's log-probs."""
+    """After a step ``named_weights`` gives the new weights.
+
+    They are finite, and the reference with them has the engine's log-probs.
+    """
     engine, batch = bench.engine(), bench.batch()
     before = bench.weights(engine)
     bench.step(engine, batch)
@@ -59,7 +65,10 @@ def named_weights_follow_a_step(bench: TrainBench) -> None:
 
 @contract()
 def a_stream_of_weights_goes_to_its_end_for_the_leader(bench: TrainBench) -> None:
-    """``named_weights(to="leader")`` is collective: every rank runs it to its end, the leader has every weight."""
+    """With ``named_weights(to="leader")`` the leader gets every weight.
+
+    The call is collective: every rank reads the stream to its end.
+    """
     engine = bench.engine()
     whole = bench.weights(engine)
     found = {name: value.detach().cpu().clone() for name, value in engine.named_weights(to="leader")}
@@ -69,7 +78,7 @@ def a_stream_of_weights_goes_to_its_end_for_the_leader(bench: TrainBench) -> Non
 
 @contract(catches=("export of the first version",))
 def export_is_loaded_by_from_pretrained(bench: TrainBench) -> None:
-    """``export`` writes a folder whose model, loaded by transformers, has the weights and log-probs of the engine."""
+    """The folder that ``export`` writes is loaded by transformers with the weights and log-probs of the engine."""
     engine, batch = bench.engine(), bench.batch((9, 12))
     bench.step(engine, batch)
     weights, log_probs = bench.weights(engine), bench.infer(engine, batch)["log_probs"]
@@ -91,7 +100,10 @@ def export_is_loaded_by_from_pretrained(bench: TrainBench) -> None:
 
 @contract()
 def weights_go_from_one_engine_to_another(bench: TrainBench) -> None:
-    """``load_named_weights`` of another engine's stream, in any order, gives the same weights and log-probs."""
+    """``load_named_weights`` of another engine's stream gives the same weights and log-probs.
+
+    The stream may come in any order.
+    """
     source, target = bench.engine(), bench.engine(path=bench.model(seed=1))
     batch = bench.batch()
     bench.step(source, batch)
@@ -108,7 +120,10 @@ def weights_go_from_one_engine_to_another(bench: TrainBench) -> None:
 
 @contract(catches=("a step from weights that were replaced", "weights that come kept by reference"))
 def a_step_starts_from_weights_that_were_loaded(bench: TrainBench) -> None:
-    """A step after ``load_named_weights`` is that of the loaded weights, by a float64 gradient; the stream's tensors are copied."""
+    """A step after ``load_named_weights`` starts from the loaded weights.
+
+    Its gradient is compared with a float64 one. The tensors of the stream are copied.
+    """
     target, batch = bench.engine(path=bench.model(seed=1), optim=MEASURE), bench.batch()
     weights = published(bench.model())
     stream = {name: value.clone() for name, value in weights.items()}
@@ -129,7 +144,10 @@ def a_step_starts_from_weights_that_were_loaded(bench: TrainBench) -> None:
 
 @contract(catches=("mix ignored",))
 def weights_are_mixed_in_their_share(bench: TrainBench) -> None:
-    """``mix=0.25`` gives ``0.75 w + 0.25 new``: a reference model that follows slowly."""
+    """``mix=0.25`` gives ``0.75 w + 0.25 new``.
+
+    A reference model follows the actor slowly this way.
+    """
     engine, other = bench.engine(trainable=False, role="ref"), published(bench.model(seed=1))
     before = bench.weights(engine)
     engine.load_named_weights(iter(other.items()), mix=0.25)
@@ -140,7 +158,7 @@ def weights_are_mixed_in_their_share(bench: TrainBench) -> None:
 
 @contract(catches=("a missing weight accepted",))
 def weights_that_do_not_fit_are_refused(bench: TrainBench) -> None:
-    """A stream with an unknown name, one that lacks a weight, and a wrong shape are errors that name the weight."""
+    """A stream with an unknown name, a missing weight or a wrong shape raises an error that names the weight."""
     weights = published(bench.model())
     first, last = min(weights), max(weights)
     engine = bench.engine()

@@ -25,7 +25,10 @@ def compare(expected: list[dict[str, float]], found: list[dict[str, float]], wha
 
 @contract(catches=("a step without an update",))
 def a_run_trains(bench: TrainerBench) -> None:
-    """Three steps give three lines of metrics without a missing value; in one of them at least the gradient is not 0."""
+    """Three steps give three lines of metrics without a missing value.
+
+    In at least one step the gradient is not 0.
+    """
     lines = bench.train("run", 3)
     assert [line["step"] for line in lines] == [1, 2, 3], (
         f"The steps {[line['step'] for line in lines]} were written."

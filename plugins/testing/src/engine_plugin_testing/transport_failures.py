@@ -26,7 +26,11 @@ UPDATE = WeightUpdate(1, 7)  # the first, of version 7
     )
 )
 def a_damaged_bucket_is_refused(bench: TransportBench) -> None:
-    """Bytes that are not those of the sender's checksum, also words or tensors that were swapped, reach no engine: every receiver raises ``TrainingFailed`` with both sides, the tensors before are as they were sent, and a new link brings a whole update."""
+    """A damaged bucket reaches no engine, and every receiver raises ``TrainingFailed`` with both sides.
+
+    Damage is any byte that differs from the sender's checksum, also swapped words or tensors. The tensors before are
+    as they were sent, and a new link brings a whole update.
+    """
     for number, way in enumerate(bench.ways):
         link = bench.link(f"link{number}")
         assert link is not None
@@ -54,7 +58,10 @@ def _refuse_damaged(bench: TransportBench, link: WeightTransport, way: str) -> N
 
 @contract(catches=("any version taken",))
 def an_update_of_another_version_is_refused(bench: TransportBench) -> None:
-    """Where sender and receivers are not at the same update, no tensor is given: every receiver raises ``TrainingFailed`` with both sides, within the time-out."""
+    """An update that the receivers do not expect raises ``TrainingFailed`` in every receiver, within the timeout.
+
+    The error names both sides, and no tensor is given.
+    """
     link = bench.link(soon=True)
     assert link is not None
     if link.endpoint.index == 0:
@@ -70,7 +77,7 @@ def an_update_of_another_version_is_refused(bench: TransportBench) -> None:
 
 @contract(catches=("a broken stream taken for a whole one",))
 def a_stream_that_fails_is_told_to_every_receiver(bench: TransportBench) -> None:
-    """What the trainer's stream raises is raised by ``send`` as it is, and every receiver learns of it at once."""
+    """``send`` raises the error of the trainer's stream, and every receiver learns of it at once."""
     link = bench.link()
     assert link is not None
 
@@ -93,7 +100,11 @@ def a_stream_that_fails_is_told_to_every_receiver(bench: TransportBench) -> None
 
 @contract()
 def a_receiver_that_is_asleep_holds_up_nobody(bench: TransportBench) -> None:
-    """One receiver's engine refuses the update before it looks at the stream: the others come through or fail, without waiting for the time-out, and the next update is taken by all."""
+    """A receiver whose engine refuses an update delays no other receiver.
+
+    It refuses before it reads the stream. The others finish or fail without waiting for the timeout, and all take the
+    next update.
+    """
     link = bench.link()
     assert link is not None
     if _is_last(link):
@@ -111,7 +122,10 @@ def _refuse(stream: Generator[tuple[str, Tensor], None, None]) -> None:
 
 @contract()
 def a_receiver_that_wants_no_more_holds_up_nobody(bench: TransportBench) -> None:
-    """One receiver closes the stream after its first tensor: the others come through or fail, without waiting for the time-out."""
+    """A receiver that closes the stream after its first tensor delays no other receiver.
+
+    The others finish or fail without waiting for the timeout.
+    """
     link = bench.link()
     assert link is not None
     if _is_last(link):
@@ -126,7 +140,10 @@ def a_receiver_that_wants_no_more_holds_up_nobody(bench: TransportBench) -> None
 
 @contract(catches=("a receiver that waits for ever",))
 def a_sender_that_does_not_send_is_told_in_time(bench: TransportBench) -> None:
-    """Receivers to whom nothing comes raise ``TrainingFailed`` within their time-out: who waited for whom, and the key of the time-out."""
+    """Receivers that get nothing raise ``TrainingFailed`` within their timeout.
+
+    The error says who waited for whom, and names the key of the timeout.
+    """
     link = bench.link(soon=True)
     assert link is not None
     if link.endpoint.index:
@@ -138,7 +155,10 @@ def a_sender_that_does_not_send_is_told_in_time(bench: TransportBench) -> None:
 
 @contract()
 def a_receiver_that_does_not_take_is_waited_for_in_bounds(bench: TransportBench) -> None:
-    """One receiver stops in the middle and stays: sender and other receivers come through, or raise ``TrainingFailed`` with both sides, within the time-out."""
+    """A receiver that stops reading delays the sender and the other receivers by no more than the timeout.
+
+    They finish, or raise ``TrainingFailed`` with both sides.
+    """
     link = bench.link(soon=True)
     assert link is not None
     if _is_last(link):
@@ -157,7 +177,10 @@ def a_receiver_that_does_not_take_is_waited_for_in_bounds(bench: TransportBench)
 
 @contract()
 def a_sender_that_dies_is_told_in_time(bench: TransportBench) -> None:
-    """The sender's process is killed in the middle of an update: every receiver raises ``TrainingFailed`` with both sides, within the time-out; with one in its place, a new link works."""
+    """If the sender's process is killed during an update, every receiver raises ``TrainingFailed`` within the timeout.
+
+    The error names both sides. With another process in its place, a new link works.
+    """
     if bench.rank == 0:
         bench.dies("link")
     else:
@@ -171,7 +194,10 @@ def a_sender_that_dies_is_told_in_time(bench: TransportBench) -> None:
 
 @contract()
 def a_receiver_that_dies_is_told_in_time(bench: TransportBench) -> None:
-    """A receiver's process is killed in the middle of an update: sender and other receivers come through, or raise ``TrainingFailed`` with both sides, within the time-out; a link without it works, and so does one with another in its place."""
+    """If a receiver's process is killed during an update, the others finish or raise ``TrainingFailed`` within the timeout.
+
+    The error names both sides. A new link works without it, and with another process in its place.
+    """
     last, link = bench.ranks[-1], None
     if bench.rank == last:
         bench.dies("link")

@@ -22,7 +22,10 @@ from engine_plugin_testing.transport_bench import TransportBench, same_weights
 
 @contract(catches=("the last bucket lost",))
 def every_receiver_gets_all_weights_bit_for_bit(bench: TransportBench) -> None:
-    """Update after update over one link, every receiver has every tensor: names in order, types, shapes, bits; also tensors that are empty, not contiguous, or larger than a bucket."""
+    """Every receiver gets every tensor of every update bit for bit, in the order of the stream.
+
+    Names, types and shapes are equal too. Cases: tensors that are empty, not contiguous, or larger than a bucket.
+    """
     link, received = bench.link(), []
     assert link is not None
     for number in (1, 2, 3):
@@ -34,7 +37,10 @@ def every_receiver_gets_all_weights_bit_for_bit(bench: TransportBench) -> None:
 
 @contract(catches=("bytes counted for each receiver",))
 def bytes_are_counted_once(bench: TransportBench) -> None:
-    """``send`` returns the bytes of the weights, whatever the number of receivers, without gaps between tensors."""
+    """``send`` returns the bytes of the weights once, whatever the number of receivers.
+
+    Gaps between tensors do not count.
+    """
     link, weights = bench.link(), bench.weights()
     assert link is not None
     sent = bench.whole(link, weights.items(), WeightUpdate(1, 1))
@@ -45,7 +51,7 @@ def bytes_are_counted_once(bench: TransportBench) -> None:
 
 @contract(catches=("buffers used again under the receiver",))
 def tensors_are_the_receivers_to_keep(bench: TransportBench) -> None:
-    """What was received stays as it was while later updates come over the same link."""
+    """Received tensors stay unchanged while later updates arrive over the same link."""
     link = bench.link()
     assert link is not None
     received = [
@@ -58,7 +64,10 @@ def tensors_are_the_receivers_to_keep(bench: TransportBench) -> None:
 
 @contract(catches=("a stream that is not run to its end",))
 def the_stream_is_run_to_its_end_once(bench: TransportBench) -> None:
-    """``send`` takes every tensor of the stream and its end: ranks of the trainer gather together, and one that stops early leaves the others waiting."""
+    """``send`` reads every tensor of the stream and its end.
+
+    The ranks of the trainer gather together, so a sender that stops early leaves the others waiting.
+    """
     link, ended = bench.link(), []
     assert link is not None
 
@@ -74,7 +83,7 @@ def the_stream_is_run_to_its_end_once(bench: TransportBench) -> None:
 
 @contract()
 def links_do_not_meet(bench: TransportBench) -> None:
-    """Two links of the same processes, open at one time, carry each its own updates."""
+    """Two open links of the same processes carry separate updates."""
     links = {label: bench.link(label) for label in ("one", "two")}
     for number in (1, 2):
         for seed, (label, link) in enumerate(links.items(), 10 * number):
@@ -87,7 +96,11 @@ def links_do_not_meet(bench: TransportBench) -> None:
 
 @contract()
 def weights_cut_in_one_way_reach_receivers_that_cut_them_in_another(bench: TransportBench) -> None:
-    """Half of the ranks hold rows each and gather whole tensors, all of them in step; each of the others keeps columns of what comes: together they have every weight, bit for bit."""
+    """Receivers that shard weights in another way than the senders get every weight bit for bit.
+
+    Half of the ranks hold rows each and gather whole tensors, all of them in step. Each of the others keeps columns
+    of what arrives.
+    """
     senders = bench.ranks[: max(1, len(bench.ranks) // 2)]
     receivers = bench.ranks[len(senders) :]
     whole = bench.weights(5)
@@ -136,7 +149,10 @@ def _gathered(
 
 @contract(package="peft")
 def an_adapter_alone_arrives_before_the_model_would(bench: TransportBench) -> None:
-    """The stream of a LoRA adapter (the engine ``torch``): its configuration first, then its tensors, under the names of an adapter file, and nothing of the base."""
+    """The stream of a LoRA adapter holds its configuration, then its tensors, and nothing of the base.
+
+    The engine is ``torch``. The tensors have the names of an adapter file.
+    """
     link, file = bench.link(), bench.folder / "adapter.safetensors"
     assert link is not None
     path = bench.model()

@@ -68,7 +68,11 @@ def _of_every_kind(bench: TransportBench) -> dict[str, Tensor]:
     )
 )
 def values_of_every_kind_cross_exactly(bench: TransportBench) -> None:
-    """Tensors of every type, with infinities, NaN and the least and largest values, of up to 100 buckets, cross bit for bit; an update may be empty; twenty updates in a row, of different tensors, are each the sender's."""
+    """Tensors of every type and value cross bit for bit.
+
+    Values include infinities, NaN and the least and largest ones. An update has up to 100 buckets, or none. Twenty
+    updates in a row, of different tensors, are each the sender's.
+    """
     link, every = bench.link(), _of_every_kind(bench)
     assert link is not None
     empty = {
@@ -95,7 +99,10 @@ def values_of_every_kind_cross_exactly(bench: TransportBench) -> None:
 
 @contract(catches=("a thread left by every link", "a socket left by every link", "a file left by every link"))
 def nothing_is_left_once_it_is_closed(bench: TransportBench) -> None:
-    """After ``close``, twice, on all ends the run's private folder is empty, and links that are opened, used and closed one after another leave neither threads nor open files."""
+    """After ``close`` no thread, open file or file of the run's private folder is left.
+
+    ``close`` is called twice on all ends. Links are opened, used and closed one after another.
+    """
     after_one = (0, 0)
     for label in ("link", "second", "third"):
         link = bench.link(label)
