@@ -92,6 +92,8 @@ Objective = Callable[[Mapping[str, "Tensor"], "Batch"], "tuple[Tensor, dict[str,
 def resolve_loss(call: LossCall, plugins: PluginSet) -> Objective:
     """Return the objective behind a name of the table ``engine_objectives``, with its parameters bound.
 
+    If its loss is not finite, its gradient is NaN.
+
     Args:
         call: name and parameters: ``policy`` (a policy loss of the run, with KL, entropy and correction), ``value`` (a
             critic's loss), ``nll``, or an objective of a plugin.
@@ -103,9 +105,16 @@ def resolve_loss(call: LossCall, plugins: PluginSet) -> Objective:
     found = plugins.require("objectives", call.name)
     spec: Any = plugins.spec("objectives", call.name)
     guarded = partial(plugins.guarded, "objectives", call.name)  # adds the plugin's name to errors
-    return guarded(
+    objective = guarded(
         guarded(found)(plugins, **call.parameters) if spec.factory else partial(found, **call.parameters)
     )
+
+    def checked(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Make the gradient of a loss that is not finite NaN: the optimizer step is then skipped."""
+        total, metrics = objective(outputs, batch)
+        return total * (1 + 0 * total.detach()), metrics
+
+    return checked
 
 
 def make_policy(

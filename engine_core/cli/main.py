@@ -9,6 +9,7 @@ interrupted, 143 terminated, 75 training stopped on request after saving a check
 from __future__ import annotations
 
 import errno
+import faulthandler
 import inspect
 import os
 import re
@@ -141,6 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         Exception: any error that is not an ``EngineError``, a usage error or a full disk: a bug in the engine.
     """
+    if not faulthandler.is_enabled():
+        faulthandler.enable(sys.__stderr__)  # a crash in native code shows the line of the plugin that called it
     for cache in SHAPE_CACHES:  # before torch is imported; workers inherit it
         os.environ.setdefault(cache, "64")
     try:

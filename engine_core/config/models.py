@@ -218,8 +218,12 @@ class RunConfig(Table):
     """Passes over the training files, where `steps` is not set."""
     seed: Seed = 0
     """Seed of data order and sampling."""
-    stop_above: dict[str, PositiveFloat] = {}
-    """Metrics and their bounds, ``{ "actor/approx_kl" = 0.5 }``: a step over one ends the run (exit code 6) and is not saved."""
+    finish_above: dict[str, float] = {}
+    """Metrics and their goals, ``{ "reward/mean" = 0.9 }``: the first step above one is the last of the run (exit code 0)."""
+    finish_below: dict[str, float] = {}
+    """The same for goals that a metric must be below, ``{ "eval/loss" = 0.5 }``."""
+    fail_above: dict[str, PositiveFloat] = {}
+    """Metrics and their bounds, ``{ "actor/approx_kl" = 0.5 }``: a step above one ends the run as failed (exit code 6) and is not saved."""
     deterministic: bool = False
     """torch's deterministic algorithms, an error where there is none."""
 
@@ -354,9 +358,10 @@ class EngineConfig(ChoosingTable):
     @property
     def chosen_metrics(self) -> list[tuple[str, str]]:
         """Each metric that the run names, after its key."""
+        bounds = ("finish_above", "finish_below", "fail_above")
+        named = [(f"run.{key}", name) for key in bounds for name in getattr(self.run, key)]
         best = self.checkpoint.best_metric
-        bounded = [("run.stop_above", name) for name in self.run.stop_above]
-        return [*bounded, ("checkpoint.best_metric", best)] if best else bounded
+        return [*named, ("checkpoint.best_metric", best)] if best else named
 
     def rewarding(self, role: str) -> RewardConfig | None:
         """Return the reward whose model has this role; None for other roles."""

@@ -88,6 +88,22 @@ class TrainEngine(abc.ABC):
             ConfigError: names the key.
         """
 
+    @classmethod
+    def check_model(
+        cls, config: RoleConfig, model_config: ModelConfig, role: str, processes: int | None
+    ) -> Any:
+        """Refuse options that do not fit the model or the number of processes. ``--dry-run`` calls it, on any machine.
+
+        Args:
+            config: the role's table.
+            model_config: ``[model]`` with the role's model folder, which no plugin builds.
+            role: name of the role.
+            processes: of the role; None: not known yet.
+
+        Raises:
+            ConfigError: names the key.
+        """
+
     @property
     def layout(self) -> Layout:
         """Position of this worker among the workers of its role."""

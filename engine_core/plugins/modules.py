@@ -15,6 +15,7 @@ import linecache
 import logging
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
     from engine_core.plugins.plugin_set import Plugin
 
 log = logging.getLogger("engine")
+
+SLOW_IMPORT_SECONDS = 60.0
+"""After this time a warning names the plugin that is still being imported."""
 
 HOOKS: Mapping[str, tuple[str, ...]] = {
     name: tuple(inspect.signature(function).parameters)
@@ -117,10 +121,16 @@ def import_load(label: str, load: str) -> Any:
 
 
 def _import(label: str, module: str) -> ModuleType:
+    said = "%s: '%s' is still being imported after %g s."
+    slow = threading.Timer(SLOW_IMPORT_SECONDS, log.warning, (said, label, module, SLOW_IMPORT_SECONDS))
+    slow.daemon = True
+    slow.start()
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as exc:
         raise _import_error(label, module, exc) from exc
+    finally:
+        slow.cancel()
 
 
 def _import_error(label: str, module: str, exc: BaseException) -> EngineError:

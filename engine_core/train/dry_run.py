@@ -39,20 +39,24 @@ def _make_trackers(run: TrainingRun) -> None:
 
 
 def _check_engines(run: TrainingRun) -> None:
-    """Check that this machine can serve the options of the roles, if they run in this process, else that the engines fit their pools."""
+    """Check that the train engines fit their models and pools, and, if they run in this process, this machine."""
     from engine_core.local.engine_host import check_ranks
 
     config, roles = run.config, run.roles(training=True)
-    if config.runtime.backend == "local":
+    local = config.runtime.backend == "local"
+    if local:
         runtime: Any = run.plugins.resolve("runtimes", "local")(config, run.plugins, run.live)
         runtime.host.check(roles)
-        return
-    together = getattr(config.runtime.options, "processes", 1)
-    for name, role in roles.items():
+    together = 1 if local else getattr(config.runtime.options, "processes", 1)
+    for name in (name for name, role in roles.items() if role.kind == "train"):
         processes = config.placement.pools.get(config.placement.pool_of(name) or "", together)
-        if role.kind == "train" and isinstance(processes, int):
-            engine = run.plugins.resolve("train_engines", config.role(name).backend)
+        table, model = config.role(name), config.model_of(name)
+        engine = run.plugins.resolve("train_engines", table.backend)
+        if isinstance(processes, int):
             check_ranks(config, name, engine, processes)
+        if not run.builds_model:
+            model = model.model_copy(update={"path": table.path or model.path})
+            engine.check_model(table, model, name, processes if isinstance(processes, int) else None)
 
 
 def _layout(run: TrainingRun) -> list[str]:

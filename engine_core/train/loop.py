@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -269,8 +270,9 @@ class Loop:
         return metrics
 
     def finish_step(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Evaluate if it is time, write the metrics, check them against their bounds, save if it is time."""
+        """Evaluate if it is time, write the metrics, check them against goals and bounds, save if it is time."""
         run, step = self.run, self.run.step_done
+        self.end_at_goal(metrics)  # before the evaluation, which a last step has
         if self.evaluation_is_due(step):
             metrics |= self.evaluate()
         faults.point("step.before_metrics")
@@ -281,9 +283,9 @@ class Loop:
             self.log_advice(metrics)
             if run.progress:
                 run.progress.step(step, metrics)
+            self.end_at_goal(metrics)
             if reasons := run.emit("step_finished", {"metrics": metrics}):
-                self.total = step
-                log.info("The run ends after step %d. %s", step, "; ".join(reasons))
+                self.end_here("; ".join(reasons))
             self.check_bounds(metrics)
         self.point = run.resume_point(metrics)
         if step and self.saver.due(step, metrics, last=step == self.total):
@@ -311,8 +313,24 @@ class Loop:
         run.emit("evaluated", {"metrics": metrics})
         return metrics
 
+    def end_at_goal(self, metrics: Mapping[str, float]) -> None:
+        """Make this step the last one if a metric has reached its goal in ``[run] finish_above`` or ``finish_below``."""
+        run, done = self.run.config.run, self.run.step_done
+        for name in (run.finish_above.keys() | run.finish_below.keys()) & metrics.keys():
+            value = metrics[name]
+            reached = value > run.finish_above.get(name, math.inf) or value < run.finish_below.get(
+                name, -math.inf
+            )
+            if reached and done != self.total:
+                self.end_here(f"{name} is {value:.4g} and has reached its goal.")
+
+    def end_here(self, reason: str) -> None:
+        """Make the last finished step the last one of the run."""
+        self.total = self.run.step_done
+        log.info("The run ends after step %d. %s", self.total, reason)
+
     def check_bounds(self, metrics: Mapping[str, float]) -> None:
-        """End the run if a metric is above its bound in ``[run] stop_above``.
+        """End the run if a metric is above its bound in ``[run] fail_above``.
 
         Raises:
             TrainingFailed: a metric is above its bound; the step is not saved.
@@ -324,10 +342,10 @@ class Loop:
             waits = "actor/loss" not in self._measured or (name.startswith("eval/") and not evaluated)
             if name not in self._measured and not waits:
                 raise ConfigError(f"{key}: no step measures '{name}'.{did_you_mean(name, self._measured)}")
-        for name, bound in self.run.config.run.stop_above.items():
+        for name, bound in self.run.config.run.fail_above.items():
             if name in metrics and not metrics[name] <= bound:  # NaN is over every bound
                 raise TrainingFailed(
-                    f"{name} is {metrics[name]:.4g} after step {self.run.step_done}, over run.stop_above = {bound:g}. "
+                    f"{name} is {metrics[name]:.4g} after step {self.run.step_done}, above run.fail_above = {bound:g}. "
                     "The step is not saved; the last checkpoint is from before it."
                 )
 

@@ -187,12 +187,12 @@ class TrainingRun(abc.ABC):
         if "rollout" in roles:
             roles |= reward_roles(self.config, self.plugins)
         self.groups |= start_groups(self.runtime, self.config, roles, steps)
-        if resume is None and not self._restores and not self._builds_model:
+        if resume is None and not self._restores and not self.builds_model:
             warn_of_random_weights(self.config, self.plugins, roles)
         self.start()
 
     @property
-    def _builds_model(self) -> bool:
+    def builds_model(self) -> bool:
         """Whether the model comes from Python or from a plugin, not from its folder alone."""
         return "model" in self.live or self.plugins.overrides("engine_build_model")
 
@@ -204,7 +204,7 @@ class TrainingRun(abc.ABC):
     def load_inputs(self) -> None:
         """Do the part of ``setup`` before any model is built: tokenizer, data, ``prepare``."""
         self.tokenizer = self.live.get("tokenizer") or load_tokenizer(self.config.model)
-        if not self._builds_model:
+        if not self.builds_model:
             for remark in check_tokenizer(self.tokenizer, load_hf_config(self.config.model)):
                 log.info("%s", remark)
         self.source = self.make_source()

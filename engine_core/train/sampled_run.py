@@ -24,6 +24,7 @@ from engine_core.config.requirements import GREEDY
 from engine_core.contracts.parts import CARRIED
 from engine_core.contracts.runtime import REWARD_PHASE, Role
 from engine_core.data import PromptSource, tokenizer_hash
+from engine_core.errors import PluginError
 from engine_core.rewards import RewardRunner
 from engine_core.rewards.preflight import ROWS, check_rewards, check_rows
 from engine_core.runs.folders import writing
@@ -92,6 +93,7 @@ class SampledRun(TrainingRun):
         if config.rollout.over_sampling > 1:
             part = self.plugins.require("parts", "early_stop")
             self.early_stop = part(self.settings, self.groups, self.clock)
+        self._cut_is_noted = False
         self.version = 0  # number of weight updates sent to the sampler
         self.recorded: Path | None = None  # a folder of stored rollouts, which steps read instead of sampling
         self._traded = 0.0  # the runtime's `traded_seconds` at the last update of the sampler
@@ -258,6 +260,7 @@ class SampledRun(TrainingRun):
     def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return metrics of a step's rollouts: counts, lengths, timeouts, turns."""
         lengths = [r.response_length for r in rollouts] or [0]
+        self._note_cut(rollouts)
         timeouts, self.sampler.timeouts = self.sampler.timeouts, 0
         limited = self.config.rollout.request_timeout_seconds
         return {
@@ -272,6 +275,23 @@ class SampledRun(TrainingRun):
             **(self.early_stop.metrics() if self.early_stop else {}),
         }
 
+    def _note_cut(self, rollouts: Sequence[Rollout]) -> None:
+        """Log once that a response ended because the model has no further positions."""
+        held, most = held_tokens(self.text_config, self.config.rollout.options), self.config_now.rollout
+        cut = (
+            r.finish_reason == "length"
+            and len(r.token_ids) >= held
+            and r.response_length < most.max_response_tokens
+            for r in rollouts
+        )
+        if self.samples and not self._cut_is_noted and any(cut):
+            self._cut_is_noted = True
+            log.warning(
+                "A response ended before rollout.max_response_tokens (%d): with its prompt it fills the %d positions of the "
+                "model. Lower data.max_prompt_tokens or rollout.max_response_tokens to sample without this limit.",
+                most.max_response_tokens, held,
+            )  # fmt: skip
+
     def batch(self, rollouts: Sequence[Rollout]) -> Batch:
         """Pack rollouts into a batch and add the columns that only the run knows.
 
@@ -283,6 +303,7 @@ class SampledRun(TrainingRun):
         """
         config = self.config_now
         batch = Batch.from_rollouts(rollouts, config.rollout.temperature, self.replays_support)
+        self._check_ids(batch)
         columns: dict[str, torch.Tensor] = {}
         for name, weight, clipped in (term for term in self.reward_terms() if term[1]):
             values = [r.rewards.get(name) for r in rollouts]
@@ -299,6 +320,14 @@ class SampledRun(TrainingRun):
         if self.samples and not self.sampler.asks_log_probs(self.step_now):
             del batch.tokens["rollout_log_probs"]  # zeros, not log-probs
         return batch
+
+    def _check_ids(self, batch: Batch) -> None:
+        vocabulary = getattr(self.text_config, "vocab_size", None)
+        if vocabulary and len(batch.token_ids) and (highest := int(batch.token_ids.max())) >= vocabulary:
+            raise PluginError(
+                f"The rollouts of '{self.config.rollout.backend}' have the token {highest}, but the model has "
+                f"{vocabulary} tokens (vocab_size). The weights were left alone."
+            )
 
     def reward_terms(self) -> Iterable[tuple[str, float, Callable[[float], float]]]:
         """Return name, weight and clipping function of each reward."""

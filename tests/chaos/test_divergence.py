@@ -22,7 +22,9 @@ class SickOptions(Options):
 def sick(outputs, batch, at, value):
     """The clipped loss, but not a number in some of its calls (one a step)."""
     loss = -outputs["log_probs"] * batch["advantages"]
-    return (loss * float(value) if next(CALLS) in at else loss), {}
+    if next(CALLS) not in at:
+        return loss, {}
+    return (loss + float("inf") if value == "added inf" else loss * float(value)), {}
 
 
 @hookimpl
@@ -50,7 +52,7 @@ def train(engine, tiny):
     return run
 
 
-@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("value", ["nan", "inf", "added inf"])
 def test_a_loss_that_is_not_finite_skips_its_step_and_is_counted(train, metrics, value):
     run = train([2, 3, 6], value)
     assert run.code == 0, run.err
@@ -86,10 +88,10 @@ def test_the_count_in_a_row_goes_on_after_a_resume(engine, train, metrics):
 
 
 def test_a_metric_over_its_bound_ends_the_run_and_the_step_is_not_saved(engine, train, metrics):
-    run = train([3], "1e6", **{"run.stop_above": {"actor/grad_norm": 1000.0}})
+    run = train([3], "1e6", **{"run.fail_above": {"actor/grad_norm": 1000.0}})
     assert run.code == 6, run.err
     assert "actor/grad_norm is" in run.err
-    assert "after step 3, over run.stop_above = 1000" in run.err
+    assert "after step 3, above run.fail_above = 1000" in run.err
     assert [line["step"] for line in metrics()] == [1, 2, 3]
     assert Checkpoints(engine.folder / "runs" / "r" / "checkpoints").steps() == [1, 2]
     resumed = engine("resume", "r", "--set", "algorithm.sick.at=[]")

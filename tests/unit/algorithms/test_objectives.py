@@ -162,6 +162,31 @@ def test_a_loss_is_resolved_by_name_with_its_options():
     assert totals == pytest.approx([(-2.0 * ratio + ratio) / 2, (-2.0 * 1.01 + ratio) / 2])
 
 
+@pytest.mark.parametrize("added", [0.0, math.inf, -math.inf, math.nan])
+def test_the_gradient_of_a_loss_that_is_not_finite_is_nan_and_that_of_another_is_exact(install, added):
+    source = """
+        from engine_core import hookimpl
+        from engine_core.specs import Objective
+
+        def shifted(outputs, batch, added):
+            return (batch["weights"] * outputs["log_probs"]).sum() + added, {}
+
+        @hookimpl
+        def engine_objectives():
+            return {"shifted": Objective(load=shifted)}
+    """
+    install("acme", {"objectives": {"shifted": "mod_acme"}}, {"mod_acme": source})
+    log_probs = LOG_PROBS.clone().requires_grad_()
+    given = batch()
+    resolve_loss(LossCall("shifted", {"added": added}), PluginSet())({"log_probs": log_probs}, given)[
+        0
+    ].backward()
+    if added == 0:
+        assert torch.equal(log_probs.grad, given["weights"])
+    else:
+        assert bool(log_probs.grad.isnan().all())
+
+
 def test_an_objective_of_a_plugin_is_resolved_by_name_with_its_parameters(install):
     source = """
         from engine_core import hookimpl

@@ -116,6 +116,14 @@ def test_a_bug_ends_the_process_with_1_and_a_traceback(command):
     assert "ZeroDivisionError: a bug" in child.stderr
 
 
+def test_a_crash_in_native_code_shows_the_plugins_line(command):
+    environment = command("fail", "import ctypes\nctypes.string_at(0)")
+    words = [sys.executable, "-m", "engine_core.cli.main", "fail"]
+    child = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
+    assert child.returncode == -signal.SIGSEGV
+    assert re.search(r'a_command\.py", line 3 in run', child.stderr)
+
+
 def test_a_command_of_a_plugin_is_used_and_shown_as_the_cores_are(engine, command):
     command("wave", "'Wave at who asks, once.'\nprint('hello')")
     assert engine("wave") == (0, "hello\n", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -108,6 +109,34 @@ def test_a_dry_run_refuses_an_engine_of_one_process_in_a_pool_of_several(engine,
         answer = engine("train", "rl.toml", "--dry-run", *settings)
         assert answer.code == 2
         assert "actor.backend = 'torch' trains in one process, and the pool of 'actor' has 8." in answer.err
+
+
+MISFITS = [
+    (
+        ("actor.lora={target_modules=['q_porj']}",),
+        r"actor\.lora\.target_modules: 'q_porj' is no layer of this model\. Did you mean 'q_proj'\?",
+    ),
+    (
+        ("actor.backend=fsdp", "runtime.torchrun.processes=3", "actor.fsdp.tp=3"),
+        r"actor\.fsdp\.tp is 3, which does not divide the model's",
+    ),
+    (
+        ("actor.backend=fsdp", "runtime.torchrun.processes=4", "actor.fsdp.sp=3"),
+        r"actor\.fsdp\.sp is 3, which does not divide the 4 ranks of this run",
+    ),
+    (
+        ("actor.backend=megatron", "runtime.torchrun.processes=3", "actor.megatron.tp=3"),
+        r"\[actor\.megatron\] tp is 3, which does not divide",
+    ),
+]
+
+
+@pytest.mark.parametrize(("keys", "said"), MISFITS, ids=[keys[0] for keys, _ in MISFITS])
+def test_a_dry_run_refuses_what_does_not_fit_the_model(engine, rl_run, keys, said):
+    settings = (word for key in ("runtime.backend=torchrun", *keys) for word in ("--set", key))
+    answer = engine("train", "rl.toml", "--dry-run", *settings)
+    assert answer.code == 2
+    assert re.search(said, answer.err), answer.err
 
 
 def test_a_dry_run_prints_the_derived_numbers_and_writes_nothing(engine, rl_run):

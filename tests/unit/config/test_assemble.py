@@ -1,6 +1,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -332,10 +333,17 @@ def test_a_backend_for_models_that_are_never_trained_is_refused_for_other_roles(
 
 
 @pytest.mark.parametrize(
-    "text", ["[checkpoint]\nbest_metric = 'eval/x'", "[run]\nstop_above = { 'eval/x' = 1.0 }"]
+    "text",
+    [
+        "[checkpoint]\nbest_metric = 'eval/x'",
+        "[run]\nfail_above = { 'eval/x' = 1.0 }",
+        "[run]\nfinish_above = { 'eval/x' = 1.0 }",
+        "[run]\nfinish_below = { 'eval/x' = 1.0 }",
+    ],
 )
 def test_a_metric_of_an_evaluation_that_never_happens_is_refused(run, text):
-    key = "checkpoint.best_metric" if "best" in text else "run.stop_above"
+    table, key = re.match(r"\[(\w+)\]\n(\w+)", text).groups()
+    key = f"{table}.{key}"
     with pytest.raises(ConfigError, match=rf"{key}: got 'eval/x', but the run evaluates nothing\. Set eval"):
         check_complete(load_config(run(f"{SFT}\n{text}\n")))
     held_out = SFT.replace("[data]", '[data]\nvalidation = "train.jsonl"')

@@ -2,10 +2,12 @@ import logging
 import os
 import py_compile
 import sys
+import textwrap
 
 import pytest
 
 import engine_core
+from engine_core.plugins import modules
 from engine_core.plugins.plugin_set import PluginProblems, PluginSet
 
 REWARD = """
@@ -71,6 +73,16 @@ def test_a_plugin_that_exits_while_imported_is_broken(install):
     (message,) = problems_of({"rewards": {"quits"}})
 
     assert "is broken, it does not import: SystemExit: 3" in message
+
+
+def test_a_plugin_that_hangs_while_imported_is_named(install, monkeypatch, caplog):
+    monkeypatch.setattr(modules, "SLOW_IMPORT_SECONDS", 0.05)
+    waits = "import time\ntime.sleep(0.5)\n" + textwrap.dedent(reward_module("slow"))
+    install("slow", {"rewards": {"slow": "mod_slow"}}, {"mod_slow": waits})
+
+    PluginSet.load({"rewards": {"slow"}})
+
+    assert "Plugin 'slow' (slow 1.0): 'mod_slow' is still being imported after 0.05 s." in caplog.text
 
 
 def test_a_broken_module_behind_two_names_is_told_once(install):

@@ -1,8 +1,13 @@
 """What an update of the sampler reports; sampling itself is in tests/integration."""
 
+import logging
 from types import SimpleNamespace
 
+import pytest
+import torch
+
 from engine_core.contracts.weight_sync import SyncResult
+from engine_core.errors import PluginError
 from engine_core.specs import Environment
 from engine_core.train import sampled_run
 from engine_core.train.sampled_run import SampledRun
@@ -41,3 +46,37 @@ def test_the_tools_of_the_environment_are_those_that_it_declares(monkeypatch):
     assert run.source_of("train", None, None) == (tool,)
     run.config.environment = None
     assert run.source_of("train", None, None) == ()
+
+
+@pytest.fixture
+def sampled():
+    """A run of a model with 6 tokens and 5 positions."""
+    run = Run.__new__(Run)
+    run.text_config = SimpleNamespace(vocab_size=6, max_position_embeddings=5)
+    rollout = SimpleNamespace(
+        backend="foreign", options=None, max_response_tokens=4, temperature=1.0, request_timeout_seconds=0
+    )
+    run.config = run.settings = SimpleNamespace(rollout=rollout)
+    run.settings.config = run.settings.now = run.config
+    run._cut_is_noted = False
+    return run
+
+
+@pytest.mark.parametrize(("prompt", "response", "noted"), [(2, 3, True), (1, 4, False), (2, 2, False)])
+def test_a_response_that_the_models_positions_end_is_noted_once(sampled, caplog, prompt, response, noted):
+    rollout = SimpleNamespace(
+        finish_reason="length", token_ids=[0] * (prompt + response), response_length=response
+    )
+    sampled.samples = True
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            sampled._note_cut([rollout])
+    assert caplog.text.count("fills the 5 positions of the model") == noted
+
+
+def test_a_token_that_the_model_does_not_have_is_refused_before_it_is_learned(sampled):
+    sampled._check_ids(SimpleNamespace(token_ids=torch.tensor([0, 5])))
+    with pytest.raises(
+        PluginError, match="rollouts of 'foreign' have the token 6, but the model has 6 tokens"
+    ):
+        sampled._check_ids(SimpleNamespace(token_ids=torch.tensor([6, 0])))

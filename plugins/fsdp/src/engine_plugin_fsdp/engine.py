@@ -46,7 +46,7 @@ from engine_plugin_torch.value_models import VALUE_ROLES
 from engine_plugin_torch.weights import published_weights, take_weights, to_own_names
 
 if TYPE_CHECKING:
-    from engine_core.config import RoleConfig
+    from engine_core.config import ModelConfig, RoleConfig
     from engine_core.contracts.engines import WorkerContext
     from engine_core.types import Batch, StepOutput
     from engine_plugin_torch.packed_forward import PackedForward
@@ -99,7 +99,10 @@ class FSDPEngine(DataParallelEngine):
                 f"{role}.fsdp.cpu_offload = 'params' cannot be combined with [{role}.lora]: the merged weights are computed "
                 "on the device. A model below an adapter has no optimizer state: leave cpu_offload out."
             )
-        self._check_model()
+        given = self.config.path is None and (self.context.live or {}).get("model") is not None
+        if not given and not self.context.plugins.overrides("engine_build_model"):
+            path = self.config.path or self.model_config.path
+            _check_shared(self.options, self.model_config.model_copy(update={"path": path}), role)
         self.ranks = Ranks(self.options, self.context, self.device)
         self._probe: Probe | None = None
         self.root: nn.Module | None = None
@@ -109,18 +112,16 @@ class FSDPEngine(DataParallelEngine):
         fp16 = self.precision.compute == torch.float16 and self.trainable
         self.loss_scale = LossScale(self.options.loss_scale) if fp16 else None
 
-    def _check_model(self) -> None:
-        """Refuse, by the config, a model whose tokens (`sp`) or layers (`tp`) cannot be shared by ranks."""
-        tp, sp, role = self.options.tp, self.options.sp, self.context.role
-        given = self.config.path is None and (self.context.live or {}).get("model") is not None
-        if tp * sp == 1 or given or self.context.plugins.overrides("engine_build_model"):
-            return  # a model from a plugin or from Python is checked after it is built
-        path = self.config.path or self.model_config.path
-        config = load_hf_config(self.model_config.model_copy(update={"path": path}))
-        if tp > 1:
-            check_config(config, tp, role)
-        if sp > 1:
-            check_heads(config, sp, tp, role)
+    @classmethod
+    def check_model(
+        cls, config: RoleConfig, model_config: ModelConfig, role: str, processes: int | None
+    ) -> None:
+        """Refuse an adapter or a layout that does not fit the model or the number of processes."""
+        options = cls._options(config)
+        if processes is not None:
+            mesh_shape(options, processes, role)
+        _check_shared(options, model_config, role)
+        super().check_model(config, model_config, role, processes)
 
     def _check_fp8(self, recipe: str) -> None:
         if self.config.lora is not None:
@@ -314,3 +315,11 @@ class FSDPEngine(DataParallelEngine):
         self.root, self.skeleton, self._sharded = None, None, []
         self._parameters = []
         self.ranks.close()
+
+
+def _check_shared(options: FSDPOptions, model_config: ModelConfig, role: str) -> None:
+    """Refuse, by the config, a model whose tokens (`sp`) or layers (`tp`) cannot be shared by ranks."""
+    if options.tp > 1:
+        check_config(load_hf_config(model_config), options.tp, role)
+    if options.sp > 1:
+        check_heads(load_hf_config(model_config), options.sp, options.tp, role)

@@ -24,7 +24,7 @@ from engine_core.metrics import merge
 from engine_core.model_config import load_hf_config
 from engine_core.types import StepOutput, TrainOutput
 from engine_plugin_megatron.checkpoint import MegatronStore
-from engine_plugin_megatron.layout import layout_of
+from engine_plugin_megatron.layout import check_layout, layout_of
 from engine_plugin_megatron.options import MegatronOptions
 from engine_plugin_torch import state
 from engine_plugin_torch.checkpoint import PARTS
@@ -38,7 +38,7 @@ from engine_plugin_torch.value_models import VALUE_ROLES
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from engine_core.config import RoleConfig
+    from engine_core.config import ModelConfig, RoleConfig
     from engine_core.contracts.engines import WorkerContext
     from engine_core.types import Batch, LossCall
     from engine_plugin_megatron.heads import Head
@@ -102,11 +102,7 @@ class MegatronEngine(DataParallelEngine):
         """
         options, table = cls._options(config), f"{context.role}.{config.backend}"
         layout_of(options, context.world_size, context.role)
-        if config.lora is not None:
-            raise ConfigError(
-                f"[{context.role}.lora]: '{config.backend}' trains no adapters yet: peft's are of transformers' layers, and these are "
-                "joined and cut over ranks. Take the table out, or use 'fsdp' or 'torch'."
-            )
+        _check_adapter(config, context.role)
         device = find_device(options.device, context.device, table)
         if options.compute_dtype == "bf16" and not has_bf16(device):
             raise ConfigError(
@@ -119,6 +115,19 @@ class MegatronEngine(DataParallelEngine):
                 f"{context.role}.backend is '{config.backend}', and megatron-core needs a CUDA device; this machine has none. "
                 "Use 'torch' or 'fsdp' here."
             ) from error
+
+    @classmethod
+    def check_model(
+        cls, config: RoleConfig, model_config: ModelConfig, role: str, processes: int | None
+    ) -> None:
+        """Refuse an adapter, and a layout that does not fit the model or the number of processes."""
+        _check_adapter(config, role)
+        options, hf = cls._options(config), load_hf_config(model_config)
+        if processes is not None and hasattr(
+            hf, "num_key_value_heads"
+        ):  # others are no architecture of this engine
+            mesh = layout_of(options, processes, role)
+            check_layout(hf, mesh, f"{role}.megatron", sequence_parallel=options.sequence_parallel)
 
     @functools.cached_property
     def precision(self) -> Precision:
@@ -419,3 +428,11 @@ def _recomputation(how: str) -> dict[str, Any]:
     if how == "selective":
         return {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     return {}
+
+
+def _check_adapter(config: RoleConfig, role: str) -> None:
+    if config.lora is not None:
+        raise ConfigError(
+            f"[{role}.lora]: '{config.backend}' trains no adapters yet: peft's are of transformers' layers, and these are "
+            "joined and cut over ranks. Take the table out, or use 'fsdp' or 'torch'."
+        )

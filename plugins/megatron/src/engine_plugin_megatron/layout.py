@@ -77,6 +77,19 @@ def _nearest_layout(options: MegatronOptions, size: int) -> str:
     return f"The nearest that do: tp = {tp}, pp = {pp}."
 
 
+def check_layout(hf: PretrainedConfig, layout: MeshLayout, table: str, *, sequence_parallel: bool) -> None:
+    """Refuse a layout that does not fit the model; see ``misfits``.
+
+    Args:
+        table: name of the option table, for messages.
+
+    Raises:
+        ConfigError: has a line for each reason.
+    """
+    if found := misfits(hf, layout, sequence_parallel=sequence_parallel):
+        raise ConfigError([f"[{table}] {problem}" for problem in found])
+
+
 def misfits(hf: PretrainedConfig, layout: MeshLayout, *, sequence_parallel: bool = False) -> list[str]:
     """Return the reasons why the layout does not fit the model, a line each; empty where it fits.
 

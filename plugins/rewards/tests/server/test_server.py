@@ -5,6 +5,7 @@ import http.client
 import json
 import socket
 import threading
+import time
 
 import pytest
 
@@ -181,6 +182,19 @@ def test_a_client_that_does_not_take_its_answer_loses_its_connection(serve):
         assert server.service.begun.wait(60)
         server.shutdown()
         server.server_close()  # ends, though the client is still connected
+
+
+def test_a_stop_does_not_wait_for_connections_without_a_request(serve):
+    server = serve(idle_seconds=600.0)
+    address = ("127.0.0.1", server.server_port)
+    with contextlib.ExitStack() as clients:
+        for _ in range(8):
+            clients.enter_context(socket.create_connection(address))
+        while len(server.silent) < 8:
+            time.sleep(0.01)
+        server.shutdown()
+        server.server_close()  # ends
+    assert not server.silent
 
 
 def test_a_stop_answers_what_was_asked_before(serve):

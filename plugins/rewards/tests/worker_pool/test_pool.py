@@ -343,14 +343,23 @@ def test_options_reach_functions_and_factories(runner, rollouts):
     assert scored[0].rewards == {"scaled": 6.0, "made": 6.0}
 
 
+NO_REPLIES = (
+    b"[]",
+    b"{}",
+    b'{"refused": 1, "message": "x"}',
+    b'{"ready": []}',
+    b'{"at": "0", "outcome": {}}',
+    b'{"at": 0, "outcome": {"value": "1", "failure": "", "message": "", "trace": "", "contract": false, "answer": null}}',
+)
+
+
 @pytest.mark.parametrize(
     ("sent", "why"),
     [
         (LENGTH.pack(2**24 + 1), "a message of 16777217 bytes"),  # refused before memory is taken for it
-        (LENGTH.pack(2) + b"[]", "no object"),
         (LENGTH.pack(200_000) + b"[" * 200_000, "nested too deeply"),
+        *((LENGTH.pack(len(each)) + each, "no reply") for each in NO_REPLIES),
     ],
-    ids=["too long", "no object", "too deep"],
 )
 def test_what_is_no_reply_is_the_end_of_a_worker(sent, why):
     ours, theirs = socket.socketpair()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 
@@ -119,10 +120,30 @@ def test_metrics_of_the_first_and_last_step_are_shown_by_the_beginnings_of_their
         ["reward/mean", *(f"{line['reward/mean']:.4g}" for line in recorded)],
     ]
     shown = json.loads(engine("inspect", "metrics", "first", "reward/mean", "--columns", "1", "--json").out)
-    assert shown == [{"step": 2, "reward/mean": recorded[1]["reward/mean"]}]
+    assert shown == [{"run": str(finished), "step": 2, "reward/mean": recorded[1]["reward/mean"]}]
     answer = engine("inspect", "metrics", "first", "reward/meen")
     assert answer.code == 4
     assert "Did you mean 'reward/mean'?" in answer.err
+
+
+def test_metrics_of_several_runs_are_shown_below_each_other(engine, finished, rl_run):
+    keys = ("run.name=longer", "run.steps=3")
+    assert engine("train", "rl.toml", *(word for key in keys for word in ("--set", key))).code == 0
+    command = ("inspect", "metrics", "first", "--with", "longer", "reward/mean")
+    ours, theirs = (
+        [f"{line['reward/mean']:.4g}" for line in map(json.loads, file.read_text().splitlines())]
+        for file in (finished / "metrics.jsonl", finished.parent / "longer" / "metrics.jsonl")
+    )
+    assert [line.split() for line in engine(*command).out.splitlines()] == [
+        ["step", "run", "1", "2", "3"],
+        ["reward/mean", "first", *ours, "-"],
+        ["reward/mean", "longer", *theirs],
+    ]
+    last = json.loads(engine(*command, "--columns", "1", "--json").out)
+    assert [(Path(each["run"]).name, each["step"], each["reward/mean"] is None) for each in last] == [
+        ("first", 3, True),
+        ("longer", 3, False),
+    ]
 
 
 def test_held_out_rollouts_are_shown_and_their_absence_is_explained(engine, finished, rl_run):

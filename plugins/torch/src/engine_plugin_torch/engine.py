@@ -34,12 +34,13 @@ from engine_plugin_torch.budget import MemoryBudget
 from engine_plugin_torch.build import ModelBuilder
 from engine_plugin_torch.checkpoint import PARTS, StateStore
 from engine_plugin_torch.log_probs import zero_outputs
-from engine_plugin_torch.lora import attach
+from engine_plugin_torch.lora import adapted_layers, attach
 from engine_plugin_torch.optimizers import build_optimizer, check_groups, optimizer_problem, set_peak_lr
 from engine_plugin_torch.options import TorchOptions
 from engine_plugin_torch.packed_forward import PackedForward, ValueForward
 from engine_plugin_torch.precision import Precision, choose, find_device
 from engine_plugin_torch.quantize_model import Change, check_quantized
+from engine_plugin_torch.skeleton import blank_model
 from engine_plugin_torch.transfer import Fetched, numbers, on_host, send_batch
 from engine_plugin_torch.units import checkpoint_units, compile_units, decoder_layers, units_problem
 from engine_plugin_torch.value_models import VALUE_ROLES
@@ -84,6 +85,16 @@ class TorchEngine(TrainEngine):
         choose(options, device, table)
         frozen = config.lora is not None or not trainable
         check_quantized(getattr(options, "quantize", None), device, table, frozen)
+
+    @classmethod
+    def check_model(
+        cls, config: RoleConfig, model_config: ModelConfig, role: str, processes: int | None
+    ) -> None:
+        """Refuse an adapter that does not fit the model."""
+        if config.lora is not None:
+            plain = model_config.model_copy(update={"attention": "eager"})  # which every model has
+            module = blank_model(plain, role, torch.float32)
+            adapted_layers(module, config.lora, role, (HEAD,) if role in VALUE_ROLES else ())
 
     @classmethod
     def _options(cls, config: RoleConfig) -> Any:

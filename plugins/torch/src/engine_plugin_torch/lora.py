@@ -78,20 +78,11 @@ def attach(
         ConfigError: peft is missing, or the model cannot be adapted in this way. The module is unchanged.
         DataError: the adapter folder does not fit.
     """
-    if missing := peft_missing(role):
-        raise ConfigError(missing)
+    lora, targets, saved = adapted_layers(module, lora, role, whole)
     from peft import LoraConfig, inject_adapter_in_model
 
     from engine_plugin_torch.adapter import NAME, Adapter
 
-    if any(hasattr(part, "lora_A") for part in module.modules()):
-        raise ConfigError(
-            f"{role}.lora: the model has an adapter already. Give the base model, and the adapter as {role}.lora.path."
-        )
-    lora = lora if lora.path is None else _as_in_folder(lora, role)
-    saved = [*dict.fromkeys([*lora.modules_to_save, *whole])]
-    targets = _targets(module, lora, role, saved)
-    _check(module, lora, role, targets, saved)
     base = Path(base_path)
     config = LoraConfig(
         r=lora.rank,
@@ -115,6 +106,38 @@ def attach(
         adapter.take(state_files.load_tensors(Path(lora.path) / "adapter_model.safetensors").items())
     _tell(module, lora, targets)
     return adapter
+
+
+def adapted_layers(
+    module: nn.Module, lora: LoRAConfig, role: str, whole: Collection[str]
+) -> tuple[LoRAConfig, list[str], list[str]]:
+    """Choose the layers of a module that get an adapter; its parameters may be on ``meta``.
+
+    Args:
+        module: the base model; left alone.
+        lora: the role's table.
+        role: the role's name, for messages.
+        whole: name endings of modules that are trained whole in addition to `modules_to_save`.
+
+    Returns:
+        The table with the values of its adapter folder, the full names of the adapted layers, and the name endings of the
+        modules that are trained whole.
+
+    Raises:
+        ConfigError: peft is missing, or the model cannot be adapted in this way.
+        DataError: the adapter folder does not fit.
+    """
+    if missing := peft_missing(role):
+        raise ConfigError(missing)
+    if any(hasattr(part, "lora_A") for part in module.modules()):
+        raise ConfigError(
+            f"{role}.lora: the model has an adapter already. Give the base model, and the adapter as {role}.lora.path."
+        )
+    lora = lora if lora.path is None else _as_in_folder(lora, role)
+    saved = [*dict.fromkeys([*lora.modules_to_save, *whole])]
+    targets = _targets(module, lora, role, saved)
+    _check(module, lora, role, targets, saved)
+    return lora, targets, saved
 
 
 def base_copy(module: Module) -> Module:

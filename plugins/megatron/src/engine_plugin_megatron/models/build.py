@@ -11,8 +11,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from engine_core.errors import ConfigError
-from engine_plugin_megatron.layout import misfits
+from engine_plugin_megatron.layout import check_layout
 from engine_plugin_megatron.models.architecture import architecture_of
 from engine_plugin_megatron.models.attention import PackedAttention
 from engine_plugin_megatron.models.layers import (
@@ -71,8 +70,7 @@ def transformer_config(
         ConfigError: the architecture is unknown, or the layout does not fit; nothing was built.
     """
     architecture = architecture_of(hf_config, plugins)
-    if found := misfits(hf_config, layout, sequence_parallel=options.sequence_parallel):
-        raise ConfigError([f"[{table}] {problem}" for problem in found])
+    check_layout(hf_config, layout, table, sequence_parallel=options.sequence_parallel)
     arguments = {
         **architecture.arguments(hf_config),
         **UNFUSED,

@@ -73,6 +73,7 @@ class RewardServer(ThreadingHTTPServer):
     ) -> None:
         self.service, self.token, self.loopback = service, token, is_loopback(host)
         self.max_body_bytes, self.idle_seconds = max_body_bytes, idle_seconds
+        self.silent: set[socket.socket] = set()  # connections without a request so far
         require_token(host, token)
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
@@ -91,6 +92,13 @@ class RewardServer(ThreadingHTTPServer):
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
 
+    def server_close(self) -> None:
+        """Close the listener, end the connections without a request, and wait for the others."""
+        for connection in self.silent.copy():
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)
+        super().server_close()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a broken connection at level debug; it is not the server's error."""
         log.debug("A connection broke off.", exc_info=True)
@@ -105,7 +113,13 @@ class Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         """Set the time limit of the connection."""
         self.request.settimeout(self.server.idle_seconds)
+        self.server.silent.add(self.request)
         super().setup()
+
+    def finish(self) -> None:
+        """Forget the connection."""
+        self.server.silent.discard(self.request)
+        super().finish()
 
     def do_GET(self) -> None:
         """Answer ``/health``."""
@@ -120,6 +134,7 @@ class Handler(BaseHTTPRequestHandler):
         log.debug("%s: %s", self.address_string(), format % args)
 
     def _respond(self, path: str, answer: Callable[[], dict[str, Any]]) -> None:
+        self.server.silent.discard(self.request)
         try:
             if self.path != path:
                 raise Refused(404, "there is GET /health and POST /score")

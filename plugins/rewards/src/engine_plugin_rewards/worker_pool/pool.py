@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from engine_core import errors
 from engine_core.errors import DataError, PluginError
@@ -49,12 +49,23 @@ class ReplyChannel(JsonChannel):
         """Return the next message.
 
         Raises:
-            ValueError: the message is no JSON object.
+            ValueError: the message is no reply of a worker.
         """
-        message = super().receive()
-        if not isinstance(message, dict):
-            raise ValueError("JSON that is no object")
-        return message
+        match super().receive():
+            case (
+                {"refused": str(), "message": str()}
+                | {"ready": {}, "notes": [*_]}
+                | {"done": True}
+                | {
+                    "at": None | int(),
+                    "outcome": {
+                        "value": None | int() | float(), "failure": str(), "message": str(), "trace": str(),
+                        "contract": bool(), "answer": None | str(),
+                    },
+                }
+            ) as reply:  # fmt: skip
+                return cast("dict[str, Any]", reply)
+        raise ValueError("JSON that is no reply")
 
 
 class Worker(ChildProcess):
@@ -211,7 +222,7 @@ class Pool:
             worker.starved |= outcome.message.startswith("MemoryError")
             if message["at"] is None:
                 self._blame(worker, outcome, on_failure)
-            elif worker.job:
+            elif worker.job and 0 <= message["at"] < len(worker.job):
                 self._settle(worker.job[message["at"]], outcome, on_failure)
 
     def _bury(self, worker: Worker, on_failure: OnFailure) -> None:

@@ -133,7 +133,8 @@ def bench_step(
         make: returns the trainer of a config.
     """
     with tempfile.TemporaryDirectory() as folder:
-        config.run.dir, config.run.steps, config.run.stop_above = folder, warmup + steps, {}
+        config.run.dir, config.run.steps = folder, warmup + steps
+        config.run.finish_above = config.run.finish_below = config.run.fail_above = {}
         config.checkpoint = CheckpointConfig(at_end=False, at_stop=False)
         config.tracking.trackers = []  # nothing is sent to a service
         config.eval.every_steps = 0

@@ -63,32 +63,58 @@ def metrics(
         int,
         typer.Option("--columns", min=1, help="Show that many steps: the first, the last, and some between."),
     ] = 5,
+    others: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="RUN", help="Show another run's values below; may be repeated."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the metrics of some steps of a run; what each one means is in the documentation, page Metrics.
+    """Show the metrics of some steps of a run, or of several runs; the documentation explains them on the page Metrics.
 
     Raises:
-        DataError: the run has finished no step, or no metric has such a name.
+        DataError: a run has finished no step, or no metric has such a name.
     """
-    folder = RunFolder.open(run)
-    lines = folder.read_metrics()
-    if not lines:
-        raise DataError(f"{folder.metrics_file} holds no metrics: the run has not finished a step.")
-    places = {round(i * (len(lines) - 1) / max(count - 1, 1)) for i in range(count)} if count > 1 else {-1}
-    chosen = [lines[place] for place in sorted(places)]
-    known = sorted({name for line in lines for name in line} - {"step", "time"})
+    folders = [RunFolder.open(each) for each in (run, *(others or ()))]
+    found = [_metrics_by_step(folder) for folder in folders]
+    steps = sorted(set().union(*found))
+    places = {round(i * (len(steps) - 1) / max(count - 1, 1)) for i in range(count)} if count > 1 else {-1}
+    chosen = [steps[place] for place in sorted(places)]
+    known = sorted({name for of_run in found for line in of_run.values() for name in line} - {"step", "time"})
     wanted = [name for name in known if not names or name.startswith(tuple(names))]
     if not wanted:
         raise DataError(
-            f"{folder.path} has no metric '{' '.join(names or ())}'.{did_you_mean((names or [''])[0], known)}"
+            f"{folders[0].path} has no metric '{' '.join(names or ())}'.{did_you_mean((names or [''])[0], known)}"
         )
     if as_json:
-        print_json([{"step": line["step"], **{name: line.get(name) for name in wanted}} for line in chosen])
+        lines = (
+            {
+                "run": str(folder.path),
+                "step": step,
+                **{name: of_run.get(step, {}).get(name) for name in wanted},
+            }
+            for folder, of_run in zip(folders, found, strict=True)
+            for step in chosen
+        )
+        print_json(list(lines))
         return
-    values = [
-        [name, *("-" if (v := line.get(name)) is None else f"{v:.4g}" for line in chosen)] for name in wanted
+    runs = [[folder.path.name] if others else [] for folder in folders]
+    rows = [
+        [name, *label, *(_shown(of_run.get(step, {}).get(name)) for step in chosen)]
+        for name in wanted
+        for label, of_run in zip(runs, found, strict=True)
     ]
-    print_table(values, ["step", *(str(line["step"]) for line in chosen)])
+    print_table(rows, ["step", *(["run"] if others else []), *map(str, chosen)])
+
+
+def _metrics_by_step(folder: RunFolder) -> dict[int, dict[str, float]]:
+    lines = folder.read_metrics()
+    if not lines:
+        raise DataError(f"{folder.metrics_file} holds no metrics: the run has not finished a step.")
+    return {int(line["step"]): line for line in lines}
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _text(rollout: Rollout) -> str:
