@@ -142,8 +142,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         Exception: any error that is not an ``EngineError``, a usage error or a full disk: a bug in the engine.
     """
-    if not faulthandler.is_enabled():
-        faulthandler.enable(sys.__stderr__)  # a crash in native code shows the line of the plugin that called it
+    if sys.__stderr__ is not None and not faulthandler.is_enabled():
+        # a crash in native code shows the line of the plugin that called it
+        faulthandler.enable(sys.__stderr__)
     for cache in SHAPE_CACHES:  # before torch is imported; workers inherit it
         os.environ.setdefault(cache, "64")
     try:
