@@ -288,7 +288,7 @@ def _stop_late(engine: RolloutEngine) -> list[Rollout]:
 
 
 def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | None, seen: bool) -> None:
-    """Check that a rollout matches its request.
+    """Check that a rollout matches its request, and give it the request's prompt, whatever the engine left in its columns.
 
     Args:
         engine: the engine that returned the rollout, for messages.
@@ -316,6 +316,7 @@ def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | No
         request.prompt.id, request.group_id, request.index,
     ):  # fmt: skip
         raise _broken(engine, f"gave '{name}' the prompt, the group or the index of another request")
+    rollout.prompt = request.prompt
     if bool((rollout.token_ids < 0).any()):
         raise _broken(engine, f"gave '{name}' a token id below 0")
     if not isinstance(rollout.text, str):

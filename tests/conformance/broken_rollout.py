@@ -177,12 +177,6 @@ class UpdatesAsleep(HFRolloutEngine):
         return super().update_weights(stream, version)
 
 
-class NoColumns(Changed):
-    def change(self, rollout):
-        rollout.prompt = dataclasses.replace(rollout.prompt, columns={})
-        return rollout
-
-
 class Doubles(Changed):
     def change(self, rollout):
         rollout.rollout_log_probs = rollout.rollout_log_probs.double()

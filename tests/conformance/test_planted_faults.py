@@ -144,7 +144,6 @@ FAULTS = [
     (Train, "NoMix", "mix ignored", "weights_are_mixed_in_their_share"),
     (Train, "Pickles", "a pickle among the files", "state_holds_no_pickle"),
     (Train, "SavesInSitu", "saving clears the optimizer state", "saving_changes_nothing"),
-    (Rollout, "NoColumns", "the prompt's columns lost", "prompts_come_back_as_they_were"),
     (Rollout, "Doubles", "log-probs in float64", "columns_have_their_types"),
     (Rollout, "TextWithPrompt", "the prompt in the text", "the_text_is_the_response_decoded"),
     (Rollout, "LosesLater", "requests of a later call lost", "every_request_comes_back_once"),

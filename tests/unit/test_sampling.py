@@ -132,6 +132,14 @@ def test_what_an_engine_returns_is_checked_and_the_engine_named(spoil, message):
     assert "Echo" in str(caught.value)
 
 
+def test_a_rollout_has_the_prompt_of_its_request_whatever_the_engine_gave():
+    other = spoiled(
+        lambda r: dataclasses.replace(r, prompt=dataclasses.replace(r.prompt, columns={"answer": 9}))
+    )
+    asked = requests(2)
+    assert all(r.prompt is a.prompt for r, a in zip(Echo(other).generate(asked), asked, strict=True))
+
+
 def test_requests_need_distinct_ids():
     with pytest.raises(ValueError, match="distinct ids"):
         Echo().generate(requests(1) * 2)

@@ -55,21 +55,6 @@ def groups_are_complete_and_in_order(bench: RolloutBench) -> None:
             )
 
 
-@contract(catches=("the prompt's columns lost",))
-def prompts_come_back_as_they_were(bench: RolloutBench) -> None:
-    """A rollout begins with the tokens of its prompt and carries the prompt.
-
-    The prompt has its id, its text and its columns for the rewards.
-    """
-    requests = bench.requests()
-    for request, rollout in zip(requests, bench.engine().generate(requests), strict=True):
-        count = len(request.prompt.token_ids)
-        assert rollout.token_ids[:count].tolist() == request.prompt.token_ids, (
-            f"'{request.id}' has another prompt."
-        )
-        assert rollout.prompt == request.prompt, f"'{request.id}' carries another prompt: {rollout.prompt}."
-
-
 @contract(catches=("log-probs in float64",))
 def columns_have_their_types(bench: RolloutBench) -> None:
     """Per-token columns are on the CPU, with the types int64 (ids), bool (mask), float32 (log-probs) and int32 (versions).
