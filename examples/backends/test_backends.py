@@ -33,3 +33,9 @@ class TestPlainTransport(TransportSuite):
     backend = "store"
     world_size = 2
     unsupported = {"test_hooks_load_without_heavy_imports": ONE_FILE}
+
+
+class TestPartialRollout(RolloutEngineSuite):
+    plugins = ("partial_rollout.py",)
+    backend = "partial"
+    unsupported = {"test_hooks_load_without_heavy_imports": ONE_FILE}
