@@ -220,6 +220,17 @@ class NewVersions(Changed):
         return rollout
 
 
+class LosesSupport(Changed):
+    def add(self, requests):
+        self.begun = {r.id: len(r.begun.token_ids) for r in requests if r.begun}
+        super().add(requests)
+
+    def change(self, rollout):
+        if "support_ids" in rollout.extras:
+            rollout.extras["support_ids"][: self.begun.get(rollout.request_id, 0)] = -1
+        return rollout
+
+
 class PauseDrops(HFRolloutEngine):
     def pause(self, mode="drain"):
         super().pause(mode)

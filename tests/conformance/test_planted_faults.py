@@ -150,6 +150,7 @@ FAULTS = [
     (Rollout, "AbortsAsLength", "aborted rollouts reported as cut", "aborted_requests_come_back_at_once"),
     (Rollout, "AbortsUnsampled", "a stopped response without its tokens", "a_response_stopped_in_its_midst_is_what_was_sampled"),
     (Rollout, "NewVersions", "the versions of a stopped response overwritten", "a_stopped_response_goes_on"),
+    (Rollout, "LosesSupport", "the support of what was begun lost", "a_stopped_response_goes_on"),
     (Rollout, "PauseDrops", "finished rollouts lost in a pause", "a_pause_loses_no_request"),
     (Rollout, "NeverGreedy", "temperature 0 sampled at 1", "temperature_0_is_greedy"),
     (Rollout, "FirstForAll", "the first request's sampling for all", "requests_of_one_batch_keep_their_own_sampling"),

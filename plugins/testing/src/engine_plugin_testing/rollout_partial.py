@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine_core.types import SUPPORT, padded_support
 from engine_plugin_testing.contracts import close, contract, refused
 from engine_plugin_testing.reference import LIVELIER
 from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, response
+from engine_plugin_testing.rollout_cuts import CUTTING
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
 
 LONG = 48  # tokens of a response: more than an engine takes in a step
+SUPPORT_WIDTH = 8  # most tokens of a support
 STEPS = (1, 4, 16)  # steps before requests are stopped: the first number that gives a token
 MANY = 40  # requests for a text: more than end before their timeout is checked
 # an engine's steps are short where its run may stop responses
@@ -66,6 +69,18 @@ def _check_log_probs(bench: RolloutBench, module: nn.Module, rollout: Rollout, r
     close(found, expected, bench.tolerance, f"rollout_log_probs of '{request.id}'")
 
 
+def _check_extras(whole: Rollout, begun: Rollout) -> None:
+    """Check that the tokens of ``begun`` have the same extras in the whole response."""
+    for name, before in begun.extras.items():
+        kept = whole.extras.get(name)
+        assert kept is not None, f"'{whole.request_id}': the extra {name} of what was begun is lost."
+        kept = kept[: len(before)]
+        if name == SUPPORT:  # padded to the largest support of a rollout
+            width = max(kept.shape[1], before.shape[1])
+            kept, before = padded_support(kept, width), padded_support(before, width)
+        assert torch.equal(kept, before), f"'{whole.request_id}': {name} of what was begun have changed."
+
+
 @contract(capability="partial", catches=("a stopped response without its tokens",))
 def a_response_stopped_in_its_midst_is_what_was_sampled(bench: RolloutBench) -> None:
     """``abort`` between two steps returns the tokens sampled so far with their log-probs and versions.
@@ -86,14 +101,23 @@ def a_response_stopped_in_its_midst_is_what_was_sampled(bench: RolloutBench) -> 
                 assert found == expected, f"'{request.id}' was stopped as {found}; expected {expected}."
 
 
-@contract(capability="partial", catches=("the versions of a stopped response overwritten",))
+@contract(
+    capability="partial",
+    catches=("the versions of a stopped response overwritten", "the support of what was begun lost"),
+)
 def a_stopped_response_goes_on(bench: RolloutBench) -> None:
-    """A request with ``begun`` returns the whole response, in which the tokens of ``begun`` keep their log-probs and versions.
+    """A request with ``begun`` returns the whole response, in which the tokens of ``begun`` keep their columns and extras.
 
-    New tokens are those of the present weights. The limit of tokens is that of the whole response.
+    New tokens are those of the present weights. Where the sampler can, half of the requests cut the distribution and ask
+    for its support. The limit of tokens is that of the whole response.
     """
     engine, other = bench.engine(**STOPS), bench.model(seed=1)
     requests = bench.requests(temperature=1.0, max_response_tokens=LONG)
+    for cut in bench.supported(*CUTTING)[:1]:
+        requests[1::2] = [
+            dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, max_support=SUPPORT_WIDTH, **cut))
+            for r in requests[1::2]
+        ]
     rollouts = _stopped(engine, requests)
     chosen = _in_the_midst(rollouts)
     engine.update_weights(bench.stream(other), 5)
@@ -105,6 +129,7 @@ def a_stopped_response_goes_on(bench: RolloutBench) -> None:
         for name in ("token_ids", "loss_mask", "rollout_log_probs", "policy_versions"):
             kept, before = getattr(whole, name)[:count], getattr(begun, name)
             assert torch.equal(kept, before), f"'{request.id}': {name} of what was begun have changed."
+        _check_extras(whole, begun)
         assert whole.prompt == request.prompt, f"'{request.id}' carries another prompt."
         assert count < len(whole.token_ids), f"'{request.id}' did not continue."
         assert whole.response_length <= LONG, (
