@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from engine_core.config.roles import LoRAConfig
     from engine_core.contracts.engines import TrainEngine
     from engine_core.types import StepOutput, TrainOutput
+    from engine_plugin_testing.worker import Place
 
 NLL = LossCall("nll")
 POLICY = LossCall("policy", {"loss": "ppo_clip", "loss_options": {}})
@@ -41,6 +42,10 @@ class TrainBench(EngineBench):
     """A bench that builds train engines and compares them with a reference."""
 
     kind = "train_engines"
+
+    def __init__(self, settings: Mapping[str, Any], place: Place) -> None:
+        super().__init__(settings, place)
+        self._given: dict[TrainEngine, dict[str, Tensor]] = {}  # the last gradients, by the suite's function
 
     @property
     def tolerance(self) -> float:
@@ -100,7 +105,19 @@ class TrainBench(EngineBench):
             config, ModelConfig(path=path or self.model()), context, trainable=trainable
         )
         self.stack.callback(made.close)
+        if trainable and self.settings["gradients"]:
+            self._record_gradients(made)
         return made
+
+    def _record_gradients(self, engine: TrainEngine) -> None:
+        """Read the gradients by the suite's function before each optimizer step of an engine; see ``gradient``."""
+        read, step = resolve(self.settings["gradients"], self.root), engine.optimizer_step
+
+        def recorded() -> StepOutput:
+            self._given[engine] = {n: value.detach().to("cpu", copy=True) for n, value in read(engine)}
+            return step()
+
+        engine.optimizer_step = recorded  # type: ignore[method-assign]
 
     def reference(self, path: str | None = None, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
         """Load the reference module of ``path``, with ``weights`` [D_1, D_2, ...] of ``named_weights`` if given."""
@@ -248,12 +265,16 @@ class TrainBench(EngineBench):
         return found
 
     def gradient(self, engine: TrainEngine, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Compute the gradient of ``MEASURE``'s first step from the weights ``before`` it and the current ones.
+        """Return the gradient of ``MEASURE``'s first step, from the weights ``before`` it and the current ones.
+
+        A suite with ``gradients`` has read it before the step.
 
         Args:
             engine: engine after the step.
             before: weights [D_1, D_2, ...] by name before the step; the gradients have the same names and shapes.
         """
+        if engine in self._given:
+            return self._given[engine]
         found = {}
         for name, after in self.weights(engine).items():
             change = before[name].double() - after.double()
@@ -284,7 +305,11 @@ class TrainBench(EngineBench):
         trained = self.forward_backward(engine, batch, loss)
         step = engine.optimizer_step()
         found = self.gradient(engine, before)
-        if not scaled and min(value.dtype.itemsize for value in before.values()) < 4:
+        if (
+            not scaled
+            and engine not in self._given
+            and min(value.dtype.itemsize for value in before.values()) < 4
+        ):
             factor = 1 / max(float(value.abs().max()) for value in found.values())
             more = {**(optim or {})}
             more["max_grad_norm"] = factor * more.get("max_grad_norm", 0.0)

@@ -38,7 +38,10 @@ class TrainEngineSuite(Suite, modules=MODULES):
             float64, ``forward(input_ids, position_ids)`` to values [1, n], each of the tokens up to it, parameters named
             as in ``named_weights``. Without it, gradients of values are not compared.
         optimizer: ``adamw``, the core's own, or ``sgd`` (``w <- w - lr g``): how gradients are derived from the
-            weights before and after a step. With another one, declare the contracts of gradients unsupported.
+            weights before and after a step.
+        gradients: for another optimizer: ``module:function`` or ``file.py:function``, called with the engine after
+            ``forward_backward``; returns pairs of a name of ``named_weights`` and its whole gradient [D_1, ...], before
+            clipping. Declare the contracts of the optimizer, of clipping and of schedules unsupported.
         device: as in ``torch.device``; empty: what ``ENGINE_TEST_DEVICE`` says, else the accelerator if one exists,
             else the CPU.
         tolerance: largest difference of a log-prob, in nats.
@@ -55,7 +58,7 @@ class TrainEngineSuite(Suite, modules=MODULES):
     bench = "engine_plugin_testing.train_bench:TrainBench"
     fields = (
         "backend", "options", "plugins", "model", "second_model", "write_model", "reference", "value_reference",
-        "optimizer", "device", "tolerance", "gradient_tolerance", "norm_tolerance", "bit_exact",
+        "optimizer", "gradients", "device", "tolerance", "gradient_tolerance", "norm_tolerance", "bit_exact",
     )  # fmt: skip
 
     backend: str = "torch"
@@ -67,6 +70,7 @@ class TrainEngineSuite(Suite, modules=MODULES):
     reference: str = ""
     value_reference: str = ""
     optimizer: Literal["adamw", "sgd"] = "adamw"
+    gradients: str = ""
     device: str = ""
     tolerance: float = 1e-4
     gradient_tolerance: float = 2e-3
