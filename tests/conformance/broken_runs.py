@@ -458,3 +458,11 @@ class MergedTwice(TorchEngine):
 class HalfAdapter(TorchEngine):
     def named_weights(self, to="all", adapter=False):
         return ((n, v) for n, v in super().named_weights(to, adapter) if not (adapter and "lora_A" in n))
+
+
+class FasterHalf(TorchEngine):
+    def optimizer_step(self):
+        for name, parameter in self.module.named_parameters():
+            if "lora_A" in name:
+                parameter.grad.mul_(2)
+        return super().optimizer_step()

@@ -56,4 +56,5 @@ RUN_FAULTS = [
     (1, "AlwaysAdapted", "an adapter that infer cannot leave out", "an_adapter_alone_is_trained"),
     (1, "MergedTwice", "an adapter merged twice", "an_adapter_alone_is_trained"),
     (1, "HalfAdapter", "one half of an adapter streamed", "an_adapter_alone_is_trained"),
+    (1, "FasterHalf", "one half of an adapter trained at another rate", "an_adapter_alone_is_trained"),
 ]  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -129,13 +131,14 @@ def _same_gradient(
         "an adapter that infer cannot leave out",
         "an adapter merged twice",
         "one half of an adapter streamed",
+        "one half of an adapter trained at another rate",
     ),
 )
 def an_adapter_alone_is_trained(bench: TrainBench) -> None:
     """With ``[actor.lora]`` the adapter is trained and the base is not.
 
-    ``B`` gets ``scale G A^T`` of the model's float64 gradient ``G``. Merged weights are ``W + scale B A``, and
-    another engine takes the adapter.
+    ``B`` gets ``scale G A^T`` of the model's float64 gradient ``G``, and ``A`` gets ``scale B^T G``. Merged weights are
+    ``W + scale B A``, and another engine takes the adapter.
     """
     batch, module = bench.batch(), bench.reference()
     engine = bench.engine(lora=LORA, optim={**MEASURE, "weight_decay": 0.0}, budget=24)
@@ -155,10 +158,9 @@ def an_adapter_alone_is_trained(bench: TrainBench) -> None:
     step = bench.step(engine, batch)
     near(step.grad_norm, norm_of(expected), bench.gradient_tolerance, "grad_norm of an adapter")
     second = _adapter(engine)
-    change = {layer: -second[f"{PREFIX}{layer}{B}"].double() for layer in layers}  # B was 0
-    if bench.settings["optimizer"] == "adamw":
-        change = {layer: value / (1 - value.abs()).clamp(min=1e-6) for layer, value in change.items()}
-    same_direction(change, expected, bench.gradient_tolerance, "gradient of an adapter's B")
+    found = _gradients(bench, first, second)
+    found = {layer: found[f"{PREFIX}{layer}{B}"] for layer in layers}
+    same_direction(found, expected, bench.gradient_tolerance, "gradient of an adapter's B")
     bench.step(engine, batch, NLL)
     third, merged = _adapter(engine), bench.weights(engine)
     same = [
@@ -173,19 +175,39 @@ def an_adapter_alone_is_trained(bench: TrainBench) -> None:
         close(
             merged[name], value, max(1e-5, 2 * rounding(merged[name])), f"weight '{name}' of base and adapter"
         )
+    changed = bench.reference(weights=merged)
     with torch.no_grad():
-        expected_ = outputs_of(bench.reference(weights=merged), batch)["log_probs"]
+        expected_ = outputs_of(changed, batch)["log_probs"]
     close(
         bench.infer(engine, batch)["log_probs"], expected_, 10 * bench.tolerance, "log_probs with the adapter"
     )
     without = bench.infer(engine, batch, adapter=False)["log_probs"]
     close(without, plain, bench.tolerance, "log_probs with adapter=False")
-    other = bench.engine(lora=LORA)
+    other = bench.engine(lora=LORA, optim={**MEASURE, "weight_decay": 0.0})
     other.load_named_weights((name, third[name]) for name in sorted(third))
     identical(_adapter(other), third, "adapter that was loaded")
     engine.export(bench.folder / "adapter", adapter=True)
     bench.barrier()
     identical(published(bench.folder / "adapter"), third, "exported adapter")
+    gradient = gradient_of(changed, nll_loss(changed, batch))
+    halves = {}
+    for layer in layers:
+        a, b = (third[f"{PREFIX}{layer}{half}"].double() for half in (A, B))
+        halves[f"{PREFIX}{layer}{A}"] = scale * b.T @ gradient[f"{layer}.weight"]
+        halves[f"{PREFIX}{layer}{B}"] = scale * gradient[f"{layer}.weight"] @ a.T
+    bench.step(other, batch)
+    found = _gradients(bench, third, _adapter(other))
+    same_direction(found, halves, bench.gradient_tolerance, "gradient of an adapter's halves")
+
+
+def _gradients(
+    bench: TrainBench, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the gradients [D_1, D_2, ...] that a first step with ``MEASURE`` has taken."""
+    change = {name: before[name].double() - after[name].double() for name in before}
+    if bench.settings["optimizer"] == "adamw":
+        change = {name: value / (1 - value.abs()).clamp(min=1e-6) for name, value in change.items()}
+    return change
 
 
 def _adapter(engine: object) -> dict[str, Tensor]:
