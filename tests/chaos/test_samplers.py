@@ -26,7 +26,10 @@ class Fragile(HFRolloutEngine):
             (FOLDER / "died").touch()
             print("last words of the sampler", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-        return super().step()
+        done = super().step()
+        for rollout in done if self.version == 1 and (FOLDER / "forges").exists() else ():
+            rollout.group_id += 1
+        return done
 
 
 @hookimpl
@@ -69,6 +72,22 @@ def test_a_run_goes_on_without_a_trace_when_its_sampler_dies_while_it_samples(
         json.loads(line) for line in (tmp_path / "runs" / "s" / "metrics.jsonl").read_text().splitlines()
     ]
     assert [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines] == straight
+
+
+def test_one_that_returns_rollouts_of_other_groups_ends_the_run_and_a_resume_loses_nothing(
+    engine, tiny, tiny_plugin, metrics, tmp_path
+):
+    path = tiny({**OWN, "run.steps": 2, "checkpoint.every_steps": 1}, plugin=tiny_plugin + SAMPLER)
+    for name in ("died", "forges"):
+        (tmp_path / name).touch()
+    run = ended(engine.start("train", path))
+    assert run.code == 3, run.err
+    assert "the prompt, the group or the index of another request. This is a bug of the plugin." in run.err
+    assert "Traceback" not in run.err
+    (tmp_path / "forges").unlink()
+    resumed = ended(engine.start("resume", "r"))
+    assert resumed.code == 0, resumed.err
+    assert [line["step"] for line in metrics()] == [1, 2]
 
 
 def test_one_that_dies_again_and_again_ends_the_run_with_its_cause_and_a_checkpoint(
