@@ -6,6 +6,7 @@ import torch
 
 from engine_core import hookimpl
 from engine_core.builtin import LocalOptions
+from engine_core.errors import DataError
 from engine_core.local.runtime import LocalGroup, LocalRuntime
 from engine_core.specs import RuntimeSpec
 
@@ -105,6 +106,36 @@ class LosesExtras(Returned):
 class LosesFailure(Returned):
     def returned(self, rollout):
         return dataclasses.replace(rollout, failure="")
+
+
+class RaisesAgain(Broken):
+    def start(self, roles, total_steps):
+        groups = super().start(roles, total_steps)
+        infer = groups["actor"].engine.infer
+
+        def kept(batch, outputs):
+            try:
+                return infer(batch, outputs)
+            except DataError as error:
+                self.raise_again(error)
+
+        groups["actor"].engine.infer = kept
+        return groups
+
+    def raise_again(self, error):
+        raise error
+
+
+class LosesNotes(RaisesAgain):
+    def raise_again(self, error):
+        raise DataError(str(error)) from error
+
+
+class LosesTraceback(RaisesAgain):
+    def raise_again(self, error):
+        made = DataError(str(error))
+        made.__notes__ = error.__notes__
+        raise made from None
 
 
 class Swallows(Broken):

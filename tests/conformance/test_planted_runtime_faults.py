@@ -23,6 +23,12 @@ FAULTS = [
     ("LosesBegun", "what was begun lost", "every_field_of_requests_and_rollouts_crosses"),
     ("LosesExtras", "extras of rollouts lost", "every_field_of_requests_and_rollouts_crosses"),
     ("LosesFailure", "the failure of a rollout lost", "every_field_of_requests_and_rollouts_crosses"),
+    ("LosesNotes", "the notes of an error lost", "an_error_comes_back_as_itself_and_the_workers_go_on"),
+    (
+        "LosesTraceback",
+        "the traceback of a worker lost",
+        "an_error_comes_back_as_itself_and_the_workers_go_on",
+    ),
     ("Swallows", "the error of one rank swallowed", "an_error_on_one_rank_alone_comes_back"),
 ]
 

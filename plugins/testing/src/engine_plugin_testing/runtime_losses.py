@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from typing import TYPE_CHECKING
 
 from engine_core.errors import ConfigError, DataError, PluginError, WorkerLost
@@ -27,9 +28,9 @@ def _raised(
     raise AssertionError(f"no {kind} was raised")
 
 
-@contract()
+@contract(catches=("the notes of an error lost", "the traceback of a worker lost"))
 def an_error_comes_back_as_itself_and_the_workers_go_on(bench: RuntimeBench) -> None:
-    """An error of an engine reaches the caller with its class and its text.
+    """An error of an engine reaches the caller with its class, its text, its notes and the traceback of the worker.
 
     If it is none of the core's errors, it comes in a ``PluginError`` that names both. The next call is answered.
     """
@@ -45,6 +46,10 @@ def an_error_comes_back_as_itself_and_the_workers_go_on(bench: RuntimeBench) -> 
         named = kind is KeyError and type(error) is PluginError and "KeyError" in str(error)
         assert type(error) is kind or named, f"{type(error)}: {error}"
         assert "requested failure" in str(error), error
+        if type(error) is DataError:
+            assert getattr(error, "__notes__", []) == ["requested note"], "The notes of the error differ."
+            shown = "".join(traceback.format_exception(error))
+            assert "in happens" in shown, f"The traceback does not reach the line that raised:\n{shown}"
     found = groups["actor"].call("infer", bench.batch([2]), split="all", outputs=("double",)).result()
     assert found["double"].tolist() == [0.0, 2.0]
 

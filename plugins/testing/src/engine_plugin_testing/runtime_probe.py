@@ -53,7 +53,9 @@ def happens(what):
     """Raise an error for ``raise:CLASS``, or run ``kill`` or ``sleep:SECONDS``; ignore other text."""
     kind, _, detail = what.partition(":")
     if kind == "raise":
-        raise FAILURES[detail]("requested failure")
+        error = FAILURES[detail]("requested failure")
+        error.add_note("requested note")
+        raise error
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "sleep":
