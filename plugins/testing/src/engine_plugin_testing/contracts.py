@@ -136,7 +136,8 @@ def same_direction(
 ) -> None:
     """Assert for each tensor that the norm of the difference of two gradients is within ``tolerance`` of its norm.
 
-    A tensor whose gradient is tiny compared with the whole is measured against a thousandth of the whole.
+    A tensor whose gradient is tiny compared with the whole is measured against a thousandth of the whole, or a tenth of
+    the tolerance if that is more: the rounding of a type is relative to what is summed, not to the sum.
 
     Args:
         found: gradients [D_1, D_2, ...] by name.
@@ -147,7 +148,7 @@ def same_direction(
     )
     whole = sum(float(value.double().pow(2).sum()) for value in expected.values()) ** 0.5
     for name, value in expected.items():
-        size = max(float(value.double().norm()), 1e-3 * whole)
+        size = max(float(value.double().norm()), max(1e-3, tolerance / 10) * whole)
         gap = float((found[name].double() - value.double()).norm())
         assert gap <= tolerance * size, (
             f"{what}: '{name}' differs by {gap:.3g}, {gap / max(size, 1e-30):.2%} of its norm "
