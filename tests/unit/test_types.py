@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine_core.types import Batch, Prompt, Rollout, Sampling, counted
+from engine_core.types import Batch, Prompt, Request, Rollout, Sampling, counted
 
 
 def rollout(prompt, response, reward=0.0, **changes):
@@ -27,6 +27,11 @@ def two():
     return Batch.from_rollouts(
         [rollout([5, 9], [7], 1.0, group_id=3), rollout([5], [1], 0.5, finish_reason="length")], 0.7
     )
+
+
+def test_a_request_alone_is_the_first_of_its_group():
+    request = Request("r", Prompt("train:0", [5], "text"), Sampling())
+    assert (request.group_id, request.index, request.begun) == (0, 0, None)
 
 
 def test_rollouts_are_packed_one_after_another():

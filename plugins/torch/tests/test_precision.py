@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from engine_core.contracts.engines import WorkerContext
 from engine_core.errors import ConfigError
 from engine_plugin_torch import engine as torch_engine
 from engine_plugin_torch import precision
@@ -94,6 +95,13 @@ def test_a_device_that_is_not_there_is_refused_by_key(name):
         ConfigError, match=rf"^actor\.torch\.device: '{name}' cannot be used here: .*engine doctor"
     ):
         precision.find_device(name, CPU, "actor.torch")
+
+
+def test_the_check_of_an_engine_looks_at_the_device_of_its_table(make_engine):
+    config = make_engine("llama").config.model_copy()
+    config.options = config.options.model_copy(update={"device": "toaster"})
+    with pytest.raises(ConfigError, match=r"^actor\.torch\.device: 'toaster' cannot be used here"):
+        TorchEngine.check(config, WorkerContext(plugins=None, role="actor", device=CPU))
 
 
 def test_a_precision_says_what_it_is():

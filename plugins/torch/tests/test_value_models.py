@@ -18,6 +18,7 @@ from transformers import (
 
 from engine_core.errors import ConfigError, DataError, PluginError
 from engine_core.types import LossCall
+from engine_plugin_torch.packed_forward import ValueForward
 from engine_plugin_torch.value_models import value_class
 
 FAMILIES = ["qwen3", "llama", "gemma2", "mistral", "qwen3_moe", "granite"]
@@ -66,6 +67,19 @@ def test_values_are_of_the_token_before_and_scores_of_the_token_itself(make_crit
         assert found[name].dtype == torch.float32
         torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4)
     assert found["values"].abs().max() > 0.5
+
+
+def test_a_critic_that_mixes_packed_sequences_gets_one_at_a_time(make_critic):
+    module = make_critic("llama").module
+
+    def leaking(_, inputs, output):
+        hidden = output.last_hidden_state
+        output.last_hidden_state = hidden + 0.08 * hidden[:, :1]
+
+    module.base_model.register_forward_hook(leaking)
+    forward = ValueForward(module, torch.device("cpu"), torch.float32)
+    forward.settle()
+    assert not forward.packs
 
 
 def test_the_score_of_the_last_token_is_what_transformers_computes(make_critic, batch, tmp_path):
