@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from engine_core.config import EngineConfig
 
-OURS = frozenset(
-    ("config.resolved.toml", "config.origin.json", "env.json", "metrics.jsonl", ".lock", "wandb_id.txt")
-)
+DESCRIPTION = frozenset(("config.resolved.toml", "config.origin.json", "env.json"))
+"""Files that describe a start, in the run folder and in the log folder of the start."""
+OURS = DESCRIPTION | {"metrics.jsonl", ".lock", "wandb_id.txt"}
 TRACKERS = ("tensorboard", "wandb")
 """Files and folders that a start writes before its first step, in addition to ``logs``."""
 ATTEMPT = re.compile(r"attempt_(\d+)")
@@ -84,7 +84,7 @@ def writing_problem(path: Path) -> str | None:
 def is_unused(path: Path) -> bool:
     """Return whether a folder holds only what a start writes before its first step: no metrics, rollouts, checkpoints.
 
-    Return False for a link, since its target may not be a run folder, and for a folder in which a run was resumed.
+    Return False for a link, since its target may not be a run folder.
     """
     if path.is_symlink() or not path.is_dir():
         return False
@@ -96,8 +96,8 @@ def is_unused(path: Path) -> bool:
 
 
 def _of_a_start(file: Path) -> bool:
-    """Return whether a first start writes this file; False for the config of a resumed attempt."""
-    logged = file.parts[0] == "logs" and file.suffix == ".log"
+    """Return whether a start writes this file before its first step."""
+    logged = file.parts[0] == "logs" and (file.suffix == ".log" or file.name in DESCRIPTION)
     return logged or str(file) in OURS or file.parts[0] in TRACKERS
 
 

@@ -4,10 +4,10 @@ The files::
 
     runs/latest -> math-20260102-030405
     runs/math-20260102-030405/
-      config.resolved.toml    every key with the value it had      config.origin.json  where each came from
-      env.json                versions, plugins, git, seeds, hashes of the data
+      config.resolved.toml    every key with its value, of the newest start      config.origin.json  where each came from
+      env.json                versions, plugins, git, seeds, hashes of the data, of the newest start
       metrics.jsonl           one line a step, always, written before the step counts as done
-      rollouts/step_000012.parquet       checkpoints/       logs/attempt_0/run.log       report.html
+      rollouts/step_000012.parquet       checkpoints/       logs/attempt_0/  run.log, and the three of this start
 
 A run folder is never shared and never overwritten. A resumed run continues in its folder: records of steps
 after the checkpoint are dropped first, so each step is recorded once.
@@ -103,7 +103,7 @@ class RunFolder:
         for folder in (run.rollouts_dir, run.checkpoints, run.attempt_dir):
             folder.mkdir(parents=True, exist_ok=True)
         run.metrics_file.touch()
-        run._describe(run.path, config, plugins)
+        run._describe(config, plugins)
         run._become_latest()
         return run
 
@@ -137,9 +137,7 @@ class RunFolder:
     @property
     def config_file(self) -> Path:
         """Config file that a resume starts from: that of the newest attempt that began training."""
-        name = "config.resolved.toml"
-        described = [self.logs_dir / f"attempt_{number}" / name for number in reversed(self._attempts())]
-        return next(filter(Path.is_file, described), self.path / name)
+        return self.path / "config.resolved.toml"
 
     def claim(self, step: int) -> None:
         """Begin a new attempt that resumes from ``step``: lock the folder and make a log folder.
@@ -166,7 +164,7 @@ class RunFolder:
 
         Args:
             step: step of the checkpoint that the attempt resumes from.
-            config, plugins: of this attempt, described in its log folder; the first attempt's description stays.
+            config, plugins: of this attempt; the descriptions of the attempts before stay in their log folders.
             unfinished: whether to drop the metrics of ``step`` itself, too, because they will be written again.
         """
         last = step - unfinished
@@ -176,7 +174,7 @@ class RunFolder:
         for file in self.rollouts_dir.rglob("step_*.parquet"):
             if int(file.stem.removeprefix("step_")) > step:
                 file.unlink()
-        self._describe(self.attempt_dir, config, plugins)
+        self._describe(config, plugins)
         self._become_latest()
 
     @contextlib.contextmanager
@@ -243,8 +241,8 @@ class RunFolder:
         """Return the metrics line of one step; {} if it has none."""
         return next((line for line in self.read_metrics() if line["step"] == step), {})
 
-    def _describe(self, folder: Path, config: EngineConfig, plugins: PluginSet | None) -> None:
-        """Write the config, the origin of each key, and the environment of the run."""
+    def _describe(self, config: EngineConfig, plugins: PluginSet | None) -> None:
+        """Write the config, the origin of each key and the environment into the attempt's log folder and the run folder."""
         self.redactor = Redactor.of(as_data(config))
         where = {key: origin for key, _, origin in origins(config)}
         environment = describe_environment(config, plugins)
@@ -253,7 +251,8 @@ class RunFolder:
             "config.origin.json": json.dumps(where, indent=2, ensure_ascii=False),
             "config.resolved.toml": dump_toml(config),  # last: it makes the folder a run
         }.items():
-            replace_text(folder / name, self.redactor(text))
+            for folder in (self.attempt_dir, self.path):
+                replace_text(folder / name, self.redactor(text))
 
     def _become_latest(self) -> None:
         """Point the link ``latest`` next to the folder to it, in one rename; leave a ``latest`` that is not a link."""

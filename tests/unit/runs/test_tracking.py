@@ -211,19 +211,26 @@ def test_the_line_of_a_step_that_was_not_finished_is_written_again(tmp_path, run
     resumed.close()
 
 
-def test_a_run_goes_on_with_the_config_of_its_last_attempt_that_trained(tmp_path, run):
+def test_a_run_continues_with_the_config_of_its_last_attempt_that_trained_and_keeps_those_before(
+    tmp_path, run
+):
     run.close()
-    assert run.config_file == run.path / "config.resolved.toml"
-    for _ in range(11):  # attempt_10 comes after attempt_9
+    for rows in (11, 12):
         resumed = RunFolder.open(run.path)
         resumed.claim(0)
-        resumed.rewind(0, config_in(tmp_path))
+        resumed.rewind(0, config_in(tmp_path, data={"prompts_per_step": rows}))
         resumed.close()
-    assert resumed.config_file == run.logs_dir / "attempt_11" / "config.resolved.toml"
     failed = RunFolder.open(run.path)
     failed.claim(0)  # and never came to training
     failed.close()
-    assert failed.config_file == resumed.config_file
+    assert "prompts_per_step = 12\n" in failed.config_file.read_text()
+    first, second, third = (
+        (run.logs_dir / f"attempt_{number}" / "config.resolved.toml").read_text() for number in range(3)
+    )
+    assert "prompts_per_step = 11\n" not in first
+    assert "prompts_per_step = 11\n" in second
+    assert third == failed.config_file.read_text()
+    assert not (failed.attempt_dir / "config.resolved.toml").exists()
 
 
 def test_a_run_in_use_is_refused_with_its_holder(run):
