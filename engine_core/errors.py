@@ -104,9 +104,11 @@ ELSEWHERE = {
     "activation_checkpointing": "gradient_checkpointing",
     "steps": "max_steps total_training_steps",
     "epochs": "num_train_epochs total_epochs num_epochs",
-    "every_steps": "save_steps eval_steps logging_steps test_freq save_freq save_interval",
+    "every_steps": "save_steps eval_steps test_freq save_freq save_interval",
     "keep_last": "save_total_limit max_actor_ckpt_to_keep",
     "dir": "output_dir default_local_dir",
+    "name": "run_name experiment_name",
+    "trackers": "report_to logger",
     "path": "model_name model_name_or_path pretrained name",
     "train": "dataset dataset_name train_files",
     "validation": "eval_dataset val_files",
@@ -150,13 +152,16 @@ def refuse(errors: Sequence[EngineError]) -> None:
         raise type(errors[0])("\n".join(map(str, errors))) if len(errors) > 1 else errors[0]
 
 
+def names_elsewhere(name: str) -> list[str]:
+    """Return what a name of another trainer is called here: ``lr`` for ``learning_rate``."""
+    return [ours for ours, theirs in ELSEWHERE.items() if name.lower() in theirs.split()]
+
+
 def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that ``name`` most likely means, or None."""
     names = {known_name.lower(): known_name for known_name in known}
-    if ours := next(
-        (ours for ours, theirs in ELSEWHERE.items() if name.lower() in theirs.split() and ours in names), None
-    ):
-        return ours
+    if ours := [other for other in names_elsewhere(name) if other in names]:
+        return ours[0]
     matches = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
     return names[matches[0]] if matches else None
 

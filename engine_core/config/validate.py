@@ -7,6 +7,7 @@ in; this module imports no plugin and no torch. Types are those of the TOML: ``"
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -36,7 +37,7 @@ from engine_core.config.read import ENV_PREFIX, Path_, RawConfig, key_text
 from engine_core.config.roles import CriticConfig
 from engine_core.config.schedule import boundaries, config_at
 from engine_core.config.wording import Problem, in_order, located, sentence
-from engine_core.errors import ConfigError, did_you_mean
+from engine_core.errors import ConfigError, did_you_mean, names_elsewhere
 from engine_core.plugins.metadata import known_names
 from engine_core.specs import Advantage, InputFile, Loss, RolloutBackend, Spec, TrainerSpec
 from engine_core.tables import DEFAULTS
@@ -270,10 +271,23 @@ class _Validation:
             names |= {name for kind in place.kinds for name in self.known(kind)} | {
                 c.table for c in place.chosen
             }
-        nearest = did_you_mean(key, names)
-        homes = [f"[{key_text(t)}]" for t, other in self.tables.items() if t and key in keys_of(other)]
-        elsewhere = f" '{key}' is a key of {' and of '.join(homes[:3])}." if homes else ""
-        self.problems.append(Problem(path, f"unknown key.{nearest}{elsewhere}{owner}"))
+        is_table = isinstance(functools.reduce(_inside, path, self.raw.data), dict)
+        ours = [key, *(() if is_table else names_elsewhere(key))]
+        homes = {
+            name: [f"[{key_text(t)}]" for t, other in self.tables.items() if t and name in keys_of(other)]
+            for name in ours
+        }
+        found = next((name for name in ours if homes[name] and not names & set(ours)), None)
+        said = f" '{key}' is" if found == key else f" Here '{key}' is '{found}',"
+        elsewhere = f"{said} a key of {' and of '.join(homes[found][:5])}." if found else ""
+        known = did_you_mean(key, names) + elsewhere
+        if found not in (None, key):
+            known = elsewhere + did_you_mean("", names)
+        self.problems.append(Problem(path, f"unknown key.{known}{owner}"))
+
+
+def _inside(table: Any, key: str) -> Any:
+    return table.get(key) if isinstance(table, dict) else None
 
 
 def _header(path: Path_) -> Path_:

@@ -44,7 +44,10 @@ class Problem:
 
     def line(self, raw: RawConfig) -> str:
         """Return the message with its place: ``run.toml:14: actor.optim.lr: ...``."""
-        return f"{place_of(raw.origin(self.path), key_text(self.path))}{self.text}"
+        origin, path = raw.origin(self.path), self.path
+        if origin is not None and origin.line and path[0] in ("reward", "stage") and path[1:2] == path[2:3]:
+            path = (path[0], *path[2:])  # as [reward.NAME] writes it, for a plugin that has the reward's name
+        return f"{place_of(origin, key_text(path))}{self.text}"
 
 
 def place_of(origin: Origin | None, key: str) -> str:

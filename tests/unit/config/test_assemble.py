@@ -175,7 +175,7 @@ def test_an_unknown_trainer_hides_no_other_error(run):
         overrides={"trainer": "sfft"},
     )
     assert [line.partition(": ")[2].partition(": ")[0] for line in found[:2]] == [
-        "reward.seven.seven.scale",
+        "reward.seven.scale",
         "actor.torch.devce",
     ]
     assert found[2].startswith("--set trainer: Unknown trainer 'sfft'.")

@@ -212,13 +212,13 @@ def test_options_of_a_plugin_are_checked_below_their_reward(problems_of):
     text = "[[reward]]\nname = 'format'\n[reward.format]\npattern = '('\nshare = 2\nbad = 1\n"
     found = problems_of(text)
     assert found[0].startswith(
-        "4: reward.format.format.pattern: got '(': a bracket is not closed. Table of reward 'format'"
+        "4: reward.format.pattern: got '(': a bracket is not closed. Table of reward 'format'"
     )
-    assert found[1].startswith("5: reward.format.format.share: got 2, expected at most 1.")
-    assert found[2].startswith("6: reward.format.format.bad: unknown key. Known: pattern, share.")
+    assert found[1].startswith("5: reward.format.share: got 2, expected at most 1.")
+    assert found[2].startswith("6: reward.format.bad: unknown key. Known: pattern, share.")
     (problem,) = problems_of("[[reward]]\nname = 'format'\n")
     assert problem.startswith(
-        "1: reward.format.format.pattern: missing, and it has no default. Table of reward 'format'"
+        "1: reward.format.pattern: missing, and it has no default. Table of reward 'format'"
     )
 
 
