@@ -80,7 +80,7 @@ def _info(offer: Offer, check: bool, describe: bool = False) -> PluginInfo:
 def _description(offer: Offer) -> str:
     """Return the first sentence about what a name stands for: of its docstring, else of its options.
 
-    What the name loads is read and not imported, so that no torch is.
+    The docstring of a factory is about the factory, so its options come first. What the name loads is read and not imported, so that no torch is.
     """
     if offer.kind in ("plugins", TABLES):
         return _first_sentence(_docstring(offer.module))
@@ -91,7 +91,8 @@ def _description(offer: Offer) -> str:
         return ""
     text = _docstring(spec.load) if isinstance(spec.load, str) else inspect.getdoc(spec.load)
     options = "" if spec.config is NoOptions else inspect.getdoc(spec.config)
-    return _first_sentence(text or options or "")
+    texts = (options, text) if getattr(spec, "factory", False) else (text, options)
+    return _first_sentence(next(filter(None, texts), ""))
 
 
 def _docstring(address: str) -> str:
@@ -114,7 +115,8 @@ def _docstring(address: str) -> str:
 def _first_sentence(text: str) -> str:
     """Return the first sentence of a docstring in one line, without its markup."""
     sentence = re.split(r"(?<=[a-z)`])\. (?=[A-Z`])", " ".join(text.partition("\n\n")[0].split()))[0]
-    return sentence.replace("``", "").rstrip(".")
+    sentence = re.sub(r"^\[+[\w.]+\]+[:,]? ", "", sentence.replace("``", "").rstrip("."))
+    return sentence[:1].upper() + sentence[1:]
 
 
 def _checked(offer: Offer) -> tuple[str, bool]:

@@ -70,6 +70,7 @@ DESCRIBED = """
             "direct": Reward(load=score),
             "lazy": Reward(load="heavy_mod:lazy"),
             "near": Reward(load="heavy_mod:undocumented", config=Width),
+            "made": Reward(load="heavy_mod:lazy", config=Width, factory=True),
             "hollow": Reward(load="fake_mod.nothing:score"),
             "broken": Reward(load="broken_mod:score"),
         }
@@ -85,7 +86,7 @@ NOT_IMPORTED = """
 
 
 def test_names_of_one_kind_are_described_by_the_docstring_of_what_they_load_or_of_their_options(only_fakes):
-    names = dict.fromkeys(("direct", "lazy", "near", "hollow", "broken"), "fake_mod")
+    names = dict.fromkeys(("direct", "lazy", "near", "made", "hollow", "broken"), "fake_mod")
     modules = {"fake_mod": DESCRIBED, "heavy_mod": NOT_IMPORTED, "broken_mod": "def score("}
     only_fakes("fake", {"rewards": names}, modules)
 
@@ -93,6 +94,7 @@ def test_names_of_one_kind_are_described_by_the_docstring_of_what_they_load_or_o
         "direct": "Return 1 for yes",
         "lazy": "Measure laziness",
         "near": "How wide near is",
+        "made": "How wide near is",
         "hollow": "",
         "broken": "",
     }

@@ -146,7 +146,7 @@ class HTTPOptions(ServerOptions):
 
 
 class PythonOptions(Options):
-    """Options of the reward `python`, ``[reward.python]``: a function from a file next to the run file."""
+    """``[reward.python]``: a function from a Python file, next to the run file."""
 
     path: FilePath
     """The ``.py`` file, relative to the run file's folder and inside it."""
