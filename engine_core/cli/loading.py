@@ -97,7 +97,7 @@ def check_config(config: EngineConfig) -> list[EngineError]:
     """Return the errors of a valid config that show without torch: missing keys, rewards, files and folders."""
     plugins = plugins_for(config)
     trainer: Any = plugins.spec("trainers", config.trainer)
-    reads_rewards = trainer.sections is None or "reward" in trainer.sections
+    reads_rewards = not trainer.sections or "reward" in trainer.sections
     checks = [
         partial(check_complete, config, plugins=plugins),
         *(partial(_check_reward, config, reward, plugins) for reward in config.reward if reads_rewards),

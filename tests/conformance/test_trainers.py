@@ -13,6 +13,14 @@ class TestRL(TrainerSuite):
     unsupported = {"test_unknown_options_are_refused": "it has no table"}
 
 
+class TestAllSections(TrainerSuite):
+    """A trainer whose spec names no sections reads all of them, so the suite gives it the reward for digits."""
+
+    name = "whitened"
+    plugins = ["whitened.py"]
+    keys = SAMPLING
+
+
 class TestSFT(TrainerSuite):
     name = "sft"
 

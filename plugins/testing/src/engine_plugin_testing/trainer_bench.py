@@ -79,7 +79,8 @@ class TrainerBench(Bench):
         config = self.config(run, steps, **keys)
         plugins = plugins_for(config)
         spec: Any = plugins.spec("trainers", self.trainer)
-        scores = spec.sections is None or "reward" in spec.sections - spec.for_eval
+        read = spec.sections or {"reward"}  # a trainer that names no section reads all of them
+        scores = "reward" in read - spec.for_eval
         live = {"rewards": [digits]} if scores else {}
         trainer = plugins.resolve("trainers", self.trainer)(
             config, data=self.settings["rows"] or ROWS, **live

@@ -15,9 +15,9 @@ class TrainerSuite(AlgorithmSuite, modules=(trainer_cases,)):
     Attributes:
         name: the trainer, as in ``trainer = "NAME"``.
         options: its table, as in ``[NAME]``.
-        keys: further keys of the run file: ``{"rollout.group_size": 8}``.
+        keys: further keys of the run file, dotted: ``{"rollout.group_size": 8, "stage": [{"name": "pf_ppo_resample"}]}``.
         rows: rows of data; default: sums, with the columns ``prompt``, ``response`` and ``answer``. A trainer that reads
-            ``[[reward]]`` gets a reward for digits.
+            ``[[reward]]`` gets a reward for digits. A spec with empty ``sections`` reads it.
     """
 
     kind = "trainers"
