@@ -84,6 +84,14 @@ def test_a_new_plugin_of_each_kind_is_listed_validates_and_passes_its_own_tests(
     assert "base.toml, own.toml: valid" in run(engine, "validate", "base.toml", "own.toml")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_entry_point_of_step_hooks_is_shown_once(tmp_path, kind):
+    written = (new_plugin("brief", tmp_path, kind) / "pyproject.toml").read_text()
+    assert written.count("engine.plugins") == 1 + (
+        KINDS[kind][0] == "plugins"
+    )  # a header, and the list of tables
+
+
 def test_a_kind_that_cannot_be_made_is_refused_with_the_nearest(tmp_path):
     with pytest.raises(ConfigError, match=r"--kind 'advantages' is unknown\. Did you mean 'advantage'\?"):
         new_plugin("brief", tmp_path, "advantages")

@@ -31,6 +31,7 @@ KINDS = {
 """Kinds of a new plugin, each with its entry-point group, its noun, and the extra of the kit that its tests need."""
 USES_TORCH = ("model", "train-engine", "rollout-engine")  # kinds whose package imports the reference engine's
 TABLE = re.compile(r"```toml\n.*?```", re.DOTALL)
+STEP_HOOKS = re.compile(r"# Step hooks and observers.*?\n\n", re.DOTALL)
 LEFT_BY_TOOLS = re.compile(r"\..*|__pycache__|build|.*\.egg-info")
 
 
@@ -71,6 +72,8 @@ def new_plugin(name: str, folder: Path, kind: str = "reward") -> Path:
     files["tests/test_plugin.py"] = own.pop("test_plugin.py")
     files |= {f"src/engine_plugin_{python_name}/{path}": text for path, text in own.items()}
     files["README.md"] = TABLE.sub(lambda _: f"```toml\n{table}```", files["README.md"])
+    if group == "plugins":  # the entry point above the comment is the one that the comment shows
+        files["pyproject.toml"] = STEP_HOOKS.sub("", files["pyproject.toml"])
     if kind in USES_TORCH:
         core = '"engine-core-rl>=0.1,<0.2"'
         both = f'{core}, "engine-plugin-torch>=0.1,<0.2"'

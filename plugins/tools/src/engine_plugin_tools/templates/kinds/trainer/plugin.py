@@ -62,7 +62,7 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
     spec = TrainerSpec(
         load=TemplateName,
         config=TemplateOptions,
-        sections=SHARED_SECTIONS | SAMPLING_SECTIONS | {"template_name"},
+        sections=SHARED_SECTIONS | SAMPLING_SECTIONS,  # and its own table, which needs no entry
         required=frozenset({"data", "reward"}),
     )
     return {"template_name": spec}
