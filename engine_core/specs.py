@@ -132,8 +132,8 @@ class RolloutBackend(Spec):
 
     The class must override the base's method of each of its capabilities. The option model may have:
 
-    * a property ``other_policy``: the keys in use that make the sampling policy differ from the received weights (fewer
-      bits), or empty. Tokens are then always weighed; a run that switches weighing off is refused.
+    * a property ``other_policy``: the option keys in use that make the sampler's policy differ from the received weights,
+      such as quantization. If it is not empty, importance weights are required: a run that disables them is refused.
     * a field ``adapter``: True if ``update_weights`` takes ``contracts.weight_sync.stream_of`` an adapter alone.
     * a field ``max_model_len``: the maximum tokens of a prompt with its response; a run with longer ones is refused.
 

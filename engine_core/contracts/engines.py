@@ -159,10 +159,10 @@ class TrainEngine(abc.ABC):
         """Add the gradient of one mini-batch: plan micro-batches, forward, loss, backward.
 
         Args:
-            batch: this rank's sequences, on the CPU, of T tokens together; there may be none. ``weights`` [T] float32 holds
-                each token's share of the aggregated loss over the global mini-batch, so a loss is a sum and the result does
-                not depend on the plan; ``token_share`` [T] its share in metrics; ``loss_mask`` [T] bool the learned tokens;
-                the rest are the columns of the loss.
+            batch: this rank's sequences, on the CPU, with T tokens in total; T may be 0. ``weights`` [T] float32 holds each
+                token's share of the loss over the global mini-batch. A loss is therefore a sum, and the result does not
+                depend on the plan. ``token_share`` [T] holds each token's share in metrics, and ``loss_mask`` [T] bool marks
+                the learned tokens. The other columns are those that the loss needs.
             loss: name and parameters of the objective; ``resolve_loss`` turns it into a function of outputs and batch.
 
         Returns:
@@ -413,8 +413,10 @@ class RolloutEngine(abc.ABC):
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Replace the weights in place; return a text that identifies the received weights.
 
-        Called before anything is sampled and after each update; requests may be in flight only after ``pause``. The runtime
-        compares the texts of all samplers; ``engine_core.contracts.checksum.Checksum`` makes a cheap one. Refused while asleep.
+        The constructor loads the weights of ``[model]``; the conformance kit samples from them before any update. A run
+        calls ``update_weights`` before its first request and after each update; requests may be in flight only after
+        ``pause``. The runtime compares the texts of all samplers; ``engine_core.contracts.checksum.Checksum`` makes a cheap
+        one. Refused while asleep.
 
         Args:
             stream: names and unsharded tensors ``[D1, ..., Dn]``.

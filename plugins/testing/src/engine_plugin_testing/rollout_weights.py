@@ -60,6 +60,10 @@ def the_checksum_is_of_what_was_received(bench: RolloutBench) -> None:
     """
     engine, weights = bench.engine(), dict(bench.stream(bench.model(seed=1)))
     names = sorted(weights)
+    zeros = [name for name in names if not weights[name].any()]
+    assert not zeros, (
+        f"The model's weights {zeros} are all zeros, so half of them is no change. Let write_model draw them at random."
+    )
     same_shape = next(
         (a, b) for a, b in itertools.combinations(names, 2)
         if weights[a].shape == weights[b].shape and not torch.equal(weights[a], weights[b])
