@@ -15,7 +15,7 @@ from page_parts import page, plain, table
 from engine_core.plugins.metadata import Offer, installed
 from engine_core.plugins.modules import spec_class
 from engine_plugin_tools.commands.schema import installed_specs
-from engine_plugin_tools.schema import is_table, json_schema, schema_at, type_text
+from engine_plugin_tools.schema import NO_NAME, is_table, json_schema, schema_at, type_text
 
 if TYPE_CHECKING:
     from engine_core.specs import Spec
@@ -160,7 +160,9 @@ def shown(schema: Table, path: str) -> str:
 
 
 def config_part(schema: Table, paths: list[str], title: str | None = None) -> str:
-    """Return the section of the first path; the others are named as tables with the same keys."""
+    """Return the section of one path, the one that the description names or the first; the others have the same keys."""
+    description = schema_at(schema, paths[0]).get("description", "")
+    paths = sorted(paths, key=lambda path: not description.startswith(f"``[{path}]``"))
     node = schema_at(schema, paths[0])
     rows = []
     for key, inner in node["properties"].items():
@@ -173,7 +175,7 @@ def config_part(schema: Table, paths: list[str], title: str | None = None) -> st
         rows.append(
             [
                 f"`{key}`",
-                f"`{type_text(inner) if inner.get('enum') != [] else 'string'}`",
+                f"`{type_text(inner).replace(NO_NAME, 'string')}`",  # other distributions may offer names
                 value,
                 plain(inner.get("description", "")),
             ]

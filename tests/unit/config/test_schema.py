@@ -5,7 +5,7 @@ import pytest
 
 from engine_core.config.dump import dump_toml
 from engine_core.errors import ConfigError
-from engine_plugin_tools.schema import json_schema, schema_at
+from engine_plugin_tools.schema import NO_NAME, json_schema, schema_at, type_text
 
 
 @pytest.fixture
@@ -72,6 +72,13 @@ def test_one_table_can_be_asked_for(schema):
     assert "lr" in schema_at(schema, "ref.optim")["properties"]
     assert "actor" in schema_at(schema, "")["properties"]
     jsonschema.Draft202012Validator.check_schema(schema_at(schema, "actor.fsdp"))
+
+
+def test_the_type_of_a_name_is_the_names_that_exist():
+    by_class = {"type": "string", "pattern": ":"}
+    assert type_text({"anyOf": [{"enum": ["", "a", "b"]}, by_class]}) == '"a" | "b"'
+    assert type_text({"anyOf": [{"enum": [""]}, by_class]}) == NO_NAME
+    assert type_text({"enum": []}) == NO_NAME
 
 
 def test_a_table_that_is_not_there_has_its_nearest(schema):

@@ -25,7 +25,7 @@ class ProcessOptions(Options):
     max_restarts: int = Field(0, ge=0)
     """How often a run that lost a worker continues by itself, from its newest checkpoint and with new workers."""
     max_replacements: int = Field(0, ge=0)
-    """How many processes of the sampler's separate pool may be lost while the run continues: the others take over unfinished requests, and a new process joins at the next update of weights. 0: a loss ends the session. Above 0 each process of the pool is a separate world for ``torch.distributed``."""
+    """How many processes of the sampler's separate pool may be lost while the run continues. The others take over unfinished requests, and a new process joins at the next update of weights. 0: a loss ends the session. Above 0 each process holds a whole model, so the model cannot be cut over several."""
     offload_idle_roles: bool = False
     """As in ``[runtime.local]``, in each process."""
 

@@ -145,10 +145,14 @@ def _key_lines(schema: Schema, table: Schema, path: str) -> list[str]:
     return [f"{key} = {given}  ({type_text(node)})", *_wrapped(node, indent="    ")]
 
 
+NO_NAME = "no such name is installed"
+"""Type of a key by name, if no installed plugin offers a name."""
+
+
 def type_text(node: Schema) -> str:
-    """Return a type as text: ``integer > 0``, ``"a" | "b"``, ``list of string``."""
+    """Return a type as text: ``integer > 0``, ``"a" | "b"``, ``list of string``; an empty name (not set) is left out."""
     if "enum" in node:
-        return " | ".join(json.dumps(value) for value in node["enum"]) or "no such name is installed"
+        return " | ".join(json.dumps(value) for value in node["enum"] if value != "") or NO_NAME
     if "anyOf" in node:
         options = [
             option

@@ -11,7 +11,7 @@ from engine_core.specs import NoOptions, Options, PairLoss
 
 
 class AsyncOptions(Options):
-    """Options of the trainer `async`, ``[async]``."""
+    """``[async]``: options of the trainer `async`."""
 
     max_staleness: int = Field(1, ge=0)
     """Largest age of a token in policy versions when it is learned from. 0: nothing is sampled ahead, and the run is that of ``rl``; 1: one step off-policy."""
@@ -27,7 +27,7 @@ class AsyncOptions(Options):
 
 
 class SFTOptions(Options):
-    """Options of the trainer `sft`, ``[sft]``."""
+    """``[sft]``: options of the trainer `sft`."""
 
     max_tokens: int = Field(4096, gt=0)
     """Longest sequence; a longer one follows `data.over_long`."""
@@ -36,7 +36,7 @@ class SFTOptions(Options):
 
 
 class DistillOptions(Options):
-    """Options of the trainer `distill`, ``[distill]``."""
+    """``[distill]``: options of the trainer `distill`."""
 
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
     """Divergence that is minimized: KL(student, teacher), KL(teacher, student), or the generalized Jensen-Shannon divergence (https://arxiv.org/abs/2306.13649)."""
@@ -131,7 +131,7 @@ def check_offered(name: str, spec: PairLoss) -> None:
 
 
 class DPOOptions(Options):
-    """Options of the trainer `dpo`, ``[dpo]``."""
+    """``[dpo]``: options of the trainer `dpo`."""
 
     chooses = {"loss": "pair_losses"}
     _spec: PairLoss | None = PrivateAttr(None)  # declaration of a plugin's loss
@@ -228,7 +228,7 @@ class DPOOptions(Options):
 
 
 class KTOOptions(Options):
-    """Options of the trainer `kto`, ``[kto]``."""
+    """``[kto]``: options of the trainer `kto`."""
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
     """``kto`` compares each response with the KL to the reference, ``apo_zero_unpaired`` with 0 (https://arxiv.org/abs/2408.06266)."""
@@ -243,7 +243,7 @@ class KTOOptions(Options):
 
 
 class RewardModelOptions(Options):
-    """Options of the trainer `reward_model`, ``[reward_model]``."""
+    """``[reward_model]``: options of the trainer `reward_model`."""
 
     center_coef: Coefficient = 0.0
     """Weight of the mean square of the sum of a pair's scores, which centers scores around 0 (https://arxiv.org/abs/2312.09244)."""

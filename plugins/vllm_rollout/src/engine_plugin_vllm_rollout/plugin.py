@@ -127,7 +127,7 @@ class VLLMOptions(EngineOptions):
 
 
 class FrozenOptions(EngineOptions):
-    """``[teacher.vllm]``: vLLM's engine of a model that is never trained: a teacher, a reward model, a judge. Refused for `actor`, `critic` and `ref`. The keys below, and every option of the engine (``EngineArgs``) under vLLM's own name."""
+    """``[teacher.vllm]``: a model that is never trained (a teacher, a reward model, a judge) on vLLM. Refused for `actor`, `critic` and `ref`. The table takes the keys below and every option of vLLM's engine (``EngineArgs``) under vLLM's name."""
 
     sleep_level: Literal[0, 1] = 1
     """What ``offload_idle_roles`` gives back while others work. 0: nothing. 1: the KV cache. The weights of a judge or a reward model then go to the host, those of a teacher stay."""
