@@ -220,7 +220,10 @@ def test_what_a_page_says_is_not_here_is_not_here(page):
 
 @pytest.mark.parametrize(
     ("theirs", "kind", "key"),
-    [("r.name", "rollout_engines", "rollout.backend"), ("a.strategy", "train_engines", "actor.backend")],
+    [
+        ("actor_rollout_ref.rollout.name", "rollout_engines", "rollout.backend"),
+        ("actor_rollout_ref.actor.strategy", "train_engines", "actor.backend"),
+    ],
 )
 def test_the_engines_beside_those_of_verl_are_all_that_are_installed(theirs, kind, key):
     specs = installed_specs()[kind]
