@@ -307,6 +307,11 @@ LONG = {
     "custom_model.md": "a package and its kit; tests/conformance/test_custom_model.py",
     "tutorial.md": "two trainings to a result; first_run.md, and tests/integration/test_grpo.py",
     "publishing.md": "a wheel; tests/integration/test_wheels.py",
+    "custom_trainers.md": "trainers and their kit; tests/integration/test_expert_iteration.py",
+    "custom_algorithms.md": "a pytest for each suite; tests/conformance/test_algorithms.py",
+    "environments.md": "runs with tools; tests/integration/test_calculator.py and test_environments.py",
+    "plugins/testing/README.md": "a pytest for each of its suites; tests/conformance runs them all",
+    "reference/contracts.md": "a pytest; tests/conformance",
 }
 """Pages that `make test` leaves to `make test-full`, and what of it covers them meanwhile."""
 

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from variants import variants
 
 from engine_core import Trainer, load_config
 from engine_core.config.assemble import check_inputs, plugins_for
@@ -154,7 +155,9 @@ def test_another_policy_is_no_fault_of_the_sampler(offline, sampled):
     assert max(line["mismatch/mean_abs"] for line in lines) > 1e-3
 
 
-@pytest.mark.parametrize("point", ["step.begin@2", "step.train@3", "step.after_update@2"])
+@pytest.mark.parametrize(
+    "point", variants(("step.begin@2", "step.train@3", "step.after_update@2"), ("step.train@3",))
+)
 def test_a_stop_and_a_resume_are_the_uninterrupted_run_bit_for_bit(offline, monkeypatch, tmp_path, point):
     settings = offline | {"run.epochs": 2, "data.prompts_per_step": 3, "actor.optim.schedule": "cosine"}
     straight = made(settings, {"run.name": "straight"})

@@ -97,15 +97,7 @@ STOPS = (
     *("step.after_backward@3", "step.after_update@3", "step.after_update@4", "step.sync@2", "step.eval@1"),
     *("step.eval@3", "step.before_metrics@2", "step.after_metrics@3", "step.eval@4"),
 )
-OFTEN = (
-    "step.begin@2",
-    "step.generate@2",
-    "step.after_backward@3",
-    "step.after_update@3",
-    "step.sync@2",
-    "step.eval@3",
-    "step.after_metrics@3",
-)
+OFTEN = ("step.generate@2", "step.after_update@3", "step.sync@2", "step.eval@3")
 
 
 @pytest.mark.parametrize("point", variants(STOPS, OFTEN))

@@ -122,7 +122,13 @@ def test_a_language_models_folder_is_no_reward(world, capsys):
     assert "ForCausalLM, which gives no score" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("handling", [signal.SIG_DFL, signal.SIG_IGN], ids=["shell", "background_job"])
+@pytest.mark.parametrize(
+    "handling",
+    [
+        pytest.param(signal.SIG_DFL, id="shell"),
+        pytest.param(signal.SIG_IGN, id="background_job", marks=pytest.mark.slow),
+    ],
+)
 def test_a_reward_of_a_plugin_is_served_by_its_name_until_ctrl_c(serve, tmp_path, handling):
     """Also where it was started with SIGINT ignored, as shells start what they run in the background."""
     import http.client
