@@ -287,7 +287,7 @@ def test_options_that_cannot_work_are_refused(options, message):
 def test_an_address_without_a_scheme_is_refused_with_the_line_of_the_run_file(tmp_path):
     (tmp_path / "run.toml").write_text('[[reward]]\nname = "http"\n[reward.http]\nurl = "localhost:8000"\n')
     with pytest.raises(
-        ConfigError, match=r"run\.toml:4: reward\.http\.http\.url: got 'localhost:8000'.*expected http://HOST"
+        ConfigError, match=r"run\.toml:4: reward\.http\.url: got 'localhost:8000'.*expected http://HOST"
     ):
         load_config(tmp_path / "run.toml")
 

@@ -81,6 +81,10 @@ def test_without_vllm_it_is_said_what_to_install(monkeypatch):
         ValidationError, match=r"vLLM is not installed; .* 0\.25\.1 to 0\.32\. On a GPU: pip install"
     ):
         VLLMOptions()
+    with pytest.raises(
+        ValidationError, match=r"'max_num_seq': did you mean 'max_num_seqs'\? vLLM is not installed"
+    ):
+        VLLMOptions(max_num_seq=4, swap_space=1)
 
 
 @pytest.mark.parametrize(

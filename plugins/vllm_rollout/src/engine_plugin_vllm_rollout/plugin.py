@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import ConfigDict, Field, model_validator
 
 from engine_core import hookimpl
+from engine_core.errors import nearest
 from engine_core.specs import Options, RolloutBackend, TrainBackend
 from engine_plugin_vllm_rollout import installed
 from engine_plugin_vllm_rollout.server_options import VLLMServerOptions
@@ -47,22 +48,24 @@ class EngineOptions(Options):
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Type of the weights and of the computation."""
     max_model_len: int | None = Field(default=None, gt=1)
-    """Tokens of prompt and response together; default: what the model can hold. Less leaves more room for sequences."""
+    """Maximum number of tokens of prompt and response together; default: the model's maximum. A smaller value leaves more memory for sequences."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
-    """Share of the GPU's memory for weights, activations and KV cache of the sampler; the trainer needs the rest."""
+    """Share of the GPU's memory for the sampler's weights, activations and KV cache. The trainer needs the rest."""
     max_num_seqs: int = Field(default=512, gt=0)
-    """Sequences decoded at one time."""
+    """Maximum number of sequences decoded at the same time."""
     enforce_eager: bool = False
-    """No compilation and no CUDA graphs: starts in seconds and samples several times slower."""
+    """Use no compilation and no CUDA graphs. vLLM then starts in seconds, but samples several times slower."""
     enable_prefix_caching: bool = True
-    """A prompt that several requests share (a group) is read once."""
+    """Compute a prompt that several requests share (a group) only once."""
     tensor_parallel_size: int = Field(default=1, gt=0)
-    """Parts that every layer is cut into, one in each process of the pool; those of a model that only scores are in processes that vLLM starts. Must divide the number of heads. Experimental on GPUs."""
+    """Number of GPUs (processes) that share each layer (tensor parallelism). The value must divide the number of heads. A sampler's parts run in the processes of its pool. For a model that only scores, vLLM starts the processes. Experimental on GPUs."""
 
     @model_validator(mode="after")
     def _known_to_vllm(self) -> Self:
-        if missing := installed.problem():
-            raise ValueError(missing)
+        if missing := installed.problem():  # then only names like ours can be recognized as wrong
+            meant = {name: nearest(name, type(self).model_fields) for name in self.passed_on()}
+            wrong = [f"'{name}': did you mean '{key}'?" for name, key in meant.items() if key]
+            raise ValueError(" ".join([*wrong, missing]))
         problems = self._own_problems()
         for name, value in self.passed_on().items():
             if name in OURS:
@@ -88,19 +91,19 @@ class VLLMOptions(EngineOptions):
     """``[rollout.vllm]``: the keys below, and every option of vLLM's engine (``EngineArgs``) under vLLM's own name."""
 
     sleep_level: Literal[0, 1, 2] = 1
-    """What ``offload_idle_roles`` gives back. 0: nothing. 1: the KV cache, and the weights to the host where they are not kept. 2: all of it; the next update sends the weights again, and nothing is sampled before."""
+    """Memory that ``offload_idle_roles`` frees. 0: none. 1: the KV cache is freed, and weights that do not stay on the GPU move to the host. 2: the KV cache and the weights are freed; the next update sends the weights again, and the sampler cannot sample before that update."""
     log_probs: Literal["auto", "sampled", "full"] = "auto"
-    """Which log-probs vLLM reports when top-p or top-k cut the distribution. ``sampled``: those of the cut distribution. ``full``: also those of the whole one, after temperature. ``auto``: ``full`` if ``[rollout]`` cuts."""
+    """Log-probs that vLLM reports when top-p or top-k cut the distribution. ``sampled``: log-probs of the cut distribution. ``full``: also log-probs of the whole distribution, after temperature. ``auto``: ``full`` if ``[rollout]`` cuts the distribution."""
     quantization: Literal["fp8"] | None = None
-    """Weights of linear layers in 8 bits, made again from each update. Experimental: the sampler is then another policy than the one that learns, see `other_policy`."""
+    """Keep the weights of linear layers in 8 bits. Each update quantizes them again. Experimental: the sampler's policy then differs from the trained policy, see `other_policy`."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """Type of the KV cache; ``auto``: that of the computation. In 8 bits it holds twice as many tokens, experimental as `quantization`."""
+    """Type of the KV cache; ``auto``: the type of the computation. An 8-bit cache holds twice as many tokens. It is experimental, like `quantization`."""
     adapter: bool = False
-    """In a run with ``[actor.lora]``: vLLM keeps the base and is given the adapter alone with each update, not merged weights. Ranks over 16 need vLLM's `max_lora_rank` too."""
+    """In a run with ``[actor.lora]``: vLLM keeps the base model, and each update sends only the adapter instead of merged weights. A rank over 16 also needs vLLM's `max_lora_rank`."""
     per_request_seeds: bool = True
-    """Each response has its own random numbers, so that it does not depend on which others are sampled at the same time, and a resumed run samples as if it had not stopped. ``false``: all draw from vLLM's one generator, which spares a call to the device for every sequence and token."""
+    """Give each response a separate random generator. A response then does not depend on the other responses sampled at the same time, and a resumed run samples as if it had not stopped. ``false``: all responses use vLLM's single generator, which saves one call to the device for each sequence and token."""
     fp32_head: bool = False
-    """Logits are computed in float32 from 16-bit weights: nearer to a trainer in float32, a little slower."""
+    """Compute the logits in float32 from 16-bit weights. The logits are closer to those of a float32 trainer; sampling is a little slower."""
 
     @property
     def other_policy(self) -> str:
@@ -130,7 +133,7 @@ class FrozenOptions(EngineOptions):
     """``[teacher.vllm]``: a model that is never trained (a teacher, a reward model, a judge) on vLLM. Refused for `actor`, `critic` and `ref`. The table takes the keys below and every option of vLLM's engine (``EngineArgs``) under vLLM's name."""
 
     sleep_level: Literal[0, 1] = 1
-    """What ``offload_idle_roles`` gives back while others work. 0: nothing. 1: the KV cache. The weights of a judge or a reward model then go to the host, those of a teacher stay."""
+    """Memory that ``offload_idle_roles`` frees while other roles work. 0: none. 1: the KV cache. With 1, the weights of a judge or a reward model also move to the host; the weights of a teacher stay on the GPU."""
 
 
 @hookimpl
