@@ -30,25 +30,25 @@ class EnvironmentConfig(ChoosingTable):
     """``[environment]``: where the table is present, each rollout is an episode of this environment, in training and evaluation."""
 
     name: str
-    """The environment, by name (``engine plugins``); its options stand in ``[environment.NAME]``."""
+    """The environment, by name (``engine plugins``). Its options are in ``[environment.NAME]``."""
     reward_weights: dict[str, float] = {}
-    """Factors of the rewards that the episodes set themselves, by name, in the sum of rewards; default: 1. 0 only measures."""
+    """Factors, in the sum of rewards, of the rewards that the episodes set, by name; default: 1. A reward with factor 0 is only measured."""
     max_turns: PositiveInt = 8
-    """Times that the policy is asked in one episode; each is cut after `rollout.max_response_tokens`."""
+    """Maximum number of turns of the policy in one episode. Each turn is cut after `rollout.max_response_tokens`."""
     max_tokens: PositiveInt | None = None
-    """Tokens of an episode, prompt and answers of tools included; default: what the model can hold."""
+    """Maximum number of tokens of an episode, including the prompt and the answers of tools; default: the model's maximum."""
     timeout_seconds: PositiveFloat = 600.0
-    """Time for one episode from its start, waiting for the sampler included; after it the episode follows `on_timeout`."""
+    """Maximum time for one episode from its start, including the wait for the sampler. After this time the episode follows `on_timeout`."""
     tool_timeout_seconds: PositiveFloat = 10.0
-    """Time for one call of a tool; after it the policy reads that there was no answer."""
+    """Maximum time for one tool call. After this time the policy reads that the tool gave no answer."""
     max_concurrent: NonNegativeInt = 0
-    """Episodes that run at once; 0: all of a step."""
+    """Maximum number of episodes that run at the same time; 0: all episodes of a step."""
     on_error: Literal["drop", "zero", "fail"] = "drop"
-    """When an episode raises, or never asks the policy: leave its rollout out of the update, give it reward 0, or end the run."""
+    """Treatment of an episode that raises an error or never asks the policy. ``drop``: leave its rollout out of the update. ``zero``: give it reward 0. ``fail``: end the run."""
     on_timeout: Literal["drop", "zero", "fail"] = "drop"
-    """The same for one that misses its deadline."""
+    """Treatment of an episode that exceeds `timeout_seconds`: same values as `on_error`."""
     max_failure_share: Fraction = 0.5
-    """A step in which more than this share of episodes failed ends the run."""
+    """Maximum share of episodes that may fail in one step. A step with a larger share ends the run."""
 
 
 class StageConfig(ChoosingTable):

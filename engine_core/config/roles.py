@@ -154,17 +154,17 @@ class ProcessConfig(Table):
     """The table ``[rollout.process]``: with it the rollout engine runs in a separate process."""
 
     python: str = ""
-    """Interpreter of another environment, with engine-core-rl of the same version and the rollout plugin; empty: the run's own. Relative to the folder of the TOML that names it."""
+    """Python interpreter of another environment. This environment must contain the same version of engine-core-rl and the rollout plugin. Empty: the interpreter of the run. A relative path starts at the folder of the TOML file that names it."""
     engines: PositiveInt = 1
-    """Engines, each in a separate process; requests are distributed by load, and the responses of one prompt go to one engine. On GPUs each has its own device."""
+    """Number of engines, each in a separate process. Requests are distributed by load; all responses of one prompt go to one engine. On GPUs each engine has a separate device."""
     startup_timeout_minutes: PositiveFloat = 15.0
-    """Time for the engine to be built."""
+    """Maximum time to build the engine."""
     heartbeat_timeout_seconds: PositiveFloat = 60.0
-    """Without a sign of life for so long, the process counts as hanging: it is stopped, or the engine holds the interpreter."""
+    """A process that sends no heartbeat for this time counts as hanging. Possible causes: the process is suspended, or the engine holds the interpreter lock."""
     command_timeout_minutes: PositiveFloat = 30.0
-    """One step of the engine, or one command, that takes longer counts as hanging."""
+    """A process counts as hanging if one step of the engine, or one command, takes longer than this."""
     max_restarts: NonNegativeInt = 3
-    """A process that died or hangs is started again so many times in a run; the next loss ends the run (exit code 6)."""
+    """Maximum number of restarts, in one run, of processes that died or hang. The next loss ends the run (exit code 6)."""
 
     @property
     def interpreter(self) -> str:
@@ -176,31 +176,31 @@ class RolloutConfig(ChoosingTable, SamplingOptions):  # type: ignore[misc]  # a 
     """``[rollout]``: how responses are sampled."""
 
     backend: str = "hf"
-    """Rollout engine, by name; its options stand in the table of that name."""
+    """Rollout engine, by name. The options of the engine are in the table of that name."""
     group_size: PositiveInt = 8
     """G: responses sampled for each prompt."""
     max_support: NonNegativeInt = 256
-    """With `top_p` or `top_k`: each token comes with the ids of those that it was drawn from, where they are at most this many (4 bytes each), see `algorithm.correction.support`."""
+    """With `top_p` or `top_k`: each sampled token also records the ids of the candidate tokens that the cut distribution kept (4 bytes for each id). If more than this many candidates were kept, the token records no ids. 0: no ids are recorded. See `algorithm.correction.support`."""
     weights: Literal["auto", "shared", "own"] = "auto"
-    """``shared``: the sampler uses the actor's module, which a sharded actor gathers on each rank while samples are drawn. ``own``: it has a copy, updated after each step. ``auto``: shared, where both backends can, they are on the same processes and the whole model fits in addition to what the actor holds."""
+    """``shared``: the sampler uses the actor's module; a sharded actor gathers the module on each rank during sampling. ``own``: the sampler has a copy of the weights, which is updated after each step. ``auto``: ``shared`` if both backends support it, both run in the same processes, and the whole model fits in memory in addition to the actor's state."""
     transport: str = "auto"
-    """How weights are sent to a sampler with a separate copy, by name, options in the table of that name: ``same_process`` (it is in the actor's processes), ``tcp``, ``broadcast`` (a process group), ``ipc`` (memory of a GPU that both see). ``auto`` chooses by where the two are, and the log says what and why."""
+    """Transport that sends weights to a sampler with a separate copy, by name. Options are in the table of that name. ``same_process``: the sampler runs in the actor's processes. ``tcp``: a TCP connection. ``broadcast``: a process group. ``ipc``: GPU memory that both sides see. ``auto`` chooses by the locations of actor and sampler; the log gives the choice and the reason."""
     overlap_rewards: bool = True
-    """Rewards of a group are worked out as soon as it is complete, while others are still sampled. The results are the same; rewards that see all samples at once (``group_ids``), those of a model and those with `workers = 0` wait."""
+    """Compute the rewards of a group as soon as the group is complete, while other groups are still sampled. The results do not change. Three kinds of rewards wait for all samples: rewards that read all samples at once (``group_ids``), rewards of a model, and rewards with `workers = 0`."""
     request_timeout_seconds: NonNegativeFloat = 0.0
-    """Seconds for one response from when the sampler is asked for it, waiting included; then it is stopped as far as it came and follows `on_timeout`. 0: no limit."""
+    """Maximum time for one response, in seconds, from the request to the sampler; time in the queue counts. After this time the response is stopped, keeps its tokens and follows `on_timeout`. 0: no limit."""
     on_timeout: Literal["drop", "zero", "keep", "fail"] = "drop"
-    """A response that was stopped at `request_timeout_seconds`: leave it out of the update, give it reward 0, score it as a truncated one, or end the run."""
+    """Treatment of a response that was stopped at `request_timeout_seconds`. ``drop``: leave the response out of the update. ``zero``: give it reward 0. ``keep``: score it like a truncated response. ``fail``: end the run."""
     over_sampling: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
-    """A step samples this many times its prompts and ends as soon as it has all its groups; responses of the others are stopped. See `partial_rollouts`."""
+    """Each step samples its number of prompts times this factor. The step ends as soon as it has all its groups; responses of the other groups are stopped. See `partial_rollouts`."""
     partial_rollouts: bool = False
-    """What `over_sampling` stopped continues in the next step from where it was, before new prompts; each token keeps its log-prob and policy version. Else it is dropped, and long responses are rarer in the update than they are."""
+    """Continue responses that `over_sampling` stopped. The next step continues them from their last token, before it starts new prompts. Each token keeps its log-prob and its policy version. ``false``: stopped responses are dropped, so long responses are rarer in the update than among all samples."""
     partial_max_staleness: PositiveInt = 8
-    """With `partial_rollouts`: a group whose oldest token is of more policy versions ago than this is dropped and counted."""
+    """With `partial_rollouts`: maximum age of a group's oldest token, in policy versions. An older group is dropped and counted."""
     max_log_prob_gap: NonNegativeFloat = 1.0
-    """Before an update: mean |rollout log-prob - train log-prob| over this is an error, because the sampler and the trainer are then not the same policy."""
+    """Maximum of mean |rollout log-prob - train log-prob| before an update. A larger gap is an error, because sampler and trainer then have different policies."""
     log_probs_every_steps: PositiveInt = 1
-    """Ask the sampler for log-probs in each n-th step alone, the first among them: vLLM takes 5 to 10% longer with them. The gap to the trainer is then measured, and bounded, in those steps. Over 1 only where nothing else reads them: with `algorithm.correction.level = "off"`."""
+    """Request log-probs from the sampler only in every n-th step, starting with the first step. The gap to the trainer is measured and checked only in these steps. vLLM takes 5 to 10% longer with log-probs. A value over 1 is refused if anything else reads the log-probs; it needs `algorithm.correction.level = "off"`, for example."""
     process: ProcessConfig | None = None
     """Run the engine in a separate process: in another Python environment, started again when it dies or hangs."""
     transport_options: Any = Field(default=None, exclude=True)

@@ -15,13 +15,13 @@ class HFOptions(Options):
     """The table ``[rollout.hf]``."""
 
     batch_size: int = Field(default=256, gt=0)
-    """Sequences sampled at one time. More is faster until memory or the cores are full."""
+    """Maximum number of sequences sampled at the same time. A larger batch is faster until memory or the cores are full."""
     tokens_per_step: int = Field(default=16, gt=0)
-    """Tokens of each sequence between two looks at what else there is to do, where the run stops responses before their end (`rollout.request_timeout_seconds`, `rollout.over_sampling`) or changes weights under them (`async.weight_updates`, other than ``drain``)."""
+    """Number of tokens that the sampler generates for each sequence before it checks for timeouts and weight updates. The key has an effect only if the run may stop unfinished responses (`rollout.request_timeout_seconds`, `rollout.over_sampling`) or change weights during sampling (`async.weight_updates` other than ``drain``)."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the weights, if the sampler has a separate model."""
+    """Type of the weights if the sampler has a separate model."""
     adapter: bool = False
-    """In a run with ``[actor.lora]``, if the sampler has a separate model: it keeps the base and receives only the adapter with each update, not merged weights. Needs the package peft."""
+    """In a run with ``[actor.lora]`` whose sampler has a separate model: the sampler keeps the base model, and each update sends only the adapter instead of merged weights. Needs the package peft."""
 
 
 @hookimpl

@@ -13,7 +13,7 @@ class TransportOptions(Options):
     """Options that all these transports have."""
 
     timeout_seconds: float = Field(600.0, gt=0)
-    """Time in which the next part of an update must come, or be taken; then the update fails, and both sides are named."""
+    """Maximum time to send or receive the next part of an update. After this time the update fails, and the error names both sides."""
 
 
 class TCPOptions(TransportOptions):
