@@ -31,13 +31,13 @@ class FrozenModel(Table):
     """The options of every model of a reward: it is loaded once and never trained."""
 
     path: str
-    """Model folder or hub name. Relative to the folder of the TOML that names it when it exists there."""
+    """Model folder or hub name. A relative folder starts at the folder of the TOML file that names it, if the folder exists there."""
     tokenizer: str | None = None
-    """Folder or hub name of its tokenizer; default: `path`."""
+    """Folder or hub name of the model's tokenizer; default: `path`."""
     attention: str | None = None
-    """Attention implementation; default: that of ``[model]``."""
+    """Attention implementation; default: the implementation of ``[model]``."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model folder. It is executed with your rights; said in the log."""
+    """Run Python code of the model folder. The code runs with your permissions, and the log reports it."""
 
     def as_model(self, model: ModelConfig) -> ModelConfig:
         """Return the table as a ``[model]`` table; overrides of `[model]` apply only to the actor."""
@@ -53,9 +53,9 @@ class Asked(Table):
     """A language model that is asked about each response."""
 
     prompt: str
-    """The question to it, in which ``{completion}`` is the response, ``{question}`` the last message of the user, ``{prompt}`` the whole prompt as the actor saw it, and ``{answer}`` or any other name a column of the data."""
+    """Question to the language model. ``{completion}`` is the response and must occur. ``{question}`` is the user's last message. ``{prompt}`` is the whole prompt as the actor saw it. ``{answer}``, or any other name, is a column of the data."""
     system: str | None = None
-    """System message before it."""
+    """System message before the question."""
 
     @field_validator("prompt")
     @classmethod
@@ -69,11 +69,11 @@ class FrozenScorer(FrozenModel, ChoosingTable):
     """A reward's model that is read in one forward pass, by a train engine without an optimizer."""
 
     backend: str = "torch"
-    """Train engine that runs it, by name; its options stand in the table of that name."""
+    """Train engine that runs the model, by name. The options of the engine are in the table of that name."""
     max_tokens_per_rank: PositiveInt = 8192
-    """Token budget of one micro-batch on one rank; a longer sequence has its own micro-batch."""
+    """Token budget of one micro-batch on one rank. A longer sequence gets a separate micro-batch."""
     max_tokens: PositiveInt | None = None
-    """Longest sequence; a longer one fails by `on_error`. Default: what the model's config says."""
+    """Maximum length of a sequence in tokens; a longer sequence follows `on_error`. Default: the limit in the model's config."""
 
     def as_role(self) -> RoleConfig:
         """Return the table as that of a train role."""
@@ -86,18 +86,18 @@ class RewardModelConfig(FrozenScorer):
     """``[reward.model]``: the reward is the score of a sequence classifier with one label, such as ``trainer = "reward_model"`` makes."""
 
     chat_template: bool | None = None
-    """Render conversations with the reward model's own chat template; default: where the row is one and it has one."""
+    """Render conversations with the reward model's chat template. Default: true for a row that is a conversation, if the reward model has a chat template."""
     reuse_token_ids: bool = True
-    """Score the sampled tokens themselves where its tokenizer is the actor's. False always renders the text again."""
+    """Score the sampled token ids if the reward model's tokenizer is the actor's tokenizer. ``false``: always tokenize the text again."""
     score_at: Literal["end", "sampled"] = "end"
-    """``end``: read the score where the chat template (plain text: the end of sequence) ends a response, which is added where it lacks that. ``sampled``: at the last sampled token."""
+    """Token at which the score is read. ``end``: the token with which the chat template ends a response, or the end of sequence in plain text; a missing end is added. ``sampled``: the last sampled token."""
 
 
 class VerdictConfig(Asked, FrozenScorer):
-    """``[reward.verdict]``: a language model is asked about a response, and the reward is what it would answer on average: sum over the verdicts of probability times value. Nothing is generated."""
+    """``[reward.verdict]``: a language model is asked about a response, but generates nothing. The reward is the expected value of its answer: the sum over the verdicts of probability times value."""
 
     verdicts: dict[str, FiniteFloat] = {"Yes": 1.0, "No": 0.0}
-    """Answers and what each is worth. Each is one token of the model, with which its answer would begin."""
+    """Answers and their values. Each answer must be one token of the model. The model's probability of this token as the first token of its answer counts."""
 
     @field_validator("verdicts")
     @classmethod
@@ -113,15 +113,15 @@ class WrittenVerdict(Asked):
     """A language model that writes about each response, and how the reward is read from what it wrote."""
 
     votes: PositiveInt = 1
-    """Answers to each question; the reward is the mean of those that can be read."""
+    """Number of answers to each question. The reward is the mean of the readable answers."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy."""
     verdicts: dict[str, FiniteFloat] = {}
-    """Words and what each is worth, case left aside: ``{ right = 1, wrong = 0 }``. Empty: a number is read."""
+    """Words and their values, for example ``{ right = 1, wrong = 0 }``. Upper and lower case are equal. Empty: the answer is a number."""
     pattern: str | None = None
-    """Regular expression (Python's) of a verdict: its last match counts, of it the first group. Default: a word of `verdicts`, or a number."""
+    """Python regular expression that finds the verdict in an answer. The last match counts: its first group, or the whole match if the expression has no group. Default: the expression finds a word of `verdicts`, or a number."""
     scale: tuple[FiniteFloat, FiniteFloat] | None = None
-    """The number's range, mapped to 0..1; a number outside cannot be read. Default: the number itself."""
+    """Range of the number in the answer. The range is mapped to 0..1; a number outside the range counts as unreadable. Default: the number is not mapped."""
 
     @field_validator("pattern")
     @classmethod
@@ -149,14 +149,14 @@ class WrittenVerdict(Asked):
 
 
 class JudgeConfig(WrittenVerdict, FrozenModel, ChoosingTable):
-    """``[reward.judge]``: a language model writes about a response, and the reward is read from what it wrote."""
+    """``[reward.judge]``: a language model writes about a response. The reward is read from its text."""
 
     backend: str = "hf"
-    """Rollout engine that runs it, by name; its options stand in the table of that name."""
+    """Rollout engine that runs the judge, by name. The options of the engine are in the table of that name."""
     max_tokens: PositiveInt | None = None
-    """Longest question and answer together; a longer question fails by `on_error`. Default: what the model's config says."""
+    """Maximum number of tokens of question and answer together. A longer question follows `on_error`. Default: the limit in the model's config."""
     max_response_tokens: PositiveInt = 256
-    """Its answer is cut after this many tokens."""
+    """The judge's answer is cut after this many tokens."""
     options: Any = Field(default=None, exclude=True)
     """The backend's own table, filled in by the loader."""
 
@@ -180,23 +180,23 @@ class RewardConfig(ChoosingTable):
     """``[[reward]]``: one reward; several are summed by weight."""
 
     name: str
-    """The reward, by name (``engine plugins``); its options are in ``[reward.NAME]`` below. With a dedicated model: any name."""
+    """The reward, by name (``engine plugins``). Its options are in ``[reward.NAME]`` below. A reward with a dedicated model may have any name."""
     weight: float = 1.0
-    """Factor in the sum of rewards. 0 only measures."""
+    """Factor in the sum of rewards. A reward with weight 0 is only measured."""
     clip: tuple[float, float] | None = None
-    """Clip raw values to this range before weighting."""
+    """Range to which raw values are clipped before weighting."""
     timeout_seconds: PositiveFloat = 10.0
-    """Time for one sample; after it the worker is killed and the sample follows `on_timeout`."""
+    """Maximum time for one sample. After this time the worker is killed, and the sample follows `on_timeout`."""
     workers: NonNegativeInt | None = None
-    """Worker processes; 0 runs the function in the controller, where it cannot be killed. Default: what the reward's plugin says, 1 or as many as there are cores for this process (16 at most)."""
+    """Number of worker processes. 0: the function runs in the controller, which cannot kill it. Default: set by the reward's plugin; either 1, or the number of CPU cores of this process (16 at most)."""
     max_memory_gb: NonNegativeFloat = 0.0
-    """Address space of one worker, 10^9 bytes; more is a MemoryError in the function. 0: no limit."""
+    """Maximum address space of one worker, in units of 10^9 bytes. A larger allocation raises a MemoryError in the function. 0: no limit."""
     on_error: Literal["drop", "zero", "fail"] = "drop"
-    """When the function raises, dies or returns nonsense: leave the sample out of the update, give it 0, or end the run."""
+    """Treatment of a sample whose function raises an error, dies or returns an invalid value. ``drop``: leave the sample out of the update. ``zero``: give it reward 0. ``fail``: end the run."""
     on_timeout: Literal["drop", "zero", "fail"] | None = None
-    """The same for a time-out. Default: what the reward's plugin says: zero where only what the policy wrote can make it slow, else drop."""
+    """Treatment of a sample that exceeds `timeout_seconds`: same values as `on_error`. Default: set by the reward's plugin. ``zero`` if only the policy's text can make the reward slow, else ``drop``."""
     max_failure_share: Fraction = 0.5
-    """A step in which more than this share of samples failed ends the run."""
+    """Maximum share of samples that may fail in one step. A step with a larger share ends the run."""
     model: RewardModelConfig | None = None
     """A reward model gives the reward, and no plugin."""
     judge: JudgeConfig | None = None

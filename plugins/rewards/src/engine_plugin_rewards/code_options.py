@@ -13,31 +13,31 @@ class CodeOptions(Options):
     """``[reward.code]``: runs the program in a response against the tests of its row, in a sandbox."""
 
     min_isolation: Literal["limits", "landlock", "namespaces"] = "landlock"
-    """The run does not start where this machine's sandbox is weaker. The strongest that there is is used anyway."""
+    """Weakest sandbox that the run accepts. The run does not start if this machine supports only a weaker sandbox. The run always uses the strongest sandbox of the machine."""
     block: Literal["last", "first", "whole"] = "last"
-    """The program: the last or the first fenced block of the response, or the whole response."""
+    """Part of the response that is the program: the ``last`` or the ``first`` fenced block, or the ``whole`` response."""
     template: str = "{code}"
-    """What is run: ``{code}`` stands for the program. For example ``def f(x): return {code}``."""
+    """Text that is run; ``{code}`` is replaced by the program. For example ``def f(x): return {code}``."""
     prelude: str = ""
-    """Code before it, such as ``from typing import *``."""
+    """Code that is put before the program, such as ``from typing import *``."""
     score: Literal["share", "all"] = "share"
-    """The reward is the share of tests that pass, or 1 if all do and 0 otherwise; the latter stops at the first that fails."""
+    """``share``: the reward is the share of tests that pass. ``all``: the reward is 1 if all tests pass, else 0; testing stops at the first failure."""
     max_tests: Annotated[int, Field(ge=0)] = 0
-    """Only the first so many tests of a row; 0: all."""
+    """Maximum number of tests that are run for each row, from the first test on; 0: all tests."""
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
-    """Largest difference of floating-point numbers, absolute, or relative where that is more."""
+    """Maximum difference of floating-point numbers: the absolute or the relative tolerance, whichever is larger."""
     test_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
-    """Wall-clock time for one test."""
+    """Maximum wall-clock time of one test."""
     total_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Time for all tests of a response; what is not run then has failed. Default: half of `timeout_seconds` of the ``[[reward]]``, and at most nine tenths of that."""
+    """Maximum time for all tests of a response. A test that has not run by then counts as failed. Default: half of the reward's `timeout_seconds`. Maximum: nine tenths of `timeout_seconds`."""
     memory_mb: Annotated[int, Field(ge=64)] = 512
-    """Address space of one process, MiB."""
+    """Maximum address space of one process, in MiB."""
     output_kb: Annotated[int, Field(ge=1, le=65536)] = 256
-    """What a program may print, KiB; more ends it."""
+    """Maximum output of a program, in KiB. A program that prints more is killed."""
     disk_mb: Annotated[int, Field(ge=0, le=4096)] = 16
-    """Size of a program's own empty folder, MiB, in memory; 0: none. Only from ``namespaces`` on, below that files cannot be written."""
+    """Size of the program's folder, in MiB; 0: no folder. Each program gets an empty folder in memory. Only the sandbox ``namespaces`` has such a folder; weaker sandboxes allow no writing of files."""
     readable: list[str] = []
-    """Further files and folders that programs may read, absolute, such as that of an installed package."""
+    """Absolute paths of additional files and folders that programs may read, such as the folder of an installed package."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

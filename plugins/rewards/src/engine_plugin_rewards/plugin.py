@@ -24,40 +24,40 @@ class ExactMatchOptions(Options):
     """``[reward.exact_match]``: 1 if the response is the column ``answer``, else 0."""
 
     after: str | None = None
-    """Compare only what follows the last occurrence of this text in the response; 0 where it does not occur."""
+    """Compare only the text after the last occurrence of this string in the response. The reward is 0 if the string does not occur."""
     ignore_case: bool = False
-    """Compare without regard to case."""
+    """Ignore upper and lower case in the comparison."""
     strip: bool = True
-    """Leave out white space at both ends."""
+    """Ignore white space at both ends."""
 
 
 class NumericOptions(Options):
-    """``[reward.numeric]``: 1 if the last number of the response is the last one of the column ``answer``, else 0."""
+    """``[reward.numeric]``: 1 if the last number of the response equals the last number of the column ``answer``, else 0."""
 
     tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
-    """Largest absolute difference."""
+    """Maximum absolute difference."""
     relative_tolerance: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Largest difference as a share of the answer, where that is more."""
+    """Maximum difference as a share of the answer. The larger of the two tolerances applies."""
     boxed: Literal["prefer", "only", "ignore"] = "prefer"
     """The last ``\\boxed{...}`` of the response: look there first, only there, or treat it as text."""
 
 
 class MathOptions(Options):
-    """``[reward.math]``: 1 if the response and the column ``answer`` are the same mathematics, else 0 (math-verify)."""
+    """``[reward.math]``: 1 if the response and the column ``answer`` are mathematically equal, else 0 (math-verify)."""
 
     precision: Annotated[int, Field(ge=1, le=15)] = 6
-    """Decimals to which floating-point results are compared."""
+    """Number of decimals to which floating-point results are compared."""
     strict: bool = True
-    """``x`` and ``y`` are different; sets, tuples and intervals too."""
+    """Treat the variables ``x`` and ``y`` as different. Treat sets, tuples and intervals as different."""
 
 
 class FormatOptions(Options):
-    """``[reward.format]``: 1 if the response has a form, else 0."""
+    """``[reward.format]``: 1 if the response matches a pattern, else 0."""
 
     pattern: str = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
-    """Regular expression (Python's); ``.`` matches line breaks."""
+    """Python regular expression; ``.`` matches line breaks."""
     match: Literal["full", "search"] = "full"
-    """The whole response must match, or some part of it."""
+    """``full``: the whole response must match. ``search``: a part of the response must match."""
 
     @field_validator("pattern")
     @classmethod
@@ -70,14 +70,14 @@ class FormatOptions(Options):
 
 
 class LengthOptions(Options):
-    """``[reward.length]``: 0 for responses up to ``max_tokens - buffer_tokens``, then falling to ``-penalty`` (DAPO)."""
+    """``[reward.length]``: 0 for responses up to ``max_tokens - buffer_tokens``. For longer responses the reward falls to ``-penalty`` (DAPO)."""
 
     max_tokens: Annotated[int, Field(gt=0)]
-    """Length with the full penalty; usually `rollout.max_response_tokens`."""
+    """Response length that gets the full penalty; usually `rollout.max_response_tokens`."""
     buffer_tokens: Annotated[int, Field(gt=0)]
-    """Tokens before that over which the penalty grows."""
+    """Number of tokens before `max_tokens` over which the penalty grows."""
     penalty: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    """Largest penalty."""
+    """Maximum penalty."""
 
     @model_validator(mode="after")
     def _buffer_fits(self) -> Self:
@@ -89,33 +89,33 @@ class LengthOptions(Options):
 
 
 class ChatOptions(WrittenVerdict):
-    """``[reward.http.chat]``: ``url`` is the ``/v1/chat/completions`` of a language model, which judges each response."""
+    """``[reward.http.chat]``: a language model judges each response. ``url`` is the address of its ``/v1/chat/completions``."""
 
     model: str
-    """Its name at the server."""
+    """Name of the model at the server."""
     max_tokens: Annotated[int, Field(ge=1)] = 256
-    """Longest answer."""
+    """Maximum length of an answer, in tokens."""
 
 
 class HTTPOptions(ServerOptions):
-    """``[reward.http]``: the scores that a server gives, such as ``engine serve-reward``."""
+    """``[reward.http]``: a server gives the scores, for example ``engine serve-reward``."""
 
     url: str
-    """Where samples are posted: ``http://`` or ``https://``, a host, a path."""
+    """Address to which samples are posted: ``http://`` or ``https://``, a host, a path."""
     columns: list[str] = []
-    """What is sent besides prompts and completions: columns of the data such as ``answer``, or arguments of a reward such as ``response_lengths``."""
+    """Values sent in addition to prompts and completions: columns of the data such as ``answer``, or arguments of a reward such as ``response_lengths``."""
     secret_headers: dict[str, str] = {}
-    """Further headers, such as ``{ "X-Api-Key" = "JUDGE_KEY" }``: the environment variable of each value, named as in ``token_env``."""
+    """Additional headers, such as ``{ "X-Api-Key" = "JUDGE_KEY" }``. Each value is the name of the environment variable with the header's value. The name follows the rule of ``token_env``."""
     chat: ChatOptions | None = None
-    """Its table makes the server a language model that is asked about each response."""
+    """With this table the server is a language model, which judges each response."""
     batch_size: Annotated[int, Field(ge=1)] = 32
-    """Samples in one request. A worker has at most 32 at a time."""
+    """Maximum number of samples in one request. A worker handles at most 32 samples at a time."""
     requests_per_second: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Most requests of one worker in a second, tries counted, at even distances."""
+    """Maximum number of requests of one worker per second, including retries. The requests are evenly spaced."""
     attempt_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
-    """Time for one try. All tries together have nine tenths of `timeout_seconds` of the ``[[reward]]``."""
+    """Maximum time for one attempt. All attempts together may take nine tenths of the reward's `timeout_seconds`."""
     max_response_kb: Annotated[int, Field(ge=1)] = 1024
-    """A longer response is refused unread."""
+    """Maximum size of a response of the server, in KiB. A larger response is rejected without being read."""
 
     @model_validator(mode="after")
     def _one_shape(self) -> Self:
@@ -146,18 +146,18 @@ class HTTPOptions(ServerOptions):
 
 
 class PythonOptions(Options):
-    """``[reward.python]``: a function from a Python file, next to the run file."""
+    """``[reward.python]``: a function from a Python file in the folder of the run file."""
 
     path: FilePath
-    """The ``.py`` file, relative to the run file's folder and inside it."""
+    """Path of the ``.py`` file, relative to the run file's folder. The file must be inside this folder."""
     function: str = "score"
-    """Name of the function in it."""
+    """Name of the function in the file."""
     allow_local_code: bool = False
-    """Say true: the file is run with your rights."""
+    """Permission to run the file. The file runs with your permissions. The reward requires the value ``true``."""
     conversational: bool = False
-    """Give prompts and completions as TRL does for conversations: lists of ``{role, content}``."""
+    """Pass prompts and completions of conversations as lists of ``{role, content}``, as TRL does."""
     arguments: dict[str, Any] = {}
-    """Further arguments of the function."""
+    """Additional arguments of the function."""
 
     @model_validator(mode="after")
     def _allowed(self) -> Self:

@@ -15,12 +15,12 @@ class VLLMServerOptions(ServerOptions):
     url: str
     """Address of a ``vllm serve``, such as ``http://127.0.0.1:8000``."""
     model: str | None = None
-    """Its name at the server; default: the only one there."""
+    """Name of the model at the server; default: the server's only model."""
     connections: Annotated[int, Field(ge=1, le=256)] = 16
-    """Requests at the same time, of each rank."""
+    """Maximum number of concurrent requests of each rank."""
     batch_size: Annotated[int, Field(ge=1, le=1024)] = 8
-    """Sequences in one request."""
+    """Maximum number of sequences in one request."""
     attempt_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
-    """Time for one try."""
+    """Maximum time for one attempt."""
     max_response_mb: Annotated[int, Field(ge=1)] = 256
-    """A longer response is refused unread. A teacher's has about 80 bytes for each token and candidate."""
+    """Maximum size of a response of the server, in MiB. A larger response is rejected without being read. A teacher's response has about 80 bytes for each token and candidate."""

@@ -17,15 +17,15 @@ class ServerOptions(Options):
     url: str
     """Address of the server: ``http://`` or ``https://``, a host, a path."""
     token_env: str | None = None
-    """Environment variable with the server's token, sent as ``Authorization: Bearer``. Its name must say that it is one: a word of it TOKEN, KEY or SECRET."""
+    """Name of the environment variable with the server's token. The token is sent as ``Authorization: Bearer``. One word of the name must be TOKEN, KEY or SECRET."""
     connections: Annotated[int, Field(ge=1, le=256)] = 4
-    """Requests at the same time."""
+    """Maximum number of concurrent requests."""
     attempt_timeout_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
-    """Time for one try."""
+    """Maximum time for one attempt."""
     retries: Annotated[int, Field(ge=0)] = 4
-    """Further tries when there is no connection, no answer in time, or a status of 429 or 5xx."""
+    """Maximum number of retries. A request is retried if the connection fails, the attempt times out, or the status is 429 or 5xx."""
     backoff_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.25
-    """Pause before the second try, doubled before each further one, give or take a half; a server's ``Retry-After`` wins."""
+    """Pause before the first retry. The pause doubles before each further retry and varies randomly by up to half. A server's ``Retry-After`` replaces the pause."""
 
     @field_validator("url")
     @classmethod
