@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, Qwen3MoeConfig
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig, RolloutConfig
 from engine_core.contracts.engines import WorkerContext
@@ -360,17 +360,19 @@ def test_a_shared_module_is_not_updated(make_engine, make_model, make_trainer):
         engine.update_weights(published_weights(make_model()), 1)
 
 
-def test_a_module_that_is_none_of_transformers_is_sampled_from_without_a_cache(
-    make_engine, make_model, make_trainer, make_requests
+@pytest.mark.parametrize("base", ["Module", "PreTrainedModel"])
+def test_a_module_without_the_interface_of_transformers_is_sampled_from_without_a_cache(
+    make_engine, make_model, make_trainer, make_requests, base
 ):
     model = make_model()
 
-    class Plain(torch.nn.Module):
+    class Plain({"Module": torch.nn.Module, "PreTrainedModel": PreTrainedModel}[base]):
         def __init__(self):
-            super().__init__()
+            super().__init__(*([] if base == "Module" else [PretrainedConfig()]))
             self.inner = model
 
-        def forward(self, input_ids, position_ids):
+        def forward(self, input_ids, position_ids=None, **others):
+            assert not others
             assert input_ids.shape == position_ids.shape == (1, input_ids.shape[1])
             return self.inner(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
 

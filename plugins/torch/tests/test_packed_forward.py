@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, NanoChat
 
 from engine_core.types import Batch, LossCall
 from engine_plugin_torch import packed_forward
+from engine_plugin_torch.log_probs import find_head
 from engine_plugin_torch.packed_forward import PackedForward
 
 
@@ -41,7 +42,7 @@ def test_a_config_key_that_speaks_of_logits_and_is_not_known_gives_full_logits()
     config.final_logit_multiplier = 3.0
     module = torch.nn.Module()
     module.config, module.get_output_embeddings = config, lambda: torch.nn.Linear(2, 3)
-    assert PackedForward(module, torch.device("cpu"), torch.float32, 8).head is None
+    assert find_head(module) is None
 
 
 def test_a_model_that_mixes_packed_sequences_gets_one_at_a_time(make_engine, batch, caplog):

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from engine_core.sampling import begun_ids
 from engine_core.types import SUPPORT, padded_support
 from engine_plugin_hf_rollout.cache import make_cache
 from engine_plugin_hf_rollout.distribution import Distributions, draw, support, uniforms
+from engine_plugin_torch.model_loading import accepts
 
 if TYPE_CHECKING:
     from transformers import DynamicCache
@@ -68,7 +68,7 @@ class Decoding:
         device = next(module.parameters()).device
         self._decode, self._step, self.over = decode, 0, False
         self._batch = _Batch(requests, end_ids, max_positions, device)
-        begin = _prefill if isinstance(module, PreTrainedModel) else _Uncached.begin
+        begin = _prefill if accepts(module, "past_key_values") else _Uncached.begin
         self._rows: _Cached | _Uncached = begin(module, requests, device)
         self._token: Tensor | None = None  # drawn, and not yet in the cache
 

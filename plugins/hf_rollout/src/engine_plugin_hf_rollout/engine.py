@@ -279,7 +279,8 @@ class HFRolloutEngine(RolloutEngine):
             keys |= self.model_config.override
             return len(self.tokenizer), keys.get("max_position_embeddings") or NO_LIMIT
         text = config.get_text_config()
-        return text.vocab_size, getattr(text, "max_position_embeddings", None) or NO_LIMIT
+        size = getattr(text, "vocab_size", None) or len(self.tokenizer)
+        return size, getattr(text, "max_position_embeddings", None) or NO_LIMIT
 
     @contextlib.contextmanager
     def _generation(self) -> Iterator[nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,6 +71,14 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module
 
 
+def accepts(module: nn.Module, argument: str) -> bool:
+    """Return whether a module is a model of transformers whose ``forward`` names this argument.
+
+    Subclasses of ``PreTrainedModel`` that do not are called as other modules: with ``input_ids`` and ``position_ids`` alone.
+    """
+    return isinstance(module, PreTrainedModel) and argument in inspect.signature(type(module).forward).parameters
+
+
 def random_model(config: PretrainedConfig, model: ModelConfig, device: torch.device = CPU) -> PreTrainedModel:
     """Build a model with float32 weights from `model.seed`, drawn on ``device``; torch's random state does not change.
 
@@ -90,7 +99,8 @@ def random_model(config: PretrainedConfig, model: ModelConfig, device: torch.dev
 
 def adopt_live(module: nn.Module, model: ModelConfig, role: str, device: torch.device) -> nn.Module:
     """Return the module for a role of a model given from Python: the actor trains it, other roles get a copy."""
-    if isinstance(module, PreTrainedModel):
+    if accepts(module, "use_cache"):
+        assert isinstance(module, PreTrainedModel)
         module.set_attn_implementation(choose_attention(model.attention, module.config, device)[0])
     return module if role == "actor" else base_copy(module)
 

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from engine_core.errors import PluginError
 from engine_core.model_config import VALUE_HEAD as HEAD
 from engine_plugin_torch.attention import attends_only, find_prefixes, packed, packed_arguments
 from engine_plugin_torch.log_probs import OUTPUTS, Head, columns_at, find_head, gather_outputs, zero_outputs
+from engine_plugin_torch.model_loading import accepts
 from engine_plugin_torch.transfer import on_host, predicted, send
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class PackedForward:
         self.module, self.device, self.chunk = module, device, chunk
         self.compile, self.recompute = compile, recompute
         self.compute_dtype = compute_dtype
-        self.head: Head | None = find_head(module)
+        self.head: Head | None = find_head(module) if accepts(module, "use_cache") else None
         self.packs = bool(getattr(module, "packs_sequences", _attends_only(module)))
         self.shares = share and device.type == "cpu" and _attention(module) == "varlen"
         self._tried = False
@@ -155,7 +155,7 @@ class PackedForward:
         if shared is not None:
             token_ids, positions = token_ids[shared.kept], positions[shared.kept]
         inputs = {"input_ids": token_ids[None], "position_ids": send(positions, self.device)[None]}
-        if not isinstance(self.module, PreTrainedModel):
+        if not accepts(self.module, "use_cache"):
             return self._result(self.module(**inputs))[0]
         name = _attention(self.module)
         separate = packed_arguments(lengths, self.device, name, shared) if self.packs else {}
@@ -185,7 +185,7 @@ class PackedForward:
     def _try(self) -> None:
         """Compare with the module's own logits; choose the slower path where they differ."""
         self._tried = True
-        if not isinstance(self.module, PreTrainedModel) or not (self.packs or self.head):
+        if not accepts(self.module, "use_cache") or not (self.packs or self.head):
             return
         with self.autocast():
             if self.head and not self._head_is_own():
@@ -236,7 +236,7 @@ class PackedForward:
 
 def _attends_only(module: nn.Module) -> bool:
     """Return whether a module mixes tokens only in attention layers: recurrent state runs across packed sequences."""
-    if not isinstance(module, PreTrainedModel) or getattr(module, "_is_stateful", False):
+    if not accepts(module, "use_cache") or getattr(module, "_is_stateful", False):
         return False
     return attends_only(module.config)
 
@@ -249,7 +249,7 @@ def mixes(module: nn.Module) -> None:
 def _attention(module: nn.Module) -> str | None:
     """Return the attention implementation of a transformers model; None for another module."""
     config: Any = getattr(module, "config", None)
-    return config.get_text_config()._attn_implementation if isinstance(module, PreTrainedModel) else None
+    return config.get_text_config()._attn_implementation if accepts(module, "use_cache") else None
 
 
 def _logits(output: object) -> Tensor:
@@ -319,7 +319,7 @@ class ValueForward(PackedForward):
     def __init__(self, module: nn.Module, device: torch.device, compute_dtype: torch.dtype) -> None:
         super().__init__(module, device, compute_dtype, chunk=0)
         self.head = None
-        if isinstance(module, PreTrainedModel):
+        if accepts(module, "use_cache"):
             if not isinstance(getattr(module, HEAD, None), nn.Module):
                 raise PluginError(
                     f"{type(module).__name__} was built for a critic and has no head '{HEAD}'. "
@@ -371,7 +371,7 @@ class ValueForward(PackedForward):
     def _try(self) -> None:
         """Compare the hidden states of a pack with those of a sequence alone; stop packing where they differ."""
         self._tried = True
-        if not isinstance(self.module, PreTrainedModel) or not self.packs:
+        if not accepts(self.module, "use_cache") or not self.packs:
             return
         with self.autocast():
             apart = self._packs_apart()
