@@ -307,7 +307,7 @@ class LocalOptions(Options):
     """``[runtime.local]``: all workers in the controller's process."""
 
     offload_idle_roles: bool = False
-    """Offload gradients and optimizer to host memory during sampling; free the sampler's cache during training."""
+    """Move gradients and optimizer state to host memory during sampling. Free the sampler's cache during training."""
 
 
 @hookimpl

@@ -22,19 +22,19 @@ class SetOptions(Table, Distribution):  # type: ignore[misc]  # a table is not f
     """Keys of ``[eval]`` that each ``[[eval.set]]`` may set too."""
 
     max_prompts: PositiveInt | None = None
-    """Evaluate only the first n prompts of a set; default: all."""
+    """Maximum number of prompts of a set that are evaluated, from the first prompt on; default: all."""
     max_response_tokens: PositiveInt | None = None
     """A response is cut after this many tokens; default: `rollout.max_response_tokens`."""
     samples_per_prompt: PositiveInt = 1
-    """n: responses for each prompt."""
+    """n: number of responses for each prompt."""
     k: list[PositiveInt] = []
-    """Measure pass@k for each of these k, at most `samples_per_prompt`: one of k responses passes (https://arxiv.org/abs/2107.03374)."""
+    """Measure pass@k for each k of this list (https://arxiv.org/abs/2107.03374): the probability that at least one of k responses passes. Each k is at most `samples_per_prompt`."""
     majority: str = "off"
-    """Measure maj@k too: how often the most frequent answer of k responses is right. ``text`` compares whole responses, the name of a reward compares the answers that this reward extracts."""
+    """Also measure maj@k: how often the most frequent answer of k responses is correct. ``text``: compare whole responses. Name of a reward: compare the answers that this reward extracts. ``off``: do not measure."""
     score: str | None = None
-    """Name of the reward that scores responses for accuracy, pass@k and maj@k; default: the file's first."""
+    """Name of the reward whose score decides accuracy, pass@k and maj@k; default: the first reward of the run file."""
     pass_threshold: float = 1.0
-    """A response passes if its score is at least this."""
+    """Minimum score of a response that passes."""
 
 
 class EvalSetConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
@@ -43,7 +43,7 @@ class EvalSetConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     """Name of the set in metrics and files."""
     path: str | list[str]
-    """Files, in the layout of ``[data]``. Relative to the folder of the TOML that names them."""
+    """Files in the layout of ``[data]``. A relative path starts at the folder of the TOML file that names it."""
     temperature: NonNegativeFloat = 0.0  # as in EvalConfig
     """Sampling temperature; 0 is greedy."""
 

@@ -144,88 +144,88 @@ class AlgorithmConfig(Table):
 
 
 class ColumnsConfig(Table):
-    """``[data.columns]``: which columns of the files are what."""
+    """``[data.columns]``: the columns of the files and their meaning."""
 
     prompt: str = "prompt"
-    """Text, or a list of ``{role, content}`` messages."""
+    """The prompt: text, or a list of ``{role, content}`` messages."""
     response: str = "response"
-    """SFT: the response to learn, text or a list of assistant messages, where rows are not whole conversations."""
+    """SFT: the response to learn, as text or a list of assistant messages. The column is not read from rows that are whole conversations."""
     messages: str = "messages"
     """A whole conversation as a list of ``{role, content}``."""
     answer: str = "answer"
-    """The ground truth, passed to rewards under this name."""
+    """The ground truth. Rewards receive the column under the name ``answer``."""
     chosen: str = "chosen"
-    """Pairs: the better response, text or messages."""
+    """Pairs: the better response, as text or messages."""
     rejected: str = "rejected"
-    """Pairs: the worse response, text or messages."""
+    """Pairs: the worse response, as text or messages."""
     margin: str = "margin"
-    """Pairs: by how much the chosen response is better, a number; rows may lack it."""
+    """Pairs: number that gives how much better the chosen response is. Rows may lack this column."""
     label: str = "label"
     """KTO: whether the response is desirable, true or false."""
     tools: str = "tools"
-    """JSON schemas of the tools that the chat template shows, as a list; empty: rows have none."""
+    """JSON schemas of the tools that the chat template shows, as a list. Empty: rows have no tools."""
     id: str | None = None
-    """A row's own name; default: its number in the file."""
+    """Name of the row; default: the number of the row in the file."""
 
 
 class DataConfig(ChoosingTable):
-    """``[data]``: where prompts come from."""
+    """``[data]``: the source and the format of the prompts."""
 
     train: str | list[str] = []
-    """Files: JSONL, Parquet or CSV. Relative to the folder of the TOML that names them; from the command line, to the working directory."""
+    """Training files: JSONL, Parquet or CSV. A relative path starts at the folder of the TOML file that names it; on the command line, at the working directory."""
     validation: str | list[str] = []
-    """Held-out files, for `[eval]`."""
+    """Held-out files for ``[eval]``."""
     source: str = ""
-    """Source of rows that a plugin offers, by name, in place of `train`; options in ``[data.NAME]``. Where `validation` names no file, the source gives the held-out rows as well."""
+    """Data source of a plugin, by name, in place of `train`. Its options are in ``[data.NAME]``. The source also gives the held-out rows if `validation` names no file."""
     format: Literal["auto", "prompt", "messages", "sharegpt", "trl", "verl"] = "auto"
-    """Layout of a row; ``auto`` looks at the columns of the first row."""
+    """Layout of a row. ``auto`` chooses by the columns of the first row."""
     columns: ColumnsConfig = ColumnsConfig()
     """Names of the columns."""
     system: str | None = None
-    """System message put before every prompt that has none."""
+    """System message that is put before each prompt without a system message."""
     chat_template: bool | None = None
-    """Render prompts with the tokenizer's chat template; default: when it has one and the row is a conversation."""
+    """Render prompts with the tokenizer's chat template. Default: true for a row that is a conversation, if the tokenizer has a chat template."""
     chat_template_kwargs: dict[str, Any] = {}
     """Arguments of the chat template, such as ``{ enable_thinking = false }``."""
     control_tokens: Literal["text", "allow"] = "text"
-    """Control tokens, such as ``<|im_end|>``, that messages of the data and of an environment hold: ``text`` makes them plain text, which cannot forge a role or an end; ``allow`` lets the tokenizer recognize them."""
+    """Treatment of control tokens, such as ``<|im_end|>``, in messages of the data and of an environment. ``text``: the tokens become plain text, which cannot imitate a role or an end. ``allow``: the tokenizer recognizes the tokens."""
     prompts_per_step: PositiveInt = 64
-    """P: prompts of one step; SFT: sequences of one optimizer step."""
+    """P: number of prompts in one step. SFT: number of sequences in one optimizer step."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt; see `over_long`."""
+    """Maximum length of a prompt, in tokens. A longer prompt follows `over_long`."""
     over_long: Literal["error", "skip"] = "skip"
-    """What happens to a longer one. Skipped rows are counted and named."""
+    """Treatment of a prompt that is too long. ``error``: the run ends. ``skip``: the row is skipped; skipped rows are counted and named."""
     shuffle: bool = True
-    """A new order each epoch, from `seed`."""
+    """Use a new order of the rows in each epoch. The order depends on `run.seed`."""
     max_bad_rows: NonNegativeInt = 0
-    """That many rows may be unusable (they are named, counted and skipped); one more ends the run."""
+    """Maximum number of unusable rows. Unusable rows are named, counted and skipped; one more ends the run."""
     num_workers: NonNegativeInt = 0
-    """Processes that read and tokenise ahead; 0: in the controller."""
+    """Number of processes that read and tokenize rows ahead; 0: the controller reads them."""
     prefetch_factor: PositiveInt = 2
-    """Steps that each worker prepares ahead."""
+    """Number of steps that each of these processes prepares ahead."""
 
 
 class RunConfig(Table):
-    """``[run]``: where the run lies and how long it is."""
+    """``[run]``: the folder and the length of the run."""
 
     dir: str = "runs"
-    """Folder of run folders, relative to the working directory."""
+    """Folder that contains the run folders, relative to the working directory."""
     name: str | None = None
-    """Name of the run folder; default: the file's name, date and time."""
+    """Name of the run folder; default: name of the run file, date and time."""
     steps: PositiveInt | None = None
-    """Training steps; default: `epochs` passes over the data."""
+    """Number of training steps; default: the steps of `epochs` passes over the data."""
     epochs: PositiveInt = 1
-    """Passes over the training files, where `steps` is not set."""
+    """Number of passes over the training data if `steps` is not set."""
     seed: Seed = 0
-    """Seed of data order and sampling."""
+    """Seed of the data order and of sampling."""
     finish_above: dict[str, float] = {}
-    """Metrics and their goals, ``{ "reward/mean" = 0.9 }``: the first step above one is the last of the run (exit code 0)."""
+    """Metrics and goals, ``{ "reward/mean" = 0.9 }``. The run ends after the first step in which a metric is above its goal (exit code 0)."""
     finish_below: dict[str, float] = {}
-    """The same for goals that a metric must be below, ``{ "eval/loss" = 0.5 }``."""
+    """Metrics and goals, ``{ "eval/loss" = 0.5 }``. The run ends after the first step in which a metric is below its goal (exit code 0)."""
     fail_above: dict[str, PositiveFloat] = {}
-    """Metrics and their bounds, ``{ "actor/approx_kl" = 0.5 }``: a step above one ends the run as failed (exit code 6) and is not saved."""
+    """Metrics and bounds, ``{ "actor/approx_kl" = 0.5 }``. A step in which a metric is above its bound ends the run as failed (exit code 6) and is not saved."""
     deterministic: bool = False
-    """torch's deterministic algorithms, an error where there is none."""
+    """Use torch's deterministic algorithms. An operation without such an algorithm raises an error."""
 
     @field_validator("name")
     @classmethod
@@ -236,35 +236,35 @@ class RunConfig(Table):
 
 
 class CheckpointConfig(Table):
-    """``[checkpoint]``: when the whole state is written."""
+    """``[checkpoint]``: when the whole state is saved."""
 
     every_steps: NonNegativeInt = 0
-    """Save after every n steps; 0: only at the end."""
+    """Save after every n steps; 0: only after the last step."""
     every_minutes: NonNegativeFloat = 0.0
-    """Save after the step in which so much time has passed since the last save; 0: not by the clock."""
+    """Save after the first step that ends at least this many minutes after the last save; 0: no saves by time."""
     at_end: bool = True
     """Save after the last step."""
     at_stop: bool = True
     """Save the last finished step when a signal stops the run or a sampler is lost."""
     keep_last: PositiveInt = 2
-    """Checkpoints kept; older ones are deleted once a newer one is verified."""
+    """Number of newest checkpoints that are kept. Older checkpoints are deleted once a newer checkpoint is verified."""
     keep_best: PositiveInt = 1
-    """Besides, the checkpoints with the best `best_metric` are kept."""
+    """Number of checkpoints with the best `best_metric` that are kept in addition to `keep_last`."""
     best_metric: str | None = None
-    """A metric such as ``eval/accuracy``: a step in which it is better than in all saved ones is saved too."""
+    """A metric such as ``eval/accuracy``. A step is also saved if its metric is better than in all saved steps."""
     best_mode: Literal["max", "min"] = "max"
-    """Whether a higher or a lower `best_metric` is better."""
+    """``max``: a higher `best_metric` is better. ``min``: a lower `best_metric` is better."""
     max_failures: PositiveInt = 3
-    """A save that fails (a full disk) is a warning; that many in a row end the run (exit code 5)."""
+    """Number of failed saves in a row that ends the run (exit code 5). Before that, a failed save (for example, a full disk) is only a warning."""
 
 
 class TrackingConfig(Table):
-    """``[tracking]``: what is written about a run. ``metrics.jsonl`` always is."""
+    """``[tracking]``: records of a run. ``metrics.jsonl`` is always written."""
 
     trackers: list[str] = []
-    """Trackers, by name, such as ``tensorboard``; options in ``[tracking.NAME]``."""
+    """Trackers, by name, such as ``tensorboard``. Their options are in ``[tracking.NAME]``."""
     rollouts_every_steps: NonNegativeInt = 1
-    """Write the step's rollouts as Parquet every n steps; 0: never."""
+    """Write the rollouts of every n-th step as a Parquet file; 0: never."""
     options: dict[str, Any] = Field(default={}, exclude=True)
     """The trackers' own tables by bare name, filled in by the loader."""
 
@@ -277,17 +277,17 @@ class PluginsConfig(Table):
 
 
 class RuntimeConfig(ChoosingTable):
-    """``[runtime]``: what runs the workers."""
+    """``[runtime]``: the runtime that runs the workers."""
 
     backend: str = "local"
-    """Runtime, by name; options in the table of that name."""
+    """Runtime, by name. The options of the runtime are in the table of that name."""
 
 
 class PlacementConfig(Table):
-    """``[placement]``: which devices each role uses."""
+    """``[placement]``: the devices of each role."""
 
     pools: dict[str, PositiveInt] = {}
-    """Device pools by name and size; default: one pool for all roles."""
+    """Device pools by name, each with its number of processes; default: one pool for all roles."""
     actor: str | None = None
     """Pool of the actor."""
     critic: str | None = None
@@ -299,7 +299,7 @@ class PlacementConfig(Table):
     rollout: str | None = None
     """Pool of the sampler."""
     reward: str | None = None
-    """Pool of the models of rewards."""
+    """Pool of the reward models."""
 
     def pool_of(self, role: str) -> str | None:
         """Return a role's own pool, else the actor's, else the first one; None without pools."""

@@ -21,20 +21,20 @@ from engine_core.tables import (
 
 
 class ModelConfig(Table):
-    """``[model]``: which model every role starts from."""
+    """``[model]``: the model from which every role starts."""
 
     path: str = ""
-    """Folder in the layout of ``save_pretrained``, or a hub name. Relative to the folder of the TOML that names it when it exists there."""
+    """Model folder in the layout of ``save_pretrained``, or a hub name. A relative folder starts at the folder of the TOML file that names it, if the folder exists there."""
     tokenizer: str | None = None
     """Folder or hub name of the tokenizer; default: `path`."""
     override: dict[str, Any] = {}
-    """Changes to the model's own config, by its key names: ``override = { rope_theta = 1e6 }``."""
+    """Changes to the model's config, by the names of its keys: ``override = { rope_theta = 1e6 }``."""
     attention: str = "auto"
-    """Attention implementation: ``auto`` chooses by model and device, and the log says what and why; ``varlen`` (packed sequences, ours), or one of transformers: ``sdpa``, ``eager``, ``flash_attention_2`` (needs flash-attn), ``flash_attention_3``, ``flash_attention_4``, ``flex_attention``."""
+    """Attention implementation. ``auto`` chooses by model and device; the log gives the choice and the reason. ``varlen``: the implementation of this project for packed sequences. Implementations of transformers: ``sdpa``, ``eager``, ``flash_attention_2`` (needs flash-attn), ``flash_attention_3``, ``flash_attention_4``, ``flex_attention``."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model folder. It is executed with your rights; said in the log."""
+    """Run Python code of the model folder. The code runs with your permissions, and the log reports it."""
     seed: Seed = 0
-    """Seed of weights that the folder does not hold (a folder with a config alone is a random model)."""
+    """Seed of weights that the folder does not contain. A folder with only a config gives a random model."""
 
 
 class OptimConfig(Table):
@@ -47,42 +47,42 @@ class OptimConfig(Table):
     eps: PositiveFloat = 1e-8
     """Adam's epsilon."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay, on matrices only (vectors such as norms and biases have none)."""
+    """Decoupled weight decay. It applies only to matrices, not to vectors such as norms and biases."""
     max_grad_norm: NonNegativeFloat = 1.0
-    """Gradients are scaled down to this global norm; 0 turns clipping off."""
+    """Maximum global norm of the gradients; larger gradients are scaled down. 0: no clipping."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up from 0."""
+    """Number of optimizer steps in which the learning rate rises linearly from 0."""
     decay_steps: NonNegativeInt = 0
-    """Optimizer steps, warm-up included, after which `schedule` has reached `min_lr_ratio`; 0: the run's length."""
+    """Number of optimizer steps, including the warm-up, after which `schedule` reaches `min_lr_ratio`; 0: the length of the run."""
     min_lr_ratio: Fraction = 0.0
     """Final learning rate as a share of `lr`."""
     max_skipped_steps: PositiveInt = 3
-    """That many optimizer steps in a row skipped for non-finite gradients end the run (exit code 6)."""
+    """An optimizer step with non-finite gradients is skipped. This many skipped steps in a row end the run (exit code 6)."""
 
 
 class LoRAConfig(Table):
-    """``[actor.lora]``: train a low-rank adapter and leave the model's own weights as they are (needs the package peft)."""
+    """``[actor.lora]``: train a low-rank adapter. The model's weights do not change. Needs the package peft."""
 
     rank: PositiveInt = 16
-    """r: each chosen layer learns a product B A of this inner dimension, which starts at 0."""
+    """r: rank of the adapter. Each chosen layer learns a product B A with this inner dimension. The product starts at 0."""
     alpha: PositiveFloat = 32.0
     """The product is scaled by alpha / rank (`rslora`: alpha / sqrt(rank))."""
     target_modules: str | list[str] = "all-linear"
-    """``all-linear``: every linear layer but the head. Or the ends of module names, ``["q_proj", "v_proj"]``, or one regular expression for whole names."""
+    """Layers that get an adapter. ``all-linear``: every linear layer except the head. A list contains the ends of module names, ``["q_proj", "v_proj"]``. Any other string is a regular expression for whole names."""
     modules_to_save: list[str] = []
-    """Ends of names of modules that are trained whole, in addition to the adapter."""
+    """Modules that are trained fully, in addition to the adapter. The list contains the ends of their names."""
     rslora: bool = False
-    """Scale by alpha / sqrt(rank): larger ranks then learn as fast (https://arxiv.org/abs/2312.03732)."""
+    """Scale by alpha / sqrt(rank). Larger ranks then learn as fast as smaller ranks (https://arxiv.org/abs/2312.03732)."""
     dora: bool = False
-    """Learn each row's length apart from its direction (https://arxiv.org/abs/2402.09353); slower."""
+    """Learn the length and the direction of each row separately (https://arxiv.org/abs/2402.09353); slower."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
-    """How A begins. B begins at 0, so that training starts from the model as it is."""
+    """Initialization of A. B starts at 0, so training starts from the unchanged model."""
     dropout: float = 0.0
-    """Must be 0: with dropout an unchanged policy would give other log-probs in each pass, and its ratio would not be 1."""
+    """Must be 0. With dropout the log-probs of an unchanged policy would differ between passes, and its ratio would not be 1."""
     path: str | None = None
-    """Adapter folder to start from, as peft or ``engine export --adapter`` writes it; its rank, alpha and modules are then used. Relative to the folder of the TOML that names it."""
+    """Adapter folder from which training starts, as written by peft or ``engine export --adapter``. The adapter's rank, alpha and modules then apply. A relative path starts at the folder of the TOML file that names it."""
 
     @field_validator("dropout")
     @classmethod
@@ -99,9 +99,9 @@ class RoleConfig(ChoosingTable):
     """``[actor]``, ``[ref]``, ``[teacher]``: one model in training or scoring, and the engine that runs it."""
 
     backend: str = "torch"
-    """Train engine, by name (``engine plugins``); its options stand in the table of that name. An engine of models that are never trained (``vllm``, ``vllm_server``) is for `teacher` and models of rewards; `actor`, `critic` and `ref` refuse it."""
+    """Train engine, by name (``engine plugins``). The options of the engine are in the table of that name. The engines ``vllm`` and ``vllm_server`` never train a model. They serve `teacher` and reward models; `actor`, `critic` and `ref` refuse them."""
     max_tokens_per_rank: PositiveInt | Literal["auto"] = "auto"
-    """Token budget of one micro-batch on one rank; a longer sequence has its own micro-batch. ``auto``: as many as fit by an estimate, at most 65536, chosen at the first use, once all models and the sampler are in memory; 8192 on the CPU and for models without an estimate."""
+    """Token budget of one micro-batch on one rank. A longer sequence gets a separate micro-batch. ``auto``: the estimated maximum that fits in memory, at most 65536. The value is chosen at the first use, after all models and the sampler are loaded. On the CPU and for models without an estimate, ``auto`` is 8192."""
     path: str | None = None
     """Model folder of this role; default: `[model] path`."""
     optim: OptimConfig = OptimConfig()
@@ -133,9 +133,9 @@ class CriticConfig(RoleConfig):
     optim: CriticOptimConfig = CriticOptimConfig()
     """The optimizer."""
     warmup_steps: NonNegativeInt = 0
-    """In the first n steps of the run only the critic learns, the policy stays as it is."""
+    """Number of steps at the start of the run in which only the critic learns and the policy does not change."""
     clip_ratio: NonNegativeFloat = 0.5
-    """A value that has moved further than this from what it was before the step's updates, in units of reward, learns no more; 0 turns clipping off."""
+    """Maximum change of a value, in units of reward, compared to the value before the updates of the step. A value that changed more is no longer trained. 0: no clipping."""
 
     @classmethod
     def like(cls, actor: RoleConfig) -> CriticConfig:

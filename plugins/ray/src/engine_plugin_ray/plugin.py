@@ -17,11 +17,11 @@ class RayOptions(ProcessOptions):
     """``[runtime.ray]``: every worker an actor of a Ray cluster, which a run starts for itself or joins."""
 
     address: str = ""
-    """``HOST:PORT`` of a cluster's head, or ``auto`` for the one that this machine belongs to; empty: a private cluster on this machine."""
+    """``HOST:PORT`` of the head of a Ray cluster. ``auto``: the cluster to which this machine belongs. Empty: a private cluster on this machine."""
     cpus_per_process: float = Field(1.0, gt=0)
-    """CPUs that a worker reserves in the cluster, in addition to its accelerator if it has one."""
+    """Number of CPUs that each worker reserves in the cluster, in addition to its accelerator if it has one."""
     strategy: dict[str, Literal["pack", "spread", "strict_pack", "strict_spread"]] = {}
-    """By pool of [placement]: place processes close together (``pack``, the default) or on different nodes (``spread``); ``strict_`` fails if that is impossible, the others only try."""
+    """Placement of each pool of ``[placement]``, by pool name. ``pack`` (default): place the processes close together. ``spread``: place the processes on different nodes. With the prefix ``strict_`` the run fails if the placement is impossible; without it, Ray only tries."""
     env: dict[str, str] = {}
     """Environment variables of every worker."""
 
