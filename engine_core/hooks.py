@@ -85,7 +85,8 @@ def engine_build_model(
     :param options: the role's backend table (``[actor.torch]`` and the like).
     :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
     :returns: a module with its weights loaded. Its ``forward`` takes ``input_ids`` and ``position_ids`` of shape [1, T]
-        and returns logits [1, T, V], or an object with ``logits``. For ``critic`` and ``reward_model``: a transformers
+        and returns logits [1, T, V], or an object with ``logits``; a ``PreTrainedModel`` may also take ``use_cache`` and
+        ``past_key_values``. For ``critic`` and ``reward_model``: a transformers
         model with a head ``score`` (hidden size to 1), or a module that returns values [1, T], or an object with
         ``values``. Each value is read from the sequence up to and including its token. The engine shifts a critic's values
         by one: its output ``values[t]`` is the value at token t - 1. For ``rollout``: the actor's module; the first update

@@ -90,7 +90,7 @@ def _description(offer: Offer) -> str:
     except EngineError:  # --check shows it
         return ""
     text = _docstring(spec.load) if isinstance(spec.load, str) else inspect.getdoc(spec.load)
-    options = "" if spec.config is NoOptions else inspect.getdoc(spec.config)
+    options = "" if spec.config is NoOptions else inspect.cleandoc(spec.config.__doc__ or "")
     texts = (options, text) if getattr(spec, "factory", False) else (text, options)
     return _first_sentence(next(filter(None, texts), ""))
 

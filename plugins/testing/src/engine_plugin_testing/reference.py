@@ -242,6 +242,10 @@ class DecoderScores(nn.Module):
 
     def __init__(self, module: Any, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
+        assert "score.weight" in weights, (
+            "named_weights of a critic has no 'score.weight', the head of transformers' models. Give the suite a "
+            "`value_reference` for a critic of another form."
+        )
         self.prefix = module.base_model_prefix
         self.add_module(self.prefix, module.base_model)
         self.score = nn.Linear(weights["score.weight"].shape[1], 1, bias=False, dtype=torch.float64)

@@ -76,7 +76,9 @@ def accepts(module: nn.Module, argument: str) -> bool:
 
     Subclasses of ``PreTrainedModel`` that do not are called as other modules: with ``input_ids`` and ``position_ids`` alone.
     """
-    return isinstance(module, PreTrainedModel) and argument in inspect.signature(type(module).forward).parameters
+    return (
+        isinstance(module, PreTrainedModel) and argument in inspect.signature(type(module).forward).parameters
+    )
 
 
 def random_model(config: PretrainedConfig, model: ModelConfig, device: torch.device = CPU) -> PreTrainedModel:
