@@ -14,53 +14,53 @@ LOSS_SCALE = 65536.0
 
 
 class OffloadOptions(Options):
-    """``[actor.deepspeed.offload_optimizer]`` and ``offload_param``: what lies elsewhere than on the device."""
+    """``[actor.deepspeed.offload_optimizer]`` and ``offload_param``: the state that is kept off the device."""
 
     device: Literal["none", "cpu"] = "none"
-    """``cpu``: host memory."""
+    """``cpu``: keep the state in host memory. ``none``: keep the state on the device."""
     pin_memory: bool | Literal["auto"] = "auto"
-    """Host memory that cannot be paged out, which travels faster; ``auto``: where there is an accelerator."""
+    """Use pinned host memory, which is copied faster. ``auto``: if the machine has an accelerator."""
 
 
 class DeepSpeedOptions(ForwardOptions):
     """``[actor.deepspeed]``: a model over ranks with DeepSpeed ZeRO."""
 
     stage: Literal[0, 1, 2, 3] = 3
-    """What is spread over ranks: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights too. A role that is not trained is spread at 3 alone."""
+    """ZeRO stage: the state that is sharded over ranks. 0: none. 1: the optimizer state. 2: also gradients. 3: also weights. A role that is not trained is sharded only at stage 3."""
     compute_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of the weights that compute, of gradients and of the forward pass: ``auto`` is bf16 where the accelerator has it, else fp32. The optimizer keeps float32 copies. Log-probs are always float32. ``fp16`` (stages 1 to 3) scales the loss, see `loss_scale`."""
+    """Type of the compute weights, of gradients and of the forward pass. ``auto``: bf16 if the accelerator supports it, else fp32. The optimizer keeps float32 copies. Log-probs are always float32. ``fp16`` (stages 1 to 3) scales the loss, see `loss_scale`."""
     reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type in which gradients are summed over ranks; ``auto``: fp32."""
+    """Type in which gradients are summed over ranks. ``auto``: fp32."""
     loss_scale: float = Field(default=LOSS_SCALE, ge=1)
-    """With ``fp16``: the loss is multiplied by this power of two at first. A step whose gradients overflow is skipped on all ranks and halves it; 2000 good steps double it."""
+    """With ``fp16``: initial factor of the loss, a power of two. A step whose gradients overflow is skipped on all ranks and halves the factor; 2000 good steps double it."""
     offload_optimizer: OffloadOptions = OffloadOptions()
     """The optimizer's state and float32 weights lie in host memory, and the step is taken there (stages 1 to 3)."""
     offload_param: OffloadOptions = OffloadOptions()
     """Each rank's part of the weights lies in host memory until it is used (stage 3)."""
     loading: Literal["auto", "every_rank", "sharded"] = "auto"
-    """How the model folder is read. ``every_rank``: each reads it all, then keeps its part. ``sharded`` (stage 3): the model is built in parts and each rank reads its own of a folder of safetensors, so that no machine ever holds the whole. ``auto``: ``every_rank``."""
+    """How the model folder is read. ``every_rank``: each rank reads the whole folder, then keeps its shard. ``sharded`` (stage 3): the model is built in shards, and each rank reads only its shard from a folder of safetensors. No machine then ever holds the whole model. ``auto``: ``every_rank``."""
     overlap_comm: bool | Literal["auto"] = "auto"
-    """Gradients are summed during the backward pass; ``auto``: at stage 3 on an accelerator, without offload of the optimizer. Else at stage 2 alone."""
+    """Sum gradients during the backward pass. ``auto``: at stage 3 on an accelerator, if the optimizer is not offloaded. ``true`` needs stage 2 or 3 without that offload."""
     reduce_bucket_size: int = Field(default=500_000_000, gt=0)
-    """Numbers of one message of gradients."""
+    """Number of elements in one message of gradients."""
     allgather_bucket_size: int = Field(default=500_000_000, gt=0)
-    """Numbers of one message of weights after a step (stages 1 and 2)."""
+    """Number of elements in one message of weights after a step (stages 1 and 2)."""
     sub_group_size: int = Field(default=1_000_000_000, gt=0)
-    """Numbers that one part of the optimizer's step updates (stage 3)."""
+    """Number of elements that the optimizer updates at a time (stage 3)."""
     prefetch_bucket_size: int = Field(default=50_000_000, ge=0)
-    """Numbers of weights gathered ahead of use (stage 3)."""
+    """Number of weight elements that are gathered before they are needed (stage 3)."""
     param_persistence_threshold: int = Field(default=100_000, ge=0)
-    """Weights of fewer numbers stay whole on every rank (stage 3): a message would cost more than their memory."""
+    """A weight with fewer elements stays whole on every rank (stage 3), because a message would cost more than its memory."""
     max_live_parameters: int = Field(default=1_000_000_000, ge=0)
-    """Numbers of gathered weights held at one time (stage 3)."""
+    """Maximum number of gathered weight elements in memory at the same time (stage 3)."""
     max_reuse_distance: int = Field(default=1_000_000_000, ge=0)
-    """Weights used again within so many numbers are not given back in between (stage 3)."""
+    """A gathered weight is not freed if it is used again within this number of elements (stage 3)."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute the activations of each unit in the backward pass: less memory, about a quarter more time. ``auto``: where by estimate `max_tokens_per_rank` tokens (16384 where that is ``auto``) would else not fit; not on the CPU."""
+    """Recompute the activations of each unit in the backward pass. Recomputation uses less memory and takes about a quarter more time. ``auto``: if `max_tokens_per_rank` tokens (16384 if that key is ``auto``) would not fit otherwise, by an estimate; never on the CPU."""
     compile: bool | Literal["auto"] = False
-    """Compile each unit and the log-probs with torch.compile (stages 0 to 2); ``auto``: on an accelerator."""
+    """Compile each unit and the log-probs with torch.compile (stages 0 to 2). ``auto``: compile on an accelerator."""
     weights_bucket_mb: int = Field(default=256, gt=0)
-    """Weights are given away (to a sampler, to a file) in buckets of at most this many MiB of gathered tensors."""
+    """Maximum size, in MiB, of a bucket of gathered tensors when weights are sent to a sampler or written to a file."""
 
     @property
     def param_dtype(self) -> Literal["auto", "fp32"]:

@@ -14,22 +14,19 @@ FloatType = Literal["fp32", "bf16", "fp16"]
 
 
 class WrapOptions(Options):
-    """``[actor.fsdp.wrap]``: which submodules are one unit, gathered and freed together.
-
-    A plugin's ``engine_wrap_policy`` goes before it.
-    """
+    """``[actor.fsdp.wrap]``: the submodules that form one unit. A unit is gathered and freed together. The hook ``engine_wrap_policy`` of a plugin has priority over this table."""
 
     layer_classes: list[str] = []
-    """Class names of the submodules that are units, ``["Qwen3DecoderLayer"]``; empty: the decoder layers."""
+    """Class names of the submodules that are units, ``["Qwen3DecoderLayer"]``. Empty: the decoder layers."""
     layers_per_unit: int = Field(default=1, gt=0)
-    """Neighbouring units that are gathered as one: fewer and larger messages, more memory."""
+    """Number of neighboring layers that are gathered as one unit. A larger number gives fewer and larger messages and uses more memory."""
 
 
 class MixedPrecision(Options):
-    """``[actor.fsdp.mixed_precision]``: types of what is computed and sent; the weights that are kept have `param_dtype` of the table above."""
+    """``[actor.fsdp.mixed_precision]``: types of computation and communication. The kept weights have `param_dtype` of the table above."""
 
     param_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of gathered weights and of the forward pass: ``auto``: bf16 if the accelerator supports it or the kept weights are bf16, else fp32. Log-probs are always float32. ``fp16`` scales the loss, see `loss_scale`."""
+    """Type of gathered weights and of the forward pass. ``auto``: bf16 if the accelerator supports it or the kept weights are bf16, else fp32. Log-probs are always float32. ``fp16`` scales the loss, see `loss_scale`."""
     reduce_dtype: FloatType = "fp32"
     """Type in which gradients are summed over ranks."""
 
@@ -38,41 +35,41 @@ class FSDPOptions(ForwardOptions):
     """``[actor.fsdp]``: the model spread over ranks with FSDP2."""
 
     sharding: Literal["full", "grad_op", "hybrid", "none"] = "full"
-    """``full``: weights, gradients and optimizer are spread over all ranks (ZeRO-3). ``grad_op``: weights stay gathered between forward and backward pass (ZeRO-2): faster, more memory. ``hybrid``: ``full`` inside groups of `shard_group_size` ranks, copies between groups. ``none``: every rank holds everything."""
+    """``full``: weights, gradients and optimizer state are sharded over all ranks (ZeRO-3). ``grad_op``: weights stay gathered between forward and backward pass (ZeRO-2); this is faster and uses more memory. ``hybrid``: ``full`` inside groups of `shard_group_size` ranks, with a copy in each group. ``none``: every rank holds the whole model."""
     shard_group_size: int = Field(default=0, ge=0)
-    """Ranks of one group of ``hybrid``; 0: the ranks of one host."""
+    """Number of ranks in one group of ``hybrid``; 0: the ranks of one host."""
     reshard_after_forward: bool | Literal["auto"] = "auto"
-    """Whether the weights of a unit are freed after its forward pass and gathered again for its backward pass. ``auto``: yes with ``full`` and ``hybrid``. ``false`` uses more memory and fewer messages: it turns ``full`` into ``grad_op``, and ``hybrid`` then keeps weights whole between the passes. The last unit, embeddings and head always stay gathered, because the backward pass begins with them."""
+    """Free the weights of a unit after its forward pass and gather them again for its backward pass. ``auto``: true with ``full`` and ``hybrid``. ``false`` uses more memory and sends fewer messages: ``full`` then becomes ``grad_op``, and ``hybrid`` keeps weights gathered between the passes. The last unit, embeddings and head always stay gathered, because the backward pass begins with them."""
     wrap: WrapOptions = WrapOptions()
     """What is gathered at one time."""
     param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Type of the weights that are kept, and of the optimizer's state: ``auto`` is fp32; of a role that is not trained and of the model below an adapter bf16, where the accelerator has it."""
+    """Type of the kept weights and of the optimizer state. ``auto``: fp32, but bf16 for a frozen role and for the model below an adapter if the accelerator supports bf16."""
     mixed_precision: MixedPrecision = MixedPrecision()
     """Types of what is computed and sent."""
     fp8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """Large linear layers, but for the head, multiply in 8 bits, on GPUs that can (Hopper; ``tensorwise``: Ada, too): one scale for a ``tensorwise`` tensor (fastest), one for each row (``rowwise``: more exact), or that with the weight's gradient in bf16 (``rowwise_with_gw_hp``). Needs ``pip install 'engine-plugin-fsdp[fp8]'``."""
+    """Multiply in 8 bits in large linear layers, except the head. Needs a GPU with 8-bit support: Hopper, or Ada for ``tensorwise``. ``tensorwise``: one scale for each tensor (fastest). ``rowwise``: one scale for each row (more exact). ``rowwise_with_gw_hp``: ``rowwise``, but the gradient of the weight is computed in bf16. Needs ``pip install 'engine-plugin-fsdp[fp8]'``."""
     loss_scale: float = Field(default=LOSS_SCALE, gt=0)
-    """With ``fp16``: the loss is multiplied by this much at first. A step whose gradients overflow is skipped on all ranks and halves it; 2000 good steps double it."""
+    """With ``fp16``: initial factor of the loss. A step whose gradients overflow is skipped on all ranks and halves the factor; 2000 good steps double it."""
     gradient_sync: Literal["last", "each"] = "last"
-    """Gradients are summed over ranks after the ``last`` micro-batch (fewer messages; until then each rank holds whole gradients), or after ``each`` (least memory)."""
+    """``last``: sum gradients over ranks after the last micro-batch. This sends fewer messages; until then each rank holds whole gradients. ``each``: sum after each micro-batch, which uses the least memory."""
     cpu_offload: Literal["none", "optimizer", "params"] = "none"
-    """``optimizer``: its state lies in host memory between steps. ``params``: weights, gradients and optimizer lie there, the step is taken on the CPU, units travel to the device when they are used."""
+    """``optimizer``: the optimizer state is in host memory between steps. ``params``: weights, gradients and optimizer state are in host memory; the optimizer step runs on the CPU, and each unit is copied to the device when it is used."""
     activation_checkpointing: Literal["none", "full", "auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """``auto``: ``full`` where by estimate `max_tokens_per_rank` tokens (16384 where that is ``auto``) would else not fit; not on the CPU. ``full``: recompute the activations of each unit in the backward pass (less memory, about a quarter more time). A number n: those of every n-th unit."""
+    """``full``: recompute the activations of each unit in the backward pass. Recomputation uses less memory and takes about a quarter more time. A number n: recompute the activations of every n-th unit. ``auto``: ``full`` if `max_tokens_per_rank` tokens (16384 if that key is ``auto``) would not fit otherwise, by an estimate; never on the CPU."""
     activation_offload: bool = False
-    """Activations that a unit keeps lie in host memory until its backward pass."""
+    """Keep the activations of each unit in host memory until its backward pass."""
     compile: bool | Literal["auto"] = False
-    """Compile each unit and the log-probs with torch.compile; ``auto``: on an accelerator."""
+    """Compile each unit and the log-probs with torch.compile. ``auto``: compile on an accelerator."""
     sp: int = Field(default=1, gt=0)
-    """Ranks that share the tokens of each micro-batch (sequence parallelism), for sequences that one rank does not hold. Must divide the model's key-value heads and the ranks."""
+    """Number of ranks that share the tokens of each micro-batch (sequence parallelism). Use it for sequences that do not fit on one rank. The value must divide the model's key-value heads and the number of ranks."""
     tp: int = Field(default=1, gt=0)
-    """Ranks that share each layer: its heads and its wide dimension (tensor parallelism), for layers that one rank does not hold or that take too long. They lie next to each other, and should be of one host. Must divide the model's heads, its key-value heads, and with `sp` the ranks."""
+    """Number of ranks that share the heads and the wide dimension of each layer (tensor parallelism). Use it for layers that do not fit on one rank or take too long. The ranks are neighbors and should be on one host. The value must divide the model's heads, its key-value heads, and (together with `sp`) the number of ranks."""
     loading: Literal["auto", "broadcast", "sharded", "every_rank"] = "auto"
-    """How the model folder is read. ``sharded``: each rank reads its own parts alone, from a folder of safetensors that lies on every machine. ``broadcast``: the first rank reads it, tensor by tensor goes to the others, which never hold the whole. ``every_rank``: each reads it all. ``auto``: ``broadcast``, where the model is built by the core."""
+    """How the model folder is read. ``sharded``: each rank reads only its shard from a folder of safetensors, which must exist on every machine. ``broadcast``: the first rank reads the folder and sends each tensor to the other ranks, which never hold the whole model. ``every_rank``: each rank reads the whole folder. ``auto``: ``broadcast`` if the core builds the model."""
     probe: bool | Literal["auto"] = "auto"
-    """At the start the sharded model computes 16 tokens, and is refused where that differs from what it computed whole, on the first rank's CPU. ``auto``: on several ranks, a model of at most 2 billion parameters whose attention runs on a CPU."""
+    """Check the sharded model at the start. The sharded model computes 16 tokens. The run is refused if the result differs from that of the whole model on the first rank's CPU. ``auto``: check on several ranks, for a model of at most 2 billion parameters whose attention runs on a CPU."""
     weights_bucket_mb: int = Field(default=256, gt=0)
-    """Weights are given away (to a sampler, to a file) in buckets of at most this many MiB of gathered tensors."""
+    """Maximum size, in MiB, of a bucket of gathered tensors when weights are sent to a sampler or written to a file."""
 
     @property
     def compute_dtype(self) -> Literal["auto", "fp32", "bf16", "fp16"]:

@@ -15,37 +15,37 @@ class MegatronOptions(Options):
     """``[actor.megatron]``: the model spread over ranks with megatron-core."""
 
     device: str = "auto"
-    """``auto`` takes the rank's own accelerator; or a torch device string. megatron-core needs CUDA."""
+    """A torch device string. ``auto``: the rank's accelerator. megatron-core needs CUDA."""
     tp: int = Field(default=1, gt=0)
-    """Ranks that share each layer: its heads and its wide dimension (tensor parallelism). They should be of one host. Must divide the model's heads and key-value heads."""
+    """Number of ranks that share the heads and the wide dimension of each layer (tensor parallelism). The ranks should be on one host. The value must divide the model's heads and key-value heads."""
     pp: int = Field(default=1, gt=0)
-    """Ranks that hold consecutive layers each (pipeline parallelism): little is sent, and it may be sent between hosts. Must divide the model's layers."""
+    """Number of ranks among which the layers are divided (pipeline parallelism). Each rank holds consecutive layers. Communication is small, so the ranks may be on different hosts. The value must divide the model's layers."""
     virtual_pp: int = Field(default=1, gt=0)
-    """Chunks of layers that each rank of `pp` holds, interleaved: the pipeline is filled and emptied quicker, for more messages. Layers must divide by `pp` times this."""
+    """Number of interleaved chunks of layers on each rank of `pp`. More chunks fill and empty the pipeline faster but send more messages. The number of layers must be a multiple of `pp` times this value."""
     ep: int = Field(default=1, gt=0)
-    """The number of ranks with different data that share the experts of each layer (a mixture of experts). Must divide the experts."""
+    """Number of ranks, with different data, that share the experts of each layer (mixture of experts). The value must divide the number of experts."""
     cp: int = Field(default=1, gt=0)
-    """Ranks that share the tokens of each micro-batch (context parallelism), for sequences that one rank does not hold: each has a stretch of them, and in attention all of them with a share of the heads. `max_tokens_per_rank` is of the ranks together. Must divide the heads that `tp` leaves to a rank."""
+    """Number of ranks that share the tokens of each micro-batch (context parallelism). Use it for sequences that do not fit on one rank. Each rank holds a part of the tokens; in attention each rank holds all tokens and a share of the heads. `max_tokens_per_rank` is then the budget of these ranks together. The value must divide the heads that `tp` leaves to a rank."""
     sequence_parallel: bool = False
-    """With `tp`: what lies between the layers' matrices (norms, sums) is shared by tokens, too: less memory for activations."""
+    """With `tp`: also divide the operations between the layers' matrices (norms, sums) by tokens. This saves memory for activations."""
     distributed_optimizer: bool = True
-    """The optimizer's state, and the float32 copy of 16-bit weights, are spread over the data-parallel ranks (ZeRO-1)."""
+    """Shard the optimizer state, and the float32 copy of 16-bit weights, over the data-parallel ranks (ZeRO-1)."""
     overlap_grad_reduce: bool = False
-    """Gradients are summed over data-parallel ranks while the last micro-batch is still going backward."""
+    """Sum gradients over data-parallel ranks during the backward pass of the last micro-batch."""
     overlap_param_gather: bool = False
-    """With `distributed_optimizer`: new weights are gathered while the next forward pass begins. Needs `overlap_grad_reduce`."""
+    """With `distributed_optimizer`: gather new weights during the start of the next forward pass. Needs `overlap_grad_reduce`."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """``full``: the activations of each layer are computed again in the backward pass (less memory, about a quarter more time). ``selective``: those of attention's core alone."""
+    """``full``: compute the activations of each layer again in the backward pass. This uses less memory and takes about a quarter more time. ``selective``: compute only the activations of attention's core again."""
     compute_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Type of the forward pass and of the weights that it reads; ``auto`` is bf16 where the accelerator has it. With ``bf16`` and ``fp16`` a trained role keeps a float32 copy in its optimizer. Log-probs are always float32. ``fp16`` scales the loss, see `loss_scale`."""
+    """Type of the forward pass and of its weights. ``auto``: bf16 if the accelerator supports it. With ``bf16`` and ``fp16`` the optimizer of a trained role keeps a float32 copy. Log-probs are always float32. ``fp16`` scales the loss, see `loss_scale`."""
     loss_scale: float = Field(default=LOSS_SCALE, gt=0)
-    """With ``fp16``: the loss is multiplied by this much at first. A step whose gradients overflow is skipped on all ranks and halves it; 2000 good steps double it."""
+    """With ``fp16``: initial factor of the loss. A step whose gradients overflow is skipped on all ranks and halves the factor; 2000 good steps double it."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type in which gradients are kept and summed; ``bf16`` with `compute_dtype` ``bf16`` alone."""
+    """Type in which gradients are kept and summed. ``bf16`` requires `compute_dtype` ``bf16``."""
     log_prob_chunk_tokens: int = Field(default=1024, gt=0)
-    """Response tokens whose logits exist at one time (that many times a rank's part of the vocabulary, in float32)."""
+    """Number of response tokens whose logits are in memory at the same time. The logits of one token have the size of the rank's part of the vocabulary, in float32."""
     log_prob_recompute: bool = True
-    """Compute logits again in the backward pass, a chunk at a time."""
+    """Compute logits again in the backward pass, one chunk at a time."""
 
     @model_validator(mode="after")
     def _fits(self) -> MegatronOptions:

@@ -13,13 +13,13 @@ class ForwardOptions(Options):
     """The common options of engines that run a ``PackedForward``."""
 
     device: str = "auto"
-    """``auto``: the accelerator that torch finds, else the CPU; or a torch device string."""
+    """A torch device string. ``auto``: the accelerator that torch finds, else the CPU."""
     log_prob_chunk_tokens: int = Field(default=1024, gt=0)
-    """Number of response tokens whose logits exist at one time (each has the size of the vocabulary, in float32)."""
+    """Number of response tokens whose logits are in memory at the same time. The logits of one token have the size of the vocabulary, in float32."""
     log_prob_recompute: bool = True
-    """Compute logits again in the backward pass, where those of a micro-batch take over 256 MiB or are compiled. If memory suffices to keep them, in the compute type, ``false`` saves 2.5% to 5% of a step."""
+    """Compute logits again in the backward pass if the logits of a micro-batch take over 256 MiB or are compiled. ``false``: keep the logits in the compute type; this saves 2.5% to 5% of a step if memory suffices."""
     share_prefixes: bool = True
-    """Compute a common prefix of a micro-batch's sequences, such as the prompt of a group, only once. This applies on the CPU with `model.attention` ``varlen``; elsewhere nothing is shared."""
+    """Compute a common prefix of a micro-batch's sequences, such as the prompt of a group, only once. The key has an effect only on the CPU with `model.attention` ``varlen``."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each unit (decoder layers, see engine_wrap_policy) and the log-probs with torch.compile: ``auto``: on an accelerator, if nothing is quantized. Compiling takes seconds in the first step; then a small model is twice as fast."""
 
@@ -32,9 +32,9 @@ class TorchOptions(ForwardOptions):
     compute_dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Type of the forward pass. ``auto``: bf16 if the accelerator supports it or the weights are bf16, else fp32; ``bf16`` with fp32 weights uses autocast. Log-probs are always float32."""
     quantize: Literal["int8", "fp8", "nf4", "fp4"] | None = None
-    """Keep the linear layers of weights that are not trained in 8 or 4 bits: of a reference, a teacher, the model below an adapter."""
+    """Keep the linear layers of frozen weights in 8 or 4 bits. Frozen weights are those of a reference, of a teacher, and of the model below an adapter."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute the activations of each unit in the backward pass: less memory, about a quarter more time. ``auto``: if by estimate `max_tokens_per_rank` tokens (16384 if that is ``auto``) would not fit otherwise; never on the CPU."""
+    """Recompute the activations of each unit in the backward pass. Recomputation uses less memory and takes about a quarter more time. ``auto``: if `max_tokens_per_rank` tokens (16384 if that key is ``auto``) would not fit otherwise, by an estimate; never on the CPU."""
 
     @model_validator(mode="after")
     def _no_upcast(self) -> TorchOptions:
