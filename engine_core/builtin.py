@@ -31,35 +31,35 @@ from engine_core.specs import (
 
 
 class GRPOOptions(Options):
-    """The table ``[algorithm.grpo]``."""
+    """``[algorithm.grpo]``: options of the advantage estimator `grpo`."""
 
     normalize_by_std: bool = True
-    """Divide by the group's standard deviation; False is Dr.GRPO's advantage."""
+    """Divide by the group's standard deviation. ``false``: the advantage of Dr.GRPO."""
     epsilon: float = Field(1e-6, ge=0)
-    """Added to the standard deviation before division; TRL uses 1e-4."""
+    """Constant added to the standard deviation before the division; TRL uses 1e-4."""
 
 
 class GRPOPassKOptions(Options):
-    """The table ``[algorithm.grpo_passk]``."""
+    """``[algorithm.grpo_passk]``: options of the advantage estimator `grpo_passk`."""
 
     normalize_by_std: bool = True
     """Divide by the group's standard deviation."""
 
 
 class GDPOOptions(Options):
-    """The table ``[algorithm.gdpo]``."""
+    """``[algorithm.gdpo]``: options of the advantage estimator `gdpo`."""
 
     whiten_batch: bool = True
     """Standardize the sum over the rollouts of the batch."""
 
 
 class GAEOptions(Options):
-    """The table ``[algorithm.gae]``."""
+    """``[algorithm.gae]``: options of the advantage estimator `gae`."""
 
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
     lam: float = Field(1.0, ge=0, le=1)
-    """Lambda of GAE: 1 uses the whole return, 0 only the next value."""
+    """Lambda of GAE. 1: use the whole return. 0: use only the next value."""
     whiten_batch: bool = True
     """Standardize the advantages over the sampled tokens of the batch."""
 
@@ -72,14 +72,14 @@ class RewardToGoOptions(Options):
 
 
 class DistillAdvantageOptions(Options):
-    """The table ``[algorithm.distill]``."""
+    """``[algorithm.distill]``: options of the advantage estimator `distill`."""
 
     gamma: float = Field(0.0, ge=0, le=1)
-    """Discount per token: with 0 a token's advantage is its log-ratio; above 0 later log-ratios are added."""
+    """Discount per token. With 0, a token's advantage is its log-ratio. Above 0, the log-ratios of later tokens are added."""
 
 
 class GPGOptions(Options):
-    """The table ``[algorithm.gpg]``."""
+    """``[algorithm.gpg]``: options of the advantage estimator `gpg`."""
 
     f_norm: float = Field(1.0, gt=0)
     """Constant divisor of the advantages."""
@@ -123,21 +123,21 @@ def engine_advantages() -> Mapping[str, Advantage]:
 
 
 class DynamicSamplingOptions(RefillOptions):
-    """The table ``[stage.dynamic_sampling]``."""
+    """``[stage.dynamic_sampling]``: options of the stage `dynamic_sampling`."""
 
     reward: str | None = None
-    """A group is dropped if this reward is equal in all its rollouts; default: the sum of all rewards."""
+    """Name of a reward. A group is dropped if this reward is equal in all its rollouts. Default: the sum of all rewards."""
 
 
 class PFPPOOptions(Options):
-    """The table ``[stage.pf_ppo_resample]``."""
+    """``[stage.pf_ppo_resample]``: options of the stage `pf_ppo_resample`."""
 
     method: Literal["pow", "max_min", "max_random"] = "pow"
-    """``pow``: P ∝ |R|^`power`; ``max_min``: only highest and lowest R; ``max_random``: highest R 0.4, others 0.1."""
+    """Probability P of a rollout with reward R. ``pow``: P ∝ |R|^`power`. ``max_min``: only the highest and the lowest R. ``max_random``: 0.4 for the highest R, 0.1 for the others."""
     power: float = Field(2.0, ge=0)
     """Exponent of ``pow``."""
     seed: int = Field(0, ge=0)
-    """Seed of the resampling; the step is added to it."""
+    """Seed of the resampling. The number of the step is added to the seed."""
 
 
 @hookimpl
@@ -152,16 +152,16 @@ def engine_stages() -> Mapping[str, Stage]:
 
 
 class PPOClipOptions(Options):
-    """The table ``[algorithm.ppo_clip]``."""
+    """``[algorithm.ppo_clip]``: options of the policy loss `ppo_clip`."""
 
     clip_ratio: float = Field(0.2, ge=0)
-    """The probability ratio is clipped to 1 - this and 1 + this, unless the next two keys are set."""
+    """Clip the probability ratio to 1 - `clip_ratio` and 1 + `clip_ratio`, unless the next two keys are set."""
     clip_ratio_low: float | None = Field(None, ge=0)
-    """The lower bound of the ratio is 1 - this; default: `clip_ratio`."""
+    """The lower bound of the ratio is 1 - `clip_ratio_low`; default: `clip_ratio`."""
     clip_ratio_high: float | None = Field(None, ge=0)
-    """The upper bound of the ratio is 1 + this; default: `clip_ratio`. Above `clip_ratio_low`: DAPO's clip-higher."""
+    """The upper bound of the ratio is 1 + `clip_ratio_high`; default: `clip_ratio`. A value above `clip_ratio_low` is DAPO's clip-higher."""
     clip_ratio_c: float | None = Field(None, gt=1)
-    """Dual clip: for negative advantages the loss is at most this * -advantage (https://arxiv.org/abs/1912.09729)."""
+    """Dual clip: for a negative advantage A the loss is at most `clip_ratio_c` * -A (https://arxiv.org/abs/1912.09729)."""
     delta: float | None = Field(None, gt=1)
     """Two-sided clip: upper bound of the ratio in the unclipped term (https://arxiv.org/abs/2505.07291)."""
 
@@ -170,40 +170,40 @@ class GSPOOptions(Options):
     """The tables ``[algorithm.gspo]`` and ``[algorithm.luspo]``."""
 
     clip_ratio_low: float = Field(3e-4, ge=0)
-    """The lower bound of a sequence's ratio is 1 - this; small because that ratio is a geometric mean over tokens."""
+    """The lower bound of a sequence's ratio is 1 - `clip_ratio_low`. The value is small because the ratio is a geometric mean over tokens."""
     clip_ratio_high: float = Field(4e-4, ge=0)
-    """The upper bound of a sequence's ratio is 1 + this."""
+    """The upper bound of a sequence's ratio is 1 + `clip_ratio_high`."""
 
 
 class GMPOOptions(Options):
-    """The table ``[algorithm.gmpo]``."""
+    """``[algorithm.gmpo]``: options of the policy loss `gmpo`."""
 
     clip_ratio_low: float = Field(0.4, ge=0)
-    """The lower bound of the log of a token's ratio is minus this."""
+    """The lower bound of the log of a token's ratio is -`clip_ratio_low`."""
     clip_ratio_high: float = Field(0.4, ge=0)
-    """The upper bound of the log of a token's ratio."""
+    """The upper bound of the log of a token's ratio is `clip_ratio_high`."""
 
 
 class CISPOOptions(Options):
-    """The table ``[algorithm.cispo]``."""
+    """``[algorithm.cispo]``: options of the policy loss `cispo`."""
 
     clip_ratio_low: float = Field(1.0, ge=0)
-    """The lower bound of a token's weight is 1 - this; 1: no bound."""
+    """The lower bound of a token's weight is 1 - `clip_ratio_low`; 1: no bound."""
     clip_ratio_high: float = Field(4.0, ge=0)
-    """The upper bound of a token's weight is 1 + this."""
+    """The upper bound of a token's weight is 1 + `clip_ratio_high`."""
 
 
 class SAPOOptions(Options):
-    """The table ``[algorithm.sapo]``."""
+    """``[algorithm.sapo]``: options of the policy loss `sapo`."""
 
     tau_pos: float = Field(1.0, gt=0)
-    """Temperature of the gate for positive advantages; a higher one decays faster."""
+    """Temperature of the gate for positive advantages. A higher temperature makes the gate decay faster."""
     tau_neg: float = Field(1.05, gt=0)
     """Temperature of the gate for other advantages."""
 
 
 class DPPOTVOptions(Options):
-    """The table ``[algorithm.dppo_tv]``."""
+    """``[algorithm.dppo_tv]``: options of the policy loss `dppo_tv`."""
 
     threshold_low: float = Field(0.2, ge=0)
     """A token whose probability fell by more than this is not pushed down further."""
@@ -214,7 +214,7 @@ class DPPOTVOptions(Options):
 
 
 class DPPOKLOptions(Options):
-    """The table ``[algorithm.dppo_kl]``."""
+    """``[algorithm.dppo_kl]``: options of the policy loss `dppo_kl`."""
 
     threshold_low: float = Field(0.05, ge=0)
     """A token whose probability fell, by a KL above this, is not pushed down further."""
@@ -225,14 +225,14 @@ class DPPOKLOptions(Options):
 
 
 class DROOptions(Options):
-    """The table ``[algorithm.dro]``."""
+    """``[algorithm.dro]``: options of the policy loss `dro`."""
 
     beta: float = Field(0.1, ge=0)
     """Weight of the squared log-ratio."""
 
 
 class VESPOOptions(Options):
-    """The table ``[algorithm.vespo]``."""
+    """``[algorithm.vespo]``: options of the policy loss `vespo`."""
 
     k_pos: float = Field(2.0, ge=0)
     """Power of a sequence's weight, for positive advantages."""

@@ -66,9 +66,9 @@ class RefillOptions(Options):
     """
 
     max_rounds: int = Field(10, gt=0)
-    """Maximum rounds of sampling in one step; after the last the step continues with the groups that it has."""
+    """Maximum number of sampling rounds in one step. After the last round the step continues with the groups that it has."""
     oversample: float = Field(1.0, ge=1)
-    """Each round samples the number of missing prompts times this factor; surplus groups are dropped."""
+    """Each round samples the number of missing prompts times this factor. Surplus groups are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,50 +52,50 @@ class EnvironmentConfig(ChoosingTable):
 
 
 class StageConfig(ChoosingTable):
-    """``[[stage]]``: a step between rewards and advantages, in the order of the file."""
+    """``[[stage]]``: a processing step between rewards and advantages. Stages run in the order of the file."""
 
     name: str
-    """The stage, by name; its options stand in ``[stage.NAME]`` below."""
+    """The stage, by name. Its options are in ``[stage.NAME]`` below."""
 
 
 class CorrectionConfig(Table):
     """``[algorithm.correction]``: importance weights between the sampler's and the trainer's policy."""
 
     level: Literal["auto", "off", "token", "sequence"] = "auto"
-    """Truncated importance sampling (TIS): weight min(ratio, `cap`) per token or per sequence; ``off`` measures only. ``auto``: ``token``, but ``off`` where the sampler reads the actor's own module."""
+    """Level of truncated importance sampling (TIS): weight min(ratio, `cap`) per ``token`` or per ``sequence``. ``off``: only measure the ratio. ``auto``: ``token``, but ``off`` if the sampler reads the actor's module."""
     support: Literal["auto", "replay", "off"] = "auto"
-    """Where `rollout.top_p` or `rollout.top_k` cut the distribution: ``replay`` computes all log-probs over the tokens that were left to the sampler, ``off`` over the whole vocabulary. ``auto``: ``replay`` where sampler and train engines can."""
+    """Log-probs of a distribution that `rollout.top_p` or `rollout.top_k` cut. ``replay``: compute all log-probs over the candidate tokens that the cut kept. ``off``: compute them over the whole vocabulary. ``auto``: ``replay`` if the sampler and the train engines support it."""
     cap: PositiveFloat | None = None
-    """Upper bound of the weights; default: 2, or `mask_high` where tokens are weighed and masked (IcePop) or sequences are (MIS)."""
+    """Upper bound of the weights. Default: 2. If `level` and `mask` are both ``token`` (IcePop) or both ``sequence`` (MIS), the default is `mask_high`."""
     normalize: bool = False
     """Divide the weights by their mean over the mini-batch's tokens that `mask` and `reject` keep."""
     mask: Literal["off", "token", "sequence", "geometric"] = "off"
-    """Learn only where the ratio is within bounds: of a token, of a sequence (product), of a sequence per token (geometric mean)."""
+    """Learn only if the ratio is within the bounds. ``token``: the ratio of a token. ``sequence``: the product of a sequence's ratios. ``geometric``: the geometric mean of a sequence's ratios."""
     mask_low: PositiveFloat | None = None
     """Lower bound of the ratio; default: 0.5 for tokens and sequences, 0.99 for the geometric mean."""
     mask_high: PositiveFloat | None = None
     """Upper bound of the ratio; default: 5 for tokens, 2 for sequences, 1.01 for the geometric mean."""
     reject: Literal["off", "k1", "k2", "k3"] = "off"
-    """Learn only from rollouts whose mean k1, k2 or k3 between sampler and trainer is at most its value at `reject_ratio`."""
+    """Learn only from rollouts whose mean k1, k2 or k3 between sampler and trainer is within the bound. The bound is the value of k1, k2 or k3 at the ratio `reject_ratio`."""
     reject_ratio: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 1.1
-    """The bound of `reject`, as a ratio: with k1 the geometric mean is then within 1 / this and this."""
+    """Bound of `reject`, as a ratio r. With ``k1``, the geometric mean of the ratios must be between 1 / r and r."""
     off_policy_threshold: PositiveFloat | None = None
-    """Drop tokens with a negative advantage in rollouts that the policy has left by more than this, in nats a token (OPSM, https://arxiv.org/abs/2512.02556)."""
+    """Off-policy mask (OPSM, https://arxiv.org/abs/2512.02556). A rollout counts as off-policy if the mean of (sampler log-prob - policy log-prob) over its tokens is above this threshold, in nats. Tokens with a negative advantage in off-policy rollouts are dropped."""
     bypass: bool = False
-    """Take the sampler's log-probs as the old ones: no pass to compute them, and the ratio of the loss corrects the gap. Weights are then for losses without a ratio (``reinforce``)."""
+    """Use the sampler's log-probs as the old log-probs. The trainer then needs no pass to compute old log-probs, and the ratio of the loss corrects the gap. Importance weights are then possible only for losses without a ratio (``reinforce``)."""
     max_masked_share: Fraction = 0.5
-    """`mask` and `reject` together may drop this share of a mini-batch's loss tokens; more ends the run before the update."""
+    """Maximum share of a mini-batch's loss tokens that `mask` and `reject` together may drop. A larger share ends the run before the update."""
     min_effective_sample_share: Fraction = 0.0
-    """The weights of a mini-batch must be worth at least this share of its loss tokens, ``(mean w)^2 / mean w^2``; less ends the run before the update. 0: no bound."""
+    """Minimum effective sample size of a mini-batch's weights, as a share of its loss tokens: ``(mean w)^2 / mean w^2``. A smaller value ends the run before the update. 0: no bound."""
 
 
 class AlgorithmConfig(Table):
-    """``[algorithm]``: what is learned from the rollouts."""
+    """``[algorithm]``: how the policy learns from the rollouts."""
 
     advantage: str = "grpo"
-    """Advantage estimator, by name; options in the table of that name."""
+    """Advantage estimator, by name. Its options are in the table of that name."""
     loss: str = "ppo_clip"
-    """Policy loss, by name; options in the table of that name."""
+    """Policy loss, by name. Its options are in the table of that name."""
     loss_aggregation: Literal[
         "auto",
         "token-mean",
@@ -104,37 +104,37 @@ class AlgorithmConfig(Table):
         "seq-mean-token-mean",
         "seq-mean-token-sum-norm",
     ] = "auto"
-    """How token losses become one number; over the global mini-batch, never over a micro-batch. ``auto``: as the loss is defined, ``token-mean`` for most."""
+    """How token losses are reduced to one number. The reduction is over the global mini-batch, never over a micro-batch. ``auto``: the definition of the loss, which is ``token-mean`` for most losses."""
     loss_length_norm: PositiveInt | None = None
     """Constant length L of ``seq-mean-token-sum-norm`` (sum over tokens / L); default: `rollout.max_response_tokens`."""
     mini_batch_prompts: NonNegativeInt = 0
-    """Prompts of one optimizer step; 0: all prompts of the step."""
+    """Number of prompts in one optimizer step; 0: all prompts of the step."""
     epochs: PositiveInt = 1
-    """Passes over the rollouts of a step."""
+    """Number of passes over the rollouts of a step."""
     kl_coef: NonNegativeFloat = 0.0
-    """Weight of the KL to the reference model; 0 builds none."""
+    """Weight of the KL to the reference model. 0: no reference model is loaded for the KL."""
     kl_estimator: Literal["k1", "abs", "k2", "k3", "k1+", "k3+"] = "k3"
-    """Estimator of the KL per token (http://joschu.net/blog/kl-approx.html); with ``+`` its gradient is that of k2, the right one on policy."""
+    """Estimator of the KL per token (http://joschu.net/blog/kl-approx.html). With ``+`` the estimator has the gradient of k2, which is the correct gradient on policy."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Add the KL to the loss, or subtract it from the rewards."""
+    """``loss``: add the KL to the loss. ``reward``: subtract the KL from the rewards."""
     kl_target: PositiveFloat | None = None
-    """Adapt the weight of the KL from step to step, from `kl_coef` on, so that the mean KL of a token comes to this (https://arxiv.org/abs/1909.08593)."""
+    """Target of the mean KL per token. Each step adapts the weight of the KL to reach the target; the weight starts at `kl_coef` (https://arxiv.org/abs/1909.08593)."""
     kl_horizon: PositiveFloat = 10000.0
-    """With `kl_target`: rollouts in which the weight can change by a factor of about 1.2."""
+    """With `kl_target`: number of rollouts over which the weight can change by a factor of about 1.2."""
     ref_refresh_steps: NonNegativeInt = 0
-    """Bring the reference to the actor's weights after every n steps; 0: never."""
+    """Update the reference with the actor's weights after every n steps; 0: never."""
     ref_refresh_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the actor in the refreshed reference: 1 is a copy, less a moving average."""
+    """Share of the actor in the updated reference. 1: a copy of the actor. Below 1: a moving average."""
     mask_truncated: bool = False
-    """Learn nothing from responses that were cut at `rollout.max_response_tokens`; their rewards still count in their group."""
+    """Learn nothing from responses that were cut at `rollout.max_response_tokens`. Their rewards still count in their group."""
     entropy_coef: float = 0.0
-    """Weight of the entropy bonus, subtracted from the loss."""
+    """Weight of the entropy bonus. The bonus is subtracted from the loss."""
     entropy_target: PositiveFloat | None = None
-    """Adapt the weight of the bonus, from `entropy_coef` on, so that the mean entropy stays above this (https://arxiv.org/abs/2505.22312)."""
+    """Lower bound of the mean entropy. Each step adapts the weight of the bonus to stay above the bound; the weight starts at `entropy_coef` (https://arxiv.org/abs/2505.22312)."""
     entropy_delta: PositiveFloat = 0.005
     """With `entropy_target`: change of the weight in one step."""
     top_entropy_quantile: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Learn only from this share of the mini-batch's tokens, those of the highest entropy (https://arxiv.org/abs/2506.01939)."""
+    """Share of the mini-batch's tokens that are learned: the tokens with the highest entropy (https://arxiv.org/abs/2506.01939)."""
     correction: CorrectionConfig = CorrectionConfig()
     """Correction of the gap between sampler and trainer."""
     advantage_options: Any = Field(default=None, exclude=True)

@@ -21,7 +21,7 @@ class ForwardOptions(Options):
     share_prefixes: bool = True
     """Compute a common prefix of a micro-batch's sequences, such as the prompt of a group, only once. The key has an effect only on the CPU with `model.attention` ``varlen``."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile each unit (decoder layers, see engine_wrap_policy) and the log-probs with torch.compile: ``auto``: on an accelerator, if nothing is quantized. Compiling takes seconds in the first step; then a small model is twice as fast."""
+    """Compile each unit (decoder layers, see ``engine_wrap_policy``) and the log-probs with torch.compile. ``auto``: compile on an accelerator if nothing is quantized. Compilation takes seconds in the first step; a small model is then twice as fast."""
 
 
 class TorchOptions(ForwardOptions):

@@ -14,11 +14,11 @@ class AsyncOptions(Options):
     """``[async]``: options of the trainer `async`."""
 
     max_staleness: int = Field(1, ge=0)
-    """Largest age of a token in policy versions when it is learned from. 0: nothing is sampled ahead, and the run is that of ``rl``; 1: one step off-policy."""
+    """Maximum age of a token at its update, in policy versions. 0: the run samples nothing ahead, like the trainer ``rl``. 1: one step off-policy."""
     weight_updates: Literal["auto", "keep", "abort", "drain"] = "auto"
-    """Treatment of responses in flight when the weights change. ``keep``: they continue with the new weights; ``abort``: they are stopped and resume where they stopped; ``drain``: the update waits for them. ``auto``: ``keep`` if the sampler can pause, else ``drain``."""
+    """Treatment of in-flight responses when the weights change. ``keep``: responses continue with the new weights. ``abort``: responses are stopped and then resume at the same token. ``drain``: the update waits until the responses are finished. ``auto``: ``keep`` if the sampler can pause, else ``drain``."""
     order: Literal["ready", "admitted"] = "ready"
-    """Order in which a step takes groups. ``ready``: groups that are ready first, as long as no other group becomes too old; ``admitted``: the order of the data, even if a slow group delays the step."""
+    """Order in which a step takes groups. ``ready``: complete groups first, as long as no other group becomes too old. ``admitted``: the order of the data, even if a slow group delays the step."""
 
     @property
     def updates_weights_in_flight(self) -> bool:
@@ -30,41 +30,41 @@ class SFTOptions(Options):
     """``[sft]``: options of the trainer `sft`."""
 
     max_tokens: int = Field(4096, gt=0)
-    """Longest sequence; a longer one follows `data.over_long`."""
+    """Maximum length of a sequence, in tokens. A longer sequence follows `data.over_long`."""
     train_on_prompt: bool = False
-    """Learn the tokens of the prompt too."""
+    """Also learn the tokens of the prompt."""
 
 
 class DistillOptions(Options):
     """``[distill]``: options of the trainer `distill`."""
 
     divergence: Literal["reverse_kl", "forward_kl", "jsd"] = "reverse_kl"
-    """Divergence that is minimized: KL(student, teacher), KL(teacher, student), or the generalized Jensen-Shannon divergence (https://arxiv.org/abs/2306.13649)."""
+    """Divergence that is minimized. ``reverse_kl``: KL(student, teacher). ``forward_kl``: KL(teacher, student). ``jsd``: generalized Jensen-Shannon divergence (https://arxiv.org/abs/2306.13649)."""
     jsd_beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """``jsd``: the teacher's share b of the mixture. Near 0 the divergence is about b times the forward KL, near 1 about 1 - b times the reverse KL."""
+    """``jsd``: share b of the teacher in the mixture. For b near 0 the divergence is about b times the forward KL. For b near 1 the divergence is about (1 - b) times the reverse KL."""
     top_k: Annotated[int, Field(ge=0)] | None = None
-    """K: number of the teacher's likeliest tokens per position that are compared one by one; all others are compared as one sum. 0: the whole vocabulary. Default: 128, or the whole vocabulary if it is smaller."""
+    """K: number of the teacher's most likely tokens that are compared one by one at each position. All other tokens are compared as one sum. 0: the whole vocabulary. Default: 128, or the whole vocabulary if it is smaller."""
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Softmax temperature of both compared distributions; default: `rollout.temperature`."""
+    """Softmax temperature of both distributions; default: `rollout.temperature`."""
     data_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the steps that learn from the responses of the data instead of the student's own; with 1 only evaluation samples."""
+    """Share of the steps that learn from the responses of the data instead of the student's responses. With 1, sampling happens only in evaluations."""
     max_tokens: int = Field(4096, gt=0)
-    """Longest sequence of a step from the data; a longer one follows `data.over_long`."""
+    """Maximum length, in tokens, of a sequence in a step from the data. A longer sequence follows `data.over_long`."""
     max_values: int = Field(67_108_864, gt=0)
-    """Most log-probs of the teacher in memory at one time (tokens times K; 12 bytes each). A step is processed in parts of this size; a longer sequence is a separate part."""
+    """Maximum number of the teacher's log-probs in memory at the same time (tokens times K; 12 bytes each). A step is processed in parts of this size. A longer sequence is a separate part."""
 
 
 class ReplayCacheOptions(Options):
-    """Options of the stage `replay_cache`, ``[stage.replay_cache]``."""
+    """``[stage.replay_cache]``: options of the stage `replay_cache`."""
 
     share: float = Field(0.5, ge=0, lt=1)
-    """Share of the batch's groups that come from the cache. They are added to the new ones: 0.5 doubles the batch."""
+    """Share of the batch's groups that come from the cache. These groups are added to the new groups: 0.5 doubles the batch."""
     size: int = Field(256, gt=0)
-    """Most groups that are stored; the oldest are dropped first."""
+    """Maximum number of stored groups. The oldest groups are dropped first."""
     max_staleness: int = Field(8, gt=0)
-    """Largest age of a group's oldest token in policy versions (weight updates); an older group is dropped."""
+    """Maximum age of a group's oldest token, in policy versions (weight updates). An older group is dropped."""
     seed: int = Field(0, ge=0)
-    """Seed of the draw; the step is added to it."""
+    """Seed of the draw. The number of the step is added to the seed."""
 
 
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -137,31 +137,31 @@ class DPOOptions(Options):
     _spec: PairLoss | None = PrivateAttr(None)  # declaration of a plugin's loss
 
     loss: str = "sigmoid"
-    """Name of the pair loss (``engine plugins``); ``orpo``, ``simpo`` and ``cpo`` build no reference model."""
+    """Pair loss, by name (``engine plugins``). ``orpo``, ``simpo`` and ``cpo`` load no reference model."""
     beta: Temperature = 0.1
-    """Factor from log-ratios to rewards; a larger value stays closer to the reference. SimPO's paper uses 2 and more; IPO's paper calls it tau."""
+    """Factor from log-ratios to rewards. A larger value keeps the policy closer to the reference. SimPO's paper uses 2 and more. IPO's paper calls this factor tau."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """Assumed share of pairs whose labels are swapped. Read by ``cdpo``, ``robust``, ``exo_pair`` (over 0), ``cpo``, ``simpo``."""
+    """Assumed share of pairs whose labels are swapped. The losses ``cdpo``, ``robust``, ``exo_pair`` (over 0), ``cpo`` and ``simpo`` read this key."""
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl"
     """Divergence that keeps the policy near the reference (https://arxiv.org/abs/2309.16240)."""
     f_alpha: Annotated[float, Field(allow_inf_nan=False)] = 0.5
-    """Parameter of the divergence ``alpha``; 1 is the reverse KL."""
+    """Parameter of the divergence ``alpha``; the value 1 is the reverse KL."""
     length_normalize: bool | None = None
-    """Use means of log-ratios over the response's tokens instead of sums; default: as the loss is defined (``ipo``, ``sigmoid_norm``, ``simpo``, ``orpo``: means)."""
+    """Use the mean of the log-ratios over the response's tokens instead of the sum. Default: the definition of the loss (mean for ``ipo``, ``sigmoid_norm``, ``simpo``, ``orpo``)."""
     reference_free: bool = False
-    """Use no reference model: it counts as one to which every response is equally likely."""
+    """Use no reference model. The loss then assumes a reference to which all responses are equally likely."""
     sft_coef: Coefficient | None = None
-    """Weight of the mean negative log-likelihood of the chosen responses' tokens (RPO); default: 1 for ``orpo`` and ``cpo``, else 0."""
+    """Weight of the mean negative log-likelihood of the chosen responses' tokens (RPO). Default: 1 for ``orpo`` and ``cpo``, else 0."""
     simpo_gamma: Coefficient = 0.5
-    """``simpo``: target margin of the chosen reward over the rejected one."""
+    """``simpo``: target margin between the chosen reward and the rejected reward."""
     discopop_tau: Temperature = 0.05
     """``discopop``: temperature of the blend."""
     wpo: bool = False
-    """Weight each pair by how likely the current policy is to sample its responses (WPO, https://arxiv.org/abs/2406.11827)."""
+    """Weight each pair by the probability that the current policy samples its responses (WPO, https://arxiv.org/abs/2406.11827)."""
     ld_alpha: Annotated[float, Field(ge=0, le=1)] | None = None
-    """LD-DPO (https://arxiv.org/abs/2409.06411): weight of the tokens beyond the length of the pair's shorter response; not for means over tokens. Default: 1."""
+    """LD-DPO (https://arxiv.org/abs/2409.06411): weight of the tokens beyond the length of the pair's shorter response. Not available for means over tokens. Default: 1."""
     max_tokens: int = Field(4096, gt=0)
-    """Longest sequence; a pair with a longer one follows `data.over_long`."""
+    """Maximum length of a sequence, in tokens. A pair with a longer sequence follows `data.over_long`."""
 
     @model_validator(mode="after")
     def _is_read(self) -> DPOOptions:
@@ -231,21 +231,21 @@ class KTOOptions(Options):
     """``[kto]``: options of the trainer `kto`."""
 
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
-    """``kto`` compares each response with the KL to the reference, ``apo_zero_unpaired`` with 0 (https://arxiv.org/abs/2408.06266)."""
+    """``kto``: compare each response with the KL to the reference. ``apo_zero_unpaired``: compare each response with 0 (https://arxiv.org/abs/2408.06266)."""
     beta: Temperature = 0.1
-    """Factor from log-ratios to rewards; a larger value stays closer to the reference."""
+    """Factor from log-ratios to rewards. A larger value keeps the policy closer to the reference."""
     desirable_weight: Coefficient = 1.0
-    """Weight of desirable responses. The paper advises weights for which (weight x number) of desirable over (weight x number) of undesirable responses lies between 1 and 4/3."""
+    """Weight of desirable responses. The paper advises this ratio between 1 and 4/3: (weight x number) of desirable responses divided by (weight x number) of undesirable responses."""
     undesirable_weight: Coefficient = 1.0
     """Weight of undesirable responses."""
     max_tokens: int = Field(4096, gt=0)
-    """Longest sequence; a longer one follows `data.over_long`."""
+    """Maximum length of a sequence, in tokens. A longer sequence follows `data.over_long`."""
 
 
 class RewardModelOptions(Options):
     """``[reward_model]``: options of the trainer `reward_model`."""
 
     center_coef: Coefficient = 0.0
-    """Weight of the mean square of the sum of a pair's scores, which centers scores around 0 (https://arxiv.org/abs/2312.09244)."""
+    """Weight of the mean squared sum of a pair's scores. This term centers scores around 0 (https://arxiv.org/abs/2312.09244)."""
     max_tokens: int = Field(4096, gt=0)
-    """Longest sequence; a pair with a longer one follows `data.over_long`."""
+    """Maximum length of a sequence, in tokens. A pair with a longer sequence follows `data.over_long`."""
