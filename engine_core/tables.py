@@ -49,13 +49,14 @@ class Distribution:
     temperature: Annotated[
         NonNegativeFloat,
         _doc(
-            "Softmax temperature; 0 is greedy (evaluation only). The trainer computes log-probs at that of `[rollout]`."
+            "Softmax temperature; 0 is greedy (evaluation only). "
+            "The trainer computes log-probs at the temperature of `[rollout]`."
         ),
     ] = 1.0
     top_p: Annotated[
         float,
         Field(gt=0, le=1),
-        _doc("Nucleus: sample from the smallest set of tokens with this probability."),
+        _doc("Nucleus sampling: sample from the smallest set of tokens with this total probability."),
     ] = 1.0
     top_k: Annotated[NonNegativeInt, _doc("Sample from the k most likely tokens; 0: all.")] = 0
 
@@ -75,7 +76,7 @@ class SamplingOptions(Distribution):
     """The sampling options: keys of ``[rollout]`` and fields of requests, with type, default, bounds, description."""
 
     max_response_tokens: Annotated[PositiveInt, _doc("A response is cut after this many tokens.")] = 256
-    stop: Annotated[tuple[Text, ...], _doc("Strings that end a response; the match stays in it.")] = ()
+    stop: Annotated[tuple[Text, ...], _doc("Strings that end a response. The response keeps the match.")] = ()
     stop_token_ids: Annotated[
         tuple[int, ...], _doc("Token ids that end a response, in addition to the tokenizer's end token.")
     ] = ()

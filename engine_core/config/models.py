@@ -27,7 +27,7 @@ from engine_core.tables import (
 
 
 class EnvironmentConfig(ChoosingTable):
-    """``[environment]``: where the table is present, each rollout is an episode of this environment, in training and evaluation."""
+    """``[environment]``: with this table each rollout is an episode of the environment, in training and evaluation."""
 
     name: str
     """The environment, by name (``engine plugins``). Its options are in ``[environment.NAME]``."""

@@ -97,7 +97,7 @@ class VerdictConfig(Asked, FrozenScorer):
     """``[reward.verdict]``: a language model is asked about a response, but generates nothing. The reward is the expected value of its answer: the sum over the verdicts of probability times value."""
 
     verdicts: dict[str, FiniteFloat] = {"Yes": 1.0, "No": 0.0}
-    """Answers and their values. Each answer must be one token of the model. The model's probability of this token as the first token of its answer counts."""
+    """Answers and their values. Each answer must be one token of the model: the first token of its answer. The probabilities of these tokens are normalized to the sum 1."""
 
     @field_validator("verdicts")
     @classmethod

@@ -128,7 +128,7 @@ class CriticOptimConfig(OptimConfig):
 
 
 class CriticConfig(RoleConfig):
-    """``[critic]``: the model that predicts the return of each token, for an advantage such as ``gae``."""
+    """``[critic]``: the model that predicts the return of each token. Advantage estimators such as ``gae`` need it."""
 
     optim: CriticOptimConfig = CriticOptimConfig()
     """The optimizer."""
@@ -151,7 +151,7 @@ class CriticConfig(RoleConfig):
 
 
 class ProcessConfig(Table):
-    """The table ``[rollout.process]``: with it the rollout engine runs in a separate process."""
+    """``[rollout.process]``: with this table the rollout engine runs in a separate process."""
 
     python: str = ""
     """Python interpreter of another environment. This environment must contain the same version of engine-core-rl and the rollout plugin. Empty: the interpreter of the run. A relative path starts at the folder of the TOML file that names it."""
@@ -178,7 +178,7 @@ class RolloutConfig(ChoosingTable, SamplingOptions):  # type: ignore[misc]  # a 
     backend: str = "hf"
     """Rollout engine, by name. The options of the engine are in the table of that name."""
     group_size: PositiveInt = 8
-    """G: responses sampled for each prompt."""
+    """G: number of responses sampled for each prompt."""
     max_support: NonNegativeInt = 256
     """With `top_p` or `top_k`: each sampled token also records the ids of the candidate tokens that the cut distribution kept (4 bytes for each id). If more than this many candidates were kept, the token records no ids. 0: no ids are recorded. See `algorithm.correction.support`."""
     weights: Literal["auto", "shared", "own"] = "auto"

@@ -23,7 +23,7 @@ class OffloadOptions(Options):
 
 
 class DeepSpeedOptions(ForwardOptions):
-    """``[actor.deepspeed]``: a model over ranks with DeepSpeed ZeRO."""
+    """``[actor.deepspeed]``: the model is sharded over ranks with DeepSpeed ZeRO."""
 
     stage: Literal[0, 1, 2, 3] = 3
     """ZeRO stage: the state that is sharded over ranks. 0: none. 1: the optimizer state. 2: also gradients. 3: also weights. A role that is not trained is sharded only at stage 3."""

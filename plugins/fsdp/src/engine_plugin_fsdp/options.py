@@ -32,7 +32,7 @@ class MixedPrecision(Options):
 
 
 class FSDPOptions(ForwardOptions):
-    """``[actor.fsdp]``: the model spread over ranks with FSDP2."""
+    """``[actor.fsdp]``: the model is sharded over ranks with FSDP2."""
 
     sharding: Literal["full", "grad_op", "hybrid", "none"] = "full"
     """``full``: weights, gradients and optimizer state are sharded over all ranks (ZeRO-3). ``grad_op``: weights stay gathered between forward and backward pass (ZeRO-2); this is faster and uses more memory. ``hybrid``: ``full`` inside groups of `shard_group_size` ranks, with a copy in each group. ``none``: every rank holds the whole model."""

@@ -12,7 +12,7 @@ from engine_core.specs import Options, RolloutBackend
 
 
 class HFOptions(Options):
-    """The table ``[rollout.hf]``."""
+    """``[rollout.hf]``: options of the rollout engine `hf`."""
 
     batch_size: int = Field(default=256, gt=0)
     """Maximum number of sequences sampled at the same time. A larger batch is faster until memory or the cores are full."""

@@ -12,7 +12,7 @@ LOSS_SCALE = 65536.0
 
 
 class MegatronOptions(Options):
-    """``[actor.megatron]``: the model spread over ranks with megatron-core."""
+    """``[actor.megatron]``: the model is sharded over ranks with megatron-core."""
 
     device: str = "auto"
     """A torch device string. ``auto``: the rank's accelerator. megatron-core needs CUDA."""

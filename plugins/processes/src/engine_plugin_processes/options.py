@@ -31,4 +31,4 @@ class ProcessOptions(Options):
 
 
 class TorchrunOptions(ProcessOptions):
-    """Options of the runtime `torchrun`, ``[runtime.torchrun]``: every worker is a separate process, on this machine or, started by ``torchrun``, on several."""
+    """``[runtime.torchrun]``: every worker is a separate process. The processes run on this machine or, started by ``torchrun``, on several machines."""

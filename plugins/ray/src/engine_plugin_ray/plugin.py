@@ -14,7 +14,7 @@ from engine_plugin_ray.address import AUTO, host_and_port
 
 
 class RayOptions(ProcessOptions):
-    """``[runtime.ray]``: every worker an actor of a Ray cluster, which a run starts for itself or joins."""
+    """``[runtime.ray]``: every worker is an actor of a Ray cluster. The run starts a private cluster or joins an existing cluster."""
 
     address: str = ""
     """``HOST:PORT`` of the head of a Ray cluster. ``auto``: the cluster to which this machine belongs. Empty: a private cluster on this machine."""

@@ -20,6 +20,6 @@ class WandbOptions(Options):
     project: str = "engine"
     """Project name."""
     entity: str | None = None
-    """Team or user; default: your own."""
+    """Team or user; default: the logged-in user's default entity."""
     mode: Literal["online", "offline", "disabled"] = "online"
-    """Whether metrics are sent at once, kept in the run folder for ``wandb sync``, or dropped."""
+    """``online``: send metrics at once. ``offline``: keep metrics in the run folder for ``wandb sync``. ``disabled``: drop metrics."""

@@ -58,7 +58,7 @@ class EngineOptions(Options):
     enable_prefix_caching: bool = True
     """Compute a prompt that several requests share (a group) only once."""
     tensor_parallel_size: int = Field(default=1, gt=0)
-    """Number of processes that share each layer (tensor parallelism), one GPU each. The value must divide the number of heads. A sampler's parts run in the processes of its pool. For a model that only scores, vLLM starts the processes. Experimental on GPUs."""
+    """Number of processes that share each layer (tensor parallelism). The value must divide the number of heads. A sampler's parts run in the processes of its pool. For a model that only scores, vLLM starts the processes. Experimental on GPUs."""
 
     @model_validator(mode="after")
     def _known_to_vllm(self) -> Self:

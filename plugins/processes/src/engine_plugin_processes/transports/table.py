@@ -25,7 +25,7 @@ class BroadcastOptions(TransportOptions):
 
 
 class IPCOptions(TransportOptions):
-    """``[rollout.ipc]``: memory of a GPU that both sides see, for processes of one machine; on CPUs as `tcp`."""
+    """``[rollout.ipc]``: memory of a GPU that both sides see, for processes of one machine. On CPUs the transport works like `tcp`."""
 
 
 _PACKAGE = "engine_plugin_processes.transports."
