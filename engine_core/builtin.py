@@ -65,7 +65,7 @@ class GAEOptions(Options):
 
 
 class RewardToGoOptions(Options):
-    """The tables ``[algorithm.reinforce]`` and ``[algorithm.reinforce_plus_plus]``."""
+    """``[algorithm.reinforce]``, ``[algorithm.reinforce_plus_plus]``: options of the advantage estimators `reinforce` and `reinforce_plus_plus`."""
 
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
@@ -167,7 +167,7 @@ class PPOClipOptions(Options):
 
 
 class GSPOOptions(Options):
-    """The tables ``[algorithm.gspo]`` and ``[algorithm.luspo]``."""
+    """``[algorithm.gspo]``, ``[algorithm.luspo]``: options of the policy losses `gspo` and `luspo`."""
 
     clip_ratio_low: float = Field(3e-4, ge=0)
     """The lower bound of a sequence's ratio is 1 - `clip_ratio_low`. The value is small because the ratio is a geometric mean over tokens."""
@@ -206,9 +206,9 @@ class DPPOTVOptions(Options):
     """``[algorithm.dppo_tv]``: options of the policy loss `dppo_tv`."""
 
     threshold_low: float = Field(0.2, ge=0)
-    """A token whose probability fell by more than this is not pushed down further."""
+    """If the probability of a token fell by more than `threshold_low`, the update does not lower it further."""
     threshold_high: float = Field(0.2, ge=0)
-    """A token whose probability rose by more than this is not pushed up further."""
+    """If the probability of a token rose by more than `threshold_high`, the update does not raise it further."""
     cap: float = Field(20.0, gt=0)
     """Upper bound of the ratio that weighs a token."""
 
@@ -217,9 +217,9 @@ class DPPOKLOptions(Options):
     """``[algorithm.dppo_kl]``: options of the policy loss `dppo_kl`."""
 
     threshold_low: float = Field(0.05, ge=0)
-    """A token whose probability fell, by a KL above this, is not pushed down further."""
+    """If the probability of a token fell and the KL is above `threshold_low`, the update does not lower the probability further."""
     threshold_high: float = Field(0.05, ge=0)
-    """A token whose probability rose, by a KL above this, is not pushed up further."""
+    """If the probability of a token rose and the KL is above `threshold_high`, the update does not raise the probability further."""
     cap: float = Field(20.0, gt=0)
     """Upper bound of the ratio that weighs a token."""
 

@@ -83,7 +83,7 @@ class FrozenScorer(FrozenModel, ChoosingTable):
 
 
 class RewardModelConfig(FrozenScorer):
-    """``[reward.model]``: the reward is the score of a sequence classifier with one label, such as ``trainer = "reward_model"`` makes."""
+    """``[reward.model]``: the reward is the score of a sequence classifier with one label. The trainer ``reward_model`` trains such a model."""
 
     chat_template: bool | None = None
     """Render conversations with the reward model's chat template. Default: true for a row that is a conversation, if the reward model has a chat template."""
@@ -117,7 +117,7 @@ class WrittenVerdict(Asked):
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy."""
     verdicts: dict[str, FiniteFloat] = {}
-    """Words and their values, for example ``{ right = 1, wrong = 0 }``. Upper and lower case are equal. Empty: the answer is a number."""
+    """Words and their values, for example ``{ right = 1, wrong = 0 }``. The case of letters is ignored. Empty: the answer is a number."""
     pattern: str | None = None
     """Python regular expression that finds the verdict in an answer. The last match counts: its first group, or the whole match if the expression has no group. Default: the expression finds a word of `verdicts`, or a number."""
     scale: tuple[FiniteFloat, FiniteFloat] | None = None

@@ -96,7 +96,7 @@ class LoRAConfig(Table):
 
 
 class RoleConfig(ChoosingTable):
-    """``[actor]``, ``[ref]``, ``[teacher]``: one model in training or scoring, and the engine that runs it."""
+    """``[actor]``, ``[ref]``, ``[teacher]``: a model that is trained or that scores, and the engine that runs it."""
 
     backend: str = "torch"
     """Train engine, by name (``engine plugins``). The options of the engine are in the table of that name. The engines ``vllm`` and ``vllm_server`` never train a model. They serve `teacher` and reward models; `actor`, `critic` and `ref` refuse them."""

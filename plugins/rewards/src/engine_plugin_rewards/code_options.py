@@ -10,7 +10,7 @@ from engine_core.specs import Options
 
 
 class CodeOptions(Options):
-    """``[reward.code]``: runs the program in a response against the tests of its row, in a sandbox."""
+    """``[reward.code]``: runs the program of a response against the tests of the row, in a sandbox."""
 
     min_isolation: Literal["limits", "landlock", "namespaces"] = "landlock"
     """Weakest sandbox that the run accepts. The run does not start if this machine supports only a weaker sandbox. The run always uses the strongest sandbox of the machine."""
