@@ -178,7 +178,7 @@ class RolloutConfig(ChoosingTable, SamplingOptions):  # type: ignore[misc]  # a 
     backend: str = "hf"
     """Rollout engine, by name. The options of the engine are in the table of that name."""
     group_size: PositiveInt = 8
-    """G: number of responses sampled for each prompt."""
+    """G: responses sampled for each prompt."""
     max_support: NonNegativeInt = 256
     """With `top_p` or `top_k`: each sampled token also records the ids of the candidate tokens that the cut distribution kept (4 bytes for each id). If more than this many candidates were kept, the token records no ids. 0: no ids are recorded. See `algorithm.correction.support`."""
     weights: Literal["auto", "shared", "own"] = "auto"
