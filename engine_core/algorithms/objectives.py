@@ -110,7 +110,7 @@ def resolve_loss(call: LossCall, plugins: PluginSet) -> Objective:
     )
 
     def checked(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Make the gradient of a loss that is not finite NaN: the optimizer step is then skipped."""
+        """Make the gradient of a loss of outputs [T] NaN if the loss is not finite: the optimizer step is then skipped."""
         total, metrics = objective(outputs, batch)
         return total * (1 + 0 * total.detach()), metrics
 

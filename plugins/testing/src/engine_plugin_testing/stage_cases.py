@@ -95,6 +95,9 @@ def steps_without_anything_pass(bench: StageBench) -> None:
     """A step with no valid rollout, or with a single one, passes.
 
     Cases: a step without rollouts, one whose rollouts are all invalid, and one with a single rollout.
+
+    Raises:
+        AssertionError: the stage fails on one of them.
     """
     invalid = [dataclasses.replace(rollout, valid=False) for rollout in bench.rollouts(GROUPS)]
     for name, rollouts in (
@@ -125,6 +128,9 @@ def a_resumed_stage_continues(bench: StageBench) -> None:
     """A stage with the state of another stage continues as that one does.
 
     The state is as a checkpoint holds it. In all further steps both keep and change the same.
+
+    Raises:
+        AssertionError: the state is no JSON, or the two differ.
     """
     going = bench.stage()
     if not hasattr(going, "state"):

@@ -72,6 +72,9 @@ def values_of_every_kind_cross_exactly(bench: TransportBench) -> None:
 
     Values include infinities, NaN and the least and largest ones. An update has up to 100 buckets, or none. Twenty
     updates in a row, of different tensors, are each the sender's.
+
+    Raises:
+        AssertionError: the transport refuses an update, or what arrives differs.
     """
     link, every = bench.link(), _of_every_kind(bench)
     assert link is not None
