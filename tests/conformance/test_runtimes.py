@@ -13,4 +13,5 @@ class TestLocal(RuntimeSuite):
 @pytest.mark.slow
 class TestTorchrun(RuntimeSuite):
     backend = "torchrun"
+    options = {"device": "cpu"}  # else each process needs an accelerator, where there is one
     world_size = 2

@@ -133,7 +133,9 @@ def _trained(bench: RolloutBench, path: str) -> TrainEngine:
     """Return a train engine (``train_backend``) on the model of a folder after one step."""
     name = str(bench.settings["train_backend"])
     plugins = bench.load_plugins(train_engines=name)
-    options = plugins.spec("train_engines", name).config.model_validate({})
+    kind = plugins.spec("train_engines", name).config
+    exact = {"compute_dtype": "fp32"} if "compute_dtype" in kind.model_fields else {}
+    options = kind.model_validate(exact)  # an engine may choose 16 bits on an accelerator
     config = RoleConfig(backend=name, optim=OptimConfig(lr=0.05), options=options)
     context = WorkerContext(plugins=plugins, role="actor", device=bench.device)
     engine: TrainEngine = plugins.resolve("train_engines", name)(config, ModelConfig(path=path), context)
