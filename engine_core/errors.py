@@ -122,7 +122,7 @@ ELSEWHERE = {
     "grpo": "dapo",
     "ppo_clip": "ppo grpo dapo",
 }
-"""Names with those that other trainers use for them; suggested only where the name is allowed."""
+"""Names of keys and backends here, each with the names that other trainers use for it."""
 
 
 HOST_ALLOCATOR = "can't allocate memory"

@@ -16,7 +16,7 @@ from engine_core.config.inputs import HUB_NAME, absent, data_problems, files_of,
 from engine_core.config.read import RawConfig, key_text, read_config
 from engine_core.config.roles import RolloutConfig
 from engine_core.config.validate import validate
-from engine_core.config.wording import place_of
+from engine_core.config.wording import place_of, place_of_path
 from engine_core.errors import ConfigError, PluginError
 from engine_core.plugins.plugin_set import PluginProblems, PluginSet
 from engine_core.specs import TrainerSpec
@@ -95,8 +95,11 @@ def check_inputs(config: EngineConfig) -> list[str]:
     trainer: Any = plugins_for(config).spec("trainers", config.trainer)
     source = config._source or RawConfig({})
     found = [*model_problems(config), *data_problems(config.data, config.eval.set, trainer.stored)]
-    found += [(key, absent(path)) for key, path in source.inputs.items() if not Path(path).exists()]
-    return [place_of(source.origins.get(key), key) + text if key else text for key, text in found]
+    lines = [place_of(source.origins.get(key), key) + text if key else text for key, text in found]
+    missing = ((path, file) for path, file in source.inputs.items() if not Path(file).exists())
+    return lines + [
+        place_of_path(source.origins.get(key_text(path)), path) + absent(file) for path, file in missing
+    ]
 
 
 def _source(config: EngineConfig) -> RawConfig:

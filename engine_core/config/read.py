@@ -155,7 +155,7 @@ class RawConfig:
     files: list[Path] = field(default_factory=list)  # those that were named, not those that they extend
     allow_code: bool = False
     unread: list[str] = field(default_factory=list)  # tables that are present and that the run does not read
-    inputs: dict[str, str] = field(default_factory=dict)  # values of options of the type `FilePath`, by key
+    inputs: dict[Path_, str] = field(default_factory=dict)  # values of the type `FilePath`, by path
     strays: list[str] = field(default_factory=list)  # environment variables ENGINE_... that are no key's
 
     @property

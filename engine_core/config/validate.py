@@ -7,7 +7,6 @@ in; this module imports no plugin and no torch. Types are those of the TOML: ``"
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -102,7 +101,7 @@ class _Validation:
         self.problems: list[Problem] = []
         self.unread: list[str] = []
         self.options: list[tuple[ChoiceTable, Chosen, BaseModel]] = []
-        self.inputs: dict[str, str] = {}
+        self.inputs: dict[Path_, str] = {}
         self.tables = dict(_tables_in((), EngineConfig))  # models by header, for hints
 
     def run(self) -> EngineConfig:
@@ -186,7 +185,7 @@ class _Validation:
             if options is not None:
                 self.options.append((place, chosen, options))
                 files = {key: value for key, value in options if isinstance(value, InputFile)}
-                self.inputs |= {key_text((*path, key)): value for key, value in files.items()}
+                self.inputs |= {(*path, key): value for key, value in files.items()}
 
     def check(self, model: type[Model], data: Any, path: Path_, owner: str = "") -> Model | None:
         """Validate one table; ``owner`` ends each message: whose table it is, and how to see its keys."""
@@ -267,27 +266,24 @@ class _Validation:
         key, model, place = path[-1], self.tables.get(_header(path[:-1])), self.places.get(path[:-1])
         owner = owner or _core_owner(path)
         names = set(keys_of(model)) if model else set()
-        if place is not None and isinstance(place.table.get(key), dict):
+        is_table = place is not None and isinstance(place.table.get(key), dict)
+        if place is not None and is_table:
             names |= {name for kind in place.kinds for name in self.known(kind)} | {
                 c.table for c in place.chosen
             }
-        is_table = isinstance(functools.reduce(_inside, path, self.raw.data), dict)
-        ours = [key, *(() if is_table else names_elsewhere(key))]
-        homes = {
-            name: [f"[{key_text(t)}]" for t, other in self.tables.items() if t and name in keys_of(other)]
-            for name in ours
-        }
-        found = next((name for name in ours if homes[name] and not names & set(ours)), None)
-        said = f" '{key}' is" if found == key else f" Here '{key}' is '{found}',"
-        elsewhere = f"{said} a key of {' and of '.join(homes[found][:5])}." if found else ""
-        known = did_you_mean(key, names) + elsewhere
-        if found not in (None, key):
-            known = elsewhere + did_you_mean("", names)
+        ours = [] if is_table else names_elsewhere(key)
+        if not names & set(ours) and (name := next(filter(self.homes, ours), "")):
+            known = f" Here '{key}' is '{name}', a key of {self.homes(name)}.{did_you_mean('', names)}"
+        else:
+            known = did_you_mean(key, names)
+            if homes := self.homes(key):
+                known += f" '{key}' is a key of {homes}."
         self.problems.append(Problem(path, f"unknown key.{known}{owner}"))
 
-
-def _inside(table: Any, key: str) -> Any:
-    return table.get(key) if isinstance(table, dict) else None
+    def homes(self, key: str) -> str:
+        """Return the tables that have a key, five at most: ``[actor.optim] and of [critic.optim]``; "" if none has it."""
+        found = [f"[{key_text(t)}]" for t, model in self.tables.items() if t and key in keys_of(model)]
+        return " and of ".join(found[:5])
 
 
 def _header(path: Path_) -> Path_:

@@ -44,10 +44,15 @@ class Problem:
 
     def line(self, raw: RawConfig) -> str:
         """Return the message with its place: ``run.toml:14: actor.optim.lr: ...``."""
-        origin, path = raw.origin(self.path), self.path
-        if origin is not None and origin.line and path[0] in ("reward", "stage") and path[1:2] == path[2:3]:
-            path = (path[0], *path[2:])  # as [reward.NAME] writes it, for a plugin that has the reward's name
-        return f"{place_of(origin, key_text(path))}{self.text}"
+        return place_of_path(raw.origin(self.path), self.path) + self.text
+
+
+def place_of_path(origin: Origin | None, path: Path_) -> str:
+    """Return ``place_of`` a path; of an option in a file as the file writes it: ``reward.math.precision`` for the reward `math`."""
+    of_option = path[:1] in (("reward",), ("stage",)) and len(path) > 3 and path[1] == path[2]
+    if of_option and origin is not None and origin.line:
+        path = (path[0], *path[2:])
+    return place_of(origin, key_text(path))
 
 
 def place_of(origin: Origin | None, key: str) -> str:

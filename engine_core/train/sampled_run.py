@@ -277,19 +277,17 @@ class SampledRun(TrainingRun):
 
     def _note_cut(self, rollouts: Sequence[Rollout]) -> None:
         """Log once that a response ended because the model has no further positions."""
-        held, most = held_tokens(self.text_config, self.config.rollout.options), self.config_now.rollout
-        cut = (
-            r.finish_reason == "length"
-            and len(r.token_ids) >= held
-            and r.response_length < most.max_response_tokens
-            for r in rollouts
-        )
-        if self.samples and not self._cut_is_noted and any(cut):
+        if self._cut_is_noted or not self.samples:
+            return
+        held = held_tokens(self.text_config, self.config.rollout.options)
+        most = self.config_now.rollout.max_response_tokens
+        cut = (r for r in rollouts if r.finish_reason == "length" and r.response_length < most)
+        if any(len(r.token_ids) >= held for r in cut):
             self._cut_is_noted = True
             log.warning(
                 "A response ended before rollout.max_response_tokens (%d): with its prompt it fills the %d positions of the "
                 "model. Lower data.max_prompt_tokens or rollout.max_response_tokens to sample without this limit.",
-                most.max_response_tokens, held,
+                most, held,
             )  # fmt: skip
 
     def batch(self, rollouts: Sequence[Rollout]) -> Batch:

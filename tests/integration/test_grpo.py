@@ -2,12 +2,13 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine_core import Trainer, load_config
-from engine_core.errors import ConfigError, DataError, TrainingFailed
+from engine_core.errors import ConfigError, DataError, PluginError, TrainingFailed
 from engine_core.runs.rollout_files import read_rollouts
 
 RUN = """
@@ -387,6 +388,24 @@ def test_responses_that_end_at_once_are_learned_from_like_any_other(grpo):
     lines = metrics_of(run)
     assert lines[0]["response_length/max"] == 1
     assert all(value == value and value is not None for value in lines[1].values())
+
+
+def test_tokens_that_the_model_does_not_have_end_the_run_before_they_are_learned(grpo):
+    run = trainer(grpo)
+    run.text_config = SimpleNamespace(vocab_size=5, max_position_embeddings=512)
+    with pytest.raises(
+        PluginError, match=r"the model has 5 tokens \(vocab_size\)\. The weights were left alone"
+    ):
+        run.train()
+    assert not run.weights_changed
+
+
+def test_responses_that_the_models_positions_end_are_noted(grpo, caplog):
+    run = trainer(grpo, {"model.override.max_position_embeddings": 24, "rollout.max_response_tokens": 32})
+    run.train()
+    assert (
+        "positions of the model. Lower data.max_prompt_tokens or rollout.max_response_tokens" in caplog.text
+    )
 
 
 def test_after_training_the_trainer_holds_what_was_trained_and_trains_no_second_time(grpo, tmp_path):

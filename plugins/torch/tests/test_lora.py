@@ -121,6 +121,20 @@ def test_what_a_model_cannot_have_is_refused(make_engine, lora, message):
         make_engine("qwen3", lora=lora)
 
 
+def test_a_model_is_compared_with_its_adapter_before_a_start_unless_the_engine_builds_it(make_engine):
+    class OwnModel(TorchEngine):
+        def _build_model_optimizer(self, **arguments):
+            return super()._build_model_optimizer(**arguments)
+
+    built = make_engine("qwen3", lora={})
+    table = built.config.model_copy(
+        update={"lora": built.config.lora.model_copy(update={"target_modules": ["q_porj"]})}
+    )
+    with pytest.raises(ConfigError, match="'q_porj' is no layer of this model"):
+        TorchEngine.check_model(table, built.model_config, "actor", 1)
+    OwnModel.check_model(table, built.model_config, "actor", 1)
+
+
 def test_dora_over_an_embedding_is_refused(make_engine):
     with pytest.raises(ConfigError, match=r"actor\.lora\.dora: 'model\.embed_tokens' is a Embedding"):
         make_engine("llama", lora={"dora": True, "target_modules": ["embed_tokens", "q_proj"]})

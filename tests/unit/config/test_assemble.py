@@ -261,7 +261,7 @@ def test_an_absent_file_of_an_option_table_is_named_with_its_line(run, tmp_path)
     file = run(text.replace("scale = 2.0", 'table = "trian.jsonl"'))
     (found,) = check_inputs(load_config(file))
     assert found == (
-        f"{file}:7: reward.seven.seven.table: there is no file or folder '{tmp_path}/project/trian.jsonl'. "
+        f"{file}:7: reward.seven.table: there is no file or folder '{tmp_path}/project/trian.jsonl'. "
         f"Did you mean '{tmp_path}/project/train.jsonl'?"
     )
     (found,) = check_inputs(load_config(run(text)))  # the default is looked for, too

@@ -58,6 +58,10 @@ DESCRIBED = """
     class Width(Options):
         'How wide ``near`` is.'
 
+    class Bare(Options):
+        wide: int = 1
+        'How wide.'
+
     def score(completions):
         '''Return 1 for ``yes``. Anything else gets 0.
 
@@ -71,6 +75,7 @@ DESCRIBED = """
             "lazy": Reward(load="heavy_mod:lazy"),
             "near": Reward(load="heavy_mod:undocumented", config=Width),
             "made": Reward(load="heavy_mod:lazy", config=Width, factory=True),
+            "bare": Reward(load="heavy_mod:lazy", config=Bare, factory=True),
             "hollow": Reward(load="fake_mod.nothing:score"),
             "broken": Reward(load="broken_mod:score"),
         }
@@ -86,7 +91,7 @@ NOT_IMPORTED = """
 
 
 def test_names_of_one_kind_are_described_by_the_docstring_of_what_they_load_or_of_their_options(only_fakes):
-    names = dict.fromkeys(("direct", "lazy", "near", "made", "hollow", "broken"), "fake_mod")
+    names = dict.fromkeys(("direct", "lazy", "near", "made", "bare", "hollow", "broken"), "fake_mod")
     modules = {"fake_mod": DESCRIBED, "heavy_mod": NOT_IMPORTED, "broken_mod": "def score("}
     only_fakes("fake", {"rewards": names}, modules)
 
@@ -95,6 +100,7 @@ def test_names_of_one_kind_are_described_by_the_docstring_of_what_they_load_or_o
         "lazy": "Measure laziness",
         "near": "How wide near is",
         "made": "How wide near is",
+        "bare": "Measure laziness",
         "hollow": "",
         "broken": "",
     }

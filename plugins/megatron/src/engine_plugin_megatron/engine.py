@@ -123,9 +123,8 @@ class MegatronEngine(DataParallelEngine):
         """Refuse an adapter, and a layout that does not fit the model or the number of processes."""
         _check_adapter(config, role)
         options, hf = cls._options(config), load_hf_config(model_config)
-        if processes is not None and hasattr(
-            hf, "num_key_value_heads"
-        ):  # others are no architecture of this engine
+        known = hasattr(hf, "num_key_value_heads")  # a start refuses other architectures
+        if processes is not None and known:
             mesh = layout_of(options, processes, role)
             check_layout(hf, mesh, f"{role}.megatron", sequence_parallel=options.sequence_parallel)
 

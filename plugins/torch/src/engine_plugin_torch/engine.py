@@ -90,8 +90,8 @@ class TorchEngine(TrainEngine):
     def check_model(
         cls, config: RoleConfig, model_config: ModelConfig, role: str, processes: int | None
     ) -> None:
-        """Refuse an adapter that does not fit the model."""
-        if config.lora is not None:
+        """Refuse an adapter that does not fit the model; an engine that builds its own model refuses it at the start."""
+        if config.lora is not None and cls._build_model_optimizer is TorchEngine._build_model_optimizer:
             plain = model_config.model_copy(update={"attention": "eager"})  # which every model has
             module = blank_model(plain, role, torch.float32)
             adapted_layers(module, config.lora, role, (HEAD,) if role in VALUE_ROLES else ())
