@@ -134,16 +134,14 @@ def kinds() -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     yield "dpo.loss", listed(preference)
     weights = {"wpo": preference_columns.policy_weights, "ld_alpha": preference_columns.tail_weights}
     yield "dpo", described(weights)
-    # objectives by the trainer that uses them; the formula of the critic's is that of its loss
-    named = {"nll": "sft", "value": "critic"}
     trained = {**offered(trainers.engine_objectives()), **offered(builtin.engine_objectives())}
-    trained["value"] = losses.value
-    yield "trainer", described({named.get(name, name): function for name, function in trained.items()})
+    trained["value"] = losses.value  # the formula of the critic's objective is that of its loss
+    yield "objective", described(trained)
     yield "eval", described({"pass@k": evaluation.pass_at_k, "maj@k": evaluation.majority_at_k})
 
 
 TITLES = {
-    "trainer": "Objectives of trainers",
+    "objective": "Objectives",
     "[[stage]] name": "Stages",
     "advantage": "Advantages",
     "loss": "Policy losses",

@@ -248,7 +248,7 @@ def extras_of(project: Mapping[str, Any]) -> list[list[str]]:
 
 def compatibility_page() -> str:
     """What was tried, from ``compatibility.toml``, and the versions of ``constraints.txt``."""
-    tried = tomllib.loads((DOCS / "compatibility.toml").read_text("utf-8"))["tried"]
+    tried = tomllib.loads((DOCS / "compatibility.toml").read_text("utf-8"))
     keys = ["python", "torch", "transformers", "system", "device", "what"]
     projects = [tomllib.loads(file.read_text("utf-8"))["project"] for file in project_files()]
     asked = [line for project in projects for extra in extras_of(project) for line in extra]
@@ -261,7 +261,12 @@ def compatibility_page() -> str:
         "Compatibility",
         "The combinations of versions that were tested. Other combinations may work.",
         "## What was run",
-        table(keys, [[str(entry.get(key, "")) for key in keys] for entry in tried]),
+        table(keys, [[str(entry.get(key, "")) for key in keys] for entry in tried["tried"]]),
+        "## What has run where",
+        table(
+            ["subject", "CPUs, gloo", "GPUs of one host, NCCL", "not run"],
+            [[entry[key] for key in ("name", "cpu", "gpu", "missing")] for entry in tried["subject"]],
+        ),
         "## Versions",
         f"Python {projects[0]['requires-python']}. The second column is the version of the tests (`constraints.txt`), the third the versions that the\n"
         "distribution accepts.",

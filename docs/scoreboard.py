@@ -41,8 +41,7 @@ INTRO = """<!-- Written by docs/scoreboard.py from docs/reference/contracts.json
 # Test results by backend
 
 Which promises of the [conformance kit](../conformance.md) each backend kept, on real ranks on a CPU over gloo, against an unsharded
-reference. Nothing here was run on GPUs: the pages of [fsdp](../fsdp.md#what-has-run-where), [megatron](../megatron.md#what-has-run-where) and
-[deepspeed](../deepspeed.md#what-has-run) tell what was. A setting is one layout of ranks and options; what stands here is what its last run
+reference. Nothing here was run on GPUs: see [what has run where](compatibility.md#what-has-run-where). A setting is one layout of ranks and options; what stands here is what its last run
 gave, on the day and with the versions below. `passes`: in every setting of the backend. Else the settings are listed by number: `cannot` is a gap that the suite
 declares, with its reason; `not yet` a capability that the backend does not declare, so that a run file that needs it is refused;
 `not tested` has no other number of ranks to resume with; `not run` has no outcome yet."""

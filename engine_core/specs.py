@@ -55,7 +55,7 @@ class Options(BaseModel):
 
 
 class NoOptions(Options):
-    """The option table of a name without options."""
+    """The empty option table of a name that has no options."""
 
 
 class RefillOptions(Options):
