@@ -88,8 +88,8 @@ def engine_build_model(
         and returns logits [1, T, V], or an object with ``logits``; a ``PreTrainedModel`` may also take ``use_cache`` and
         ``past_key_values``. For ``critic`` and ``reward_model``: a transformers
         model with a head ``score`` (hidden size to 1), or a module that returns values [1, T], or an object with
-        ``values``. Each value is read from the sequence up to and including its token. The engine shifts a critic's values
-        by one: its output ``values[t]`` is the value at token t - 1. For ``rollout``: the actor's module; the first update
+        ``values``. Each value is computed from its token and those before it. The engine moves a critic's value to
+        the next token: the output ``values[t]`` is the value before token t is sampled. For ``rollout``: the actor's module; the first update
         replaces its weights.
 
     Stops at the first answer. Default: ``AutoModelForCausalLM`` from ``[model]``; its decoder with a new or loaded head

@@ -113,6 +113,18 @@ class Estimate:
         return f"{self.mean:.3g}" if math.isnan(self.low) else f"{self.mean:.2f} ± {self.half_width:.2f}"
 
 
+def score_interval(scores: Sequence[Sequence[float]]) -> Estimate:
+    """Return the mean over prompts of the mean score of a prompt, with its interval.
+
+    Args:
+        scores: [P], at least one, each with the scores of a prompt's responses. If all are 0 or 1 the interval is
+            ``bootstrap_interval``, else ``mean_interval``.
+    """
+    binary = {value for prompt in scores for value in prompt} <= {0.0, 1.0}
+    means = [math.fsum(prompt) / len(prompt) for prompt in scores]
+    return bootstrap_interval(means) if binary else mean_interval(means)
+
+
 def mean_interval(values: Sequence[float]) -> Estimate:
     """Return ``m ± t s / sqrt(P)``: m and s are mean and standard deviation (P - 1) of one value per prompt.
 

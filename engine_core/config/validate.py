@@ -115,7 +115,7 @@ class _Validation:
             self.take_options(place, place.in_any(sections))
         config = self.check(EngineConfig, self.data, ())
         if config is not None:
-            self.attach(config)
+            self.attach(config, sections)
             self.judge_algorithm(config, sections)
             self.judge_sampler(config, sections)
             self.problems += cross_problems(config, sections)
@@ -202,8 +202,8 @@ class _Validation:
                     self.problems.append(Problem(key, wrong + (owner or _core_owner(key))))
         return None
 
-    def attach(self, config: EngineConfig) -> None:
-        """Put validated option tables where the engines look for them."""
+    def attach(self, config: EngineConfig, sections: Collection[str]) -> None:
+        """Put validated option tables where the engines look for them, and remove roles that the trainer does not read."""
         for place, chosen, options in self.options:
             holder = holder_of(config, place.path)
             if isinstance(getattr(holder, chosen.field), dict):  # of several names
@@ -213,6 +213,8 @@ class _Validation:
         if getattr(config.options, "updates_weights_in_flight", False):
             config.rollout.expect_updates()
         for name in OPTIONAL_ROLES:
+            if name not in sections:
+                setattr(config, name, None)
             role, actor = getattr(config, name), config.actor
             if role and role.backend == actor.backend and bare(role.backend) not in self.raw.data[name]:
                 role.take_options(actor)

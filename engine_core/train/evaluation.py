@@ -12,6 +12,7 @@ from engine_core.algorithms.evaluation import (
     majority_at_k,
     mean_interval,
     pass_at_k,
+    score_interval,
 )
 
 if TYPE_CHECKING:
@@ -62,9 +63,7 @@ def set_metrics(rollouts: Sequence[Rollout], held_out: HeldOut) -> dict[str, flo
 def _of_score(scored: Mapping[int, Sequence[Rollout]], score: str, held_out: HeldOut) -> dict[str, Estimate]:
     """Return the means of the score, pass@k and maj@k over the prompts."""
     prompts = [_Prompt.of(members, score, held_out) for members in scored.values()]
-    binary = {value for prompt in prompts for value in prompt.scores} <= {0.0, 1.0}
-    interval = bootstrap_interval if binary else mean_interval
-    found = {"accuracy": interval([_mean(prompt.scores) for prompt in prompts])}
+    found = {"accuracy": score_interval([prompt.scores for prompt in prompts])}
     if held_out.samples_per_prompt > 1:
         found[f"mean@{held_out.samples_per_prompt}"] = found["accuracy"]
     for k in held_out.k:

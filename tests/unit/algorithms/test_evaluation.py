@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from engine_core.algorithms.evaluation import (
+    Estimate,
     bootstrap_interval,
     majority_at_k,
     mean_interval,
     pass_at_k,
+    score_interval,
     student_quantile,
 )
 
@@ -129,6 +131,14 @@ def coverage(interval, prompts, samples, statistic, truth, trials=300):
         found = interval([statistic(int(count)) for count in passed])
         held += found.low <= truth <= found.high
     return held / trials
+
+
+def test_scores_of_0_and_1_get_the_bounds_of_shares_and_others_those_of_means():
+    none = score_interval([[0.0], [0.0, 0.0], [0.0]])
+    assert (none.mean, none.low, none.high) == (0, 0, pytest.approx(1 - 0.025 ** (1 / 3)))
+    halves = score_interval([[0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    assert (halves.low, halves.high) == (0.5, 1.0)  # 8 in 27 draws lack the last prompt, 1 in 27 has it alone
+    assert score_interval([[0.5], [0.25, 0.75], [0.5]]) == Estimate(0.5, 0.5, 0.5, 3)
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say():

@@ -57,6 +57,7 @@ def test_a_table_that_nothing_needs_is_said_to_be_unread(config_of, good):
 def test_another_trainer_does_not_read_it(config_of):
     config = config_of('trainer = "sft"\n[critic]\nwarmup_steps = 3\n[data]\ntrain = "x"\n')
     assert config.unread == ["[critic]: trainer 'sft' does not read it"]
+    assert config.critic is None  # also a trainer with a critic builds it as without the table
 
 
 @pytest.mark.parametrize(

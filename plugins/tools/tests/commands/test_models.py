@@ -133,6 +133,10 @@ def test_two_evaluations_are_compared_prompt_by_prompt(engine, with_sets):
     assert engine("eval", "first", "--out", "again", "--set", "run.seed=5").code == 0
     found = json.loads(engine("compare", "first", "again", "--json").out)
     assert set(found) == {"validation", "few", "more"}
+    line = json.loads((with_sets / "metrics.jsonl").read_text().splitlines()[-1])
+    for name in ("few", "more"):
+        bounds = line[f"eval/{name}/accuracy_low"], line[f"eval/{name}/accuracy_high"]
+        assert (found[name]["first"]["low"], found[name]["first"]["high"]) == pytest.approx(bounds)
     more = found["more"]
     assert more["difference"]["mean"] == pytest.approx(more["first"]["mean"] - more["second"]["mean"])
     assert more["difference"]["prompts"] == 16

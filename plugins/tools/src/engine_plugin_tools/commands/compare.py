@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -88,30 +89,33 @@ def paired(first: Path, second: Path, score: str | None) -> dict[str, Estimate]:
     Raises:
         DataError: a file has no such score, or the two have no prompt in common.
     """
-    from engine_core.algorithms.evaluation import mean_interval
+    from engine_core.algorithms.evaluation import mean_interval, score_interval
 
     ours, theirs = (_by_prompt(file, score) for file in (first, second))
     common = [prompt for prompt in ours if prompt in theirs]
     if not common:
         raise DataError(f"{first} and {second} have no prompt in common: they are evaluations of other rows.")
-    columns = {"first": [ours[prompt] for prompt in common], "second": [theirs[prompt] for prompt in common]}
-    columns["difference"] = [a - b for a, b in zip(*columns.values(), strict=True)]
-    return {name: mean_interval(values) for name, values in columns.items()}
+    scores = {"first": [ours[prompt] for prompt in common], "second": [theirs[prompt] for prompt in common]}
+    means = [[fmean(each) for each in prompts] for prompts in scores.values()]
+    differences = [a - b for a, b in zip(*means, strict=True)]
+    return {name: score_interval(prompts) for name, prompts in scores.items()} | {
+        "difference": mean_interval(differences)
+    }
 
 
-def _by_prompt(file: Path, score: str | None) -> dict[tuple[Any, ...], float]:
-    """Return each prompt's mean score; responses without a score are left out."""
+def _by_prompt(file: Path, score: str | None) -> dict[tuple[Any, ...], list[float]]:
+    """Return the scores of each prompt's responses; responses without a score are left out."""
     rollouts = read_rollouts(file)
     names = list(dict.fromkeys(name for r in rollouts for name in r.rewards))
     chosen = score or (names[0] if names else "")
     if chosen not in names:
         raise DataError(f"{file}: no rollout has the reward '{chosen}'.{did_you_mean(chosen, names)}")
-    values: dict[tuple[Any, ...], list[float]] = {}
+    scores: dict[tuple[Any, ...], list[float]] = {}
     for rollout in rollouts:
         value = rollout.rewards.get(chosen)
         if value is not None:
-            values.setdefault(_key(rollout), []).append(value)
-    return {prompt: sum(each) / len(each) for prompt, each in values.items()}
+            scores.setdefault(_key(rollout), []).append(value)
+    return scores
 
 
 def _key(rollout: Rollout) -> tuple[Any, ...]:
