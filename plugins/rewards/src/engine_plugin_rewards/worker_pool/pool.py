@@ -7,15 +7,20 @@ replacement, at most ``START_ATTEMPTS`` times in a row.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
+import os
 import signal
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
+
+import psutil
 
 from engine_core import errors
 from engine_core.errors import DataError, PluginError
@@ -33,6 +38,8 @@ WATCHDOG = "Timeout ("  # printed by faulthandler before it ends a worker
 SHOWN_CHARACTERS = 3000
 SAMPLES_PER_REQUEST = 32
 SAMPLES_AT_ONCE = 64  # of an asynchronous function in singular form
+MARK = "ENGINE_REWARD_POOL"
+"""Environment variable of the workers of a pool; processes that they start inherit it."""
 
 logger = logging.getLogger("engine")
 
@@ -73,10 +80,11 @@ class Worker(ChildProcess):
 
     Args:
         order: the first message to the worker.
+        mark: value of ``MARK``.
         attempt: number of this start, counted from the last success.
     """
 
-    def __init__(self, order: Mapping[str, Any], attempt: int = 1) -> None:
+    def __init__(self, order: Mapping[str, Any], mark: str, attempt: int = 1) -> None:
         self.attempt, self.ready = attempt, False
         self.starved = (
             False  # whether it ran out of memory, so that later samples could fail for what it has kept
@@ -85,7 +93,10 @@ class Worker(ChildProcess):
         self.since = time.monotonic()  # when the request was sent, or the last message came
         self.messages: deque[dict[str, Any] | None] = deque()  # None: the worker has ended
         super().__init__(
-            python_command("engine_plugin_rewards.worker_pool.worker:main"), ReplyChannel, take=self._take
+            python_command("engine_plugin_rewards.worker_pool.worker:main"),
+            ReplyChannel,
+            take=self._take,
+            env={**os.environ, MARK: mark},
         )
         self.send(order)
 
@@ -114,6 +125,7 @@ class Pool:
 
     def __init__(self, name: str, order: Mapping[str, Any], size: int) -> None:
         self.name, self.order, self.size = name, order, size
+        self.mark = uuid.uuid4().hex
         self.timeout: float = order["timeout"]
         self.workers: list[Worker] = []
         self.signature: Signature | None = None
@@ -187,7 +199,7 @@ class Pool:
             elif worker.ready and worker.job is None and self.queue:
                 self._give(worker, self.queue.popleft())
         while len(self.workers) < self.size:
-            self.workers.append(Worker(self.order))
+            self.workers.append(Worker(self.order, self.mark))
 
     def _late(self, worker: Worker) -> bool:
         limit = self.timeout + GRACE_SECONDS if worker.ready else STARTUP_SECONDS
@@ -256,7 +268,7 @@ class Pool:
         logger.warning(
             "A worker of reward '%s' %s while it started. Started again.", self.name, worker.ending()
         )
-        self.workers.append(Worker(self.order, worker.attempt + 1))
+        self.workers.append(Worker(self.order, self.mark, worker.attempt + 1))
 
     def _blame(self, worker: Worker, outcome: Outcome, on_failure: OnFailure) -> None:
         """Fail the sample at which a request failed; if it is unknown, send each sample again in its own request."""
@@ -289,7 +301,11 @@ class Pool:
             self.workers.remove(worker)
 
     def close(self) -> None:
-        """End the workers."""
+        """End the workers, and what they started in other sessions."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):  # it has ended, or is of another user
+                if process.environ().get(MARK) == self.mark:
+                    process.kill()
         for worker in self.workers:
             worker.kill()
         self.workers = []
