@@ -84,21 +84,24 @@ def writing_problem(path: Path) -> str | None:
 def is_unused(path: Path) -> bool:
     """Return whether a folder holds only what a start writes before its first step: no metrics, rollouts, checkpoints.
 
-    Return False for a link, since its target may not be a run folder.
+    Return False for a link, and if a file is one: a start would write to its target.
     """
     if path.is_symlink() or not path.is_dir():
         return False
     metrics = path / "metrics.jsonl"
     if any(path.iterdir()) and not (path / ".lock").is_file():  # not a run folder
         return False
-    files = [file.relative_to(path) for file in path.rglob("*") if file.is_symlink() or not file.is_dir()]
-    return all(_of_a_start(file) for file in files) and not (metrics.exists() and metrics.stat().st_size)
+    files = [file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()]
+    ours = all(_of_a_start(file.relative_to(path), file.is_symlink()) for file in files)
+    return ours and not (metrics.exists() and metrics.stat().st_size)
 
 
-def _of_a_start(file: Path) -> bool:
-    """Return whether a start writes this file before its first step."""
+def _of_a_start(file: Path, link: bool) -> bool:
+    """Return whether a start writes this file before its first step; trackers make links in their folders."""
+    if file.parts[0] in TRACKERS:
+        return not link or len(file.parts) > 1
     logged = file.parts[0] == "logs" and (file.suffix == ".log" or file.name in DESCRIPTION)
-    return logged or str(file) in OURS or file.parts[0] in TRACKERS
+    return not link and (logged or str(file) in OURS)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -195,9 +195,12 @@ class RunFolder:
 
         Raises:
             EnvironmentProblem: another process holds the lock.
+            DataError: the lock is a link, and its target would be overwritten.
         """
-        locked = True
-        self._lock_file = (self.path / ".lock").open("a+", encoding="utf-8")
+        locked, lock = True, self.path / ".lock"
+        if lock.is_symlink():
+            raise DataError(f"{lock} is a link, which a run never makes. Delete it.")
+        self._lock_file = lock.open("a+", encoding="utf-8")
         try:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

@@ -326,3 +326,35 @@ def test_a_checkpoint_is_copied_whole_and_still_good(engine, finished, tmp_path)
     shutil.copytree(finished.parents[1], copy, symlinks=True)
     assert problems(copy / "checkpoints" / finished.name) == []
     assert engine("resume", copy, "--steps", 2).code == 0
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "logs/attempt_0/run.log", "tensorboard", "env.json"])
+def test_a_prepared_run_folder_with_a_link_is_refused_and_its_target_is_not_written(engine, tiny, name):
+    folder, target = engine.folder / "runs" / "r", engine.folder / "target"
+    (folder / name).parent.mkdir(parents=True)
+    (folder / ".lock").touch()
+    target.touch()
+    (folder / name).symlink_to(target)
+    run = engine("train", tiny())
+    assert run.code == 2, run.err
+    assert "run.name: 'r' exists already" in run.err
+    assert target.read_text() == ""
+    assert (folder / name).is_symlink()
+
+
+def test_links_of_a_run_that_is_resumed_are_not_written_through(engine, tiny):
+    assert engine("train", tiny({"run.steps": 1})).code == 0
+    folder, target = engine.folder / "runs" / "r", engine.folder / "target"
+    target.write_text("of the user")
+    for name in ("metrics.jsonl", ".lock"):
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+    for command in (["resume", "r", "--steps", 2], ["prune", "r"]):
+        refused = engine(*command)
+        assert refused.code == 4, refused.err
+        assert f"{folder / '.lock'} is a link" in refused.err
+    (folder / ".lock").unlink()
+    resumed = engine("resume", "r", "--steps", 2)
+    assert resumed.code == 0, resumed.err
+    assert target.read_text() == "of the user"
+    assert not (folder / "metrics.jsonl").is_symlink()
