@@ -90,3 +90,84 @@ def test_a_failure_that_may_not_be_ends_the_run_with_exit_code_6(engine, tiny, s
     assert said in run.err
     assert run.err.count("Traceback") == 1  # of the environment, said once
     assert "engine_core/environments" not in run.err
+
+
+HARMFUL = """
+import time
+from engine_core import hookimpl
+from engine_core.specs import Environment
+
+
+def sleeps():
+    time.sleep(60)
+
+
+def fails():
+    raise ZeroDivisionError("by zero")
+
+
+async def tools(episode):
+    for tool in (sleeps, fails):
+        turn = await episode.sample(max_tokens=1)
+        episode.append(await episode.call(tool))
+    return episode.rollout({"length": float(len(turn.text))})
+
+
+async def blocks(episode):
+    await episode.sample()
+    if episode.prompt.id == "train:5":
+        time.sleep(20)  # not awaited
+    return episode.rollout({"length": 1.0})
+
+
+async def forges(episode):
+    await episode.sample()
+    made = episode.rollout({"length": 1.0})
+    if episode.prompt.id == "train:5":
+        made.rollout_log_probs[made.loss_mask] += 0.1
+    return made
+
+
+@hookimpl
+def engine_environments():
+    names = frozenset({"length"})
+    return {each.__name__: Environment(load=each, rewards=names) for each in (tools, blocks, forges)}
+"""
+IN_ORDER = {"data.shuffle": False, "run.steps": 3, "checkpoint.every_steps": 1}  # train:5 is in step 2
+
+
+def test_the_policy_receives_what_its_tools_failed_of_and_the_run_continues(engine, tiny, metrics):
+    table = '[environment]\nname = "tools"\ntool_timeout_seconds = 0.2\n'
+    changes = {"run.steps": 1, "rollout.max_response_tokens": 100, "rollout.group_size": 2}
+    run = engine("train", tiny(changes, reward=table, plugin=HARMFUL))
+    assert run.code == 0, run.err
+    (line,) = metrics()
+    assert (line["environment/tool_calls"], line["environment/errors"]) == (16, 0)
+    assert (line["environment/tool_timeouts"], line["environment/tool_errors"]) == (8, 8)
+    shown = engine("inspect", "rollouts", "r", "--step", "1", "--limit", "1").out
+    assert "no answer after 0.2 s" in shown
+    assert "ZeroDivisionError: by zero" in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("blocks", 6, "environment 'blocks' has blocked the event loop for 0.5 s"),
+        ("forges", 3, "gave turn 1 log-probs that are not those"),
+    ],
+)
+def test_an_environment_that_blocks_or_forges_ends_the_run_with_its_line_and_a_resume_loses_nothing(
+    engine, tiny, metrics, name, code, said
+):
+    table = f'[environment]\nname = "{name}"\ntimeout_seconds = 0.5\n'
+    run = engine("train", tiny(IN_ORDER, reward=table, plugin=HARMFUL))
+    assert run.code == code, run.err
+    assert said in run.err
+    assert "tiny.py" in run.err
+    assert ("in blocks: time.sleep(20)" in run.err) == (name == "blocks")
+    assert "Traceback" not in run.err
+    assert "The newest checkpoint is of step 1. Resume: engine resume" in run.err
+    (engine.folder / "tiny.py").write_text(HARMFUL.replace('== "train:5"', "is None"))
+    resumed = engine("resume", "r")
+    assert resumed.code == 0, resumed.err
+    assert [line["step"] for line in metrics()] == [1, 2, 3]

@@ -1,5 +1,7 @@
 """Rows 28 to 31: plugins that clash, break, are of another time, or raise while the run goes on."""
 
+import re
+import signal
 import textwrap
 
 import pytest
@@ -200,3 +202,37 @@ def engine_stages():
     assert "Traceback" not in run.err
     kept = [path.name for path in (engine.folder / "runs" / "r" / "checkpoints").glob("step_*")]
     assert "step_00000002" in kept
+
+
+def test_a_plugin_that_hangs_while_it_is_imported_is_named_and_a_signal_ends_the_run(install, engine, tiny):
+    install("dist-a", {"rewards": {"steady": "mod_a"}}, {"mod_a": "import time\n\ntime.sleep(600)\n" + GOOD})
+    impatient = FIND + "from engine_core.plugins import modules\nmodules.SLOW_IMPORT_SECONDS = 0.1\n"
+    run = engine.start("train", tiny(reward=STEADY), prelude=impatient)
+    said = "Plugin 'steady' (dist-a 1.0): 'mod_a' is still being imported after 0.1 s."
+    run.until(lambda: said in run.err, "a warning")
+    run.send(signal.SIGTERM)
+    assert run.wait().code in (143, -signal.SIGTERM)
+    assert run.orphans() == []
+
+
+CRASHES = """
+
+@hookimpl
+def engine_on_event(event, step):
+    import ctypes, os
+    if event == "step_finished" and step == 2 and not os.path.exists("fixed"):
+        ctypes.string_at(0)
+"""
+
+
+def test_a_crash_in_native_code_of_a_plugin_shows_its_line_and_a_resume_loses_nothing(
+    engine, tiny, tiny_plugin, straight, result
+):
+    crashes = tiny_plugin + CRASHES
+    run = engine("train", tiny(plugin=crashes))
+    assert run.code == -signal.SIGSEGV, run.err
+    assert re.search(r'tiny\.py", line \d+ in engine_on_event', run.err)
+    (engine.folder / "fixed").touch()
+    resumed = engine("resume", "r")
+    assert resumed.code == 0, resumed.err
+    assert result() == straight()

@@ -232,3 +232,31 @@ def test_a_cut_last_line_of_the_metrics_is_left_out(engine, finished, metrics):
     assert engine("resume", "r", "--steps", 3).code == 0
     assert [line["step"] for line in metrics()] == [1, 2, 3]
     assert all(json.dumps(line) for line in metrics())
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning_and_the_new_one_counts(
+    engine, tiny, straight, result
+):
+    changes = {"checkpoint.keep_last": 1}
+    run = engine("train", tiny(changes), env={"ENGINE_FAULT": "checkpoint.in_prune@2:ioerror"})
+    assert run.code == 0, run.err
+    assert "could not be deleted" in run.err
+    assert result() == straight(changes)
+    assert "step_00000004" in checkpoints(engine)
+    assert engine("prune", "r").code == 0
+    assert checkpoints(engine) == ["step_00000004"]
+
+
+GARBLED = ["\0" * 40, '{"step": 2, "loss', "3", '{"loss": 1}']
+
+
+def test_lines_of_the_metrics_that_a_power_failure_garbled_are_left_out_with_a_warning(
+    engine, finished, metrics, straight, result
+):
+    file = finished.parents[1] / "metrics.jsonl"
+    first, second = file.read_text().splitlines()
+    file.write_text("\n".join([first, *GARBLED, second, "\0" * 9]) + "\n")
+    resumed = engine("resume", "r", "--steps", 3)
+    assert resumed.code == 0, resumed.err
+    assert f"{len(GARBLED) + 1} lines of {file} cannot be read and are left out." in resumed.err
+    assert result() == straight({"run.steps": 3})
