@@ -106,10 +106,11 @@ class Remote:
             found = [[float(value) for value in entry["probs"]] for entry in data]
         except (KeyError, TypeError, ValueError):
             raise self._server.broken(CLASSIFY, answer) from None
-        if len(found) != len(sequences) or any(len(values) != 1 for values in found):
+        if len(found) != len(sequences):
+            raise self._server.broken(CLASSIFY, answer)
+        if labels := {len(values) for values in found} - {1}:
             raise ConfigError(
-                f"[{self._server.table}] the server's model gives {len(found[0]) if found else 0} labels to a sequence, "
-                "expected one."
+                f"[{self._server.table}] the server's model gives {max(labels)} labels to a sequence, expected one."
             )
         return [values[0] for values in found]
 
