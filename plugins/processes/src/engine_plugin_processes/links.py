@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine_core.contracts.weight_sync import SyncResult
-from engine_core.errors import EngineError, TrainingFailed, WorkerLost
+from engine_core.errors import TrainingFailed, WorkerLost
 from engine_plugin_processes.worker_pool import WorkerPool, message_to
 
 if TYPE_CHECKING:
@@ -180,8 +180,8 @@ class Links:
             done, _ = concurrent.futures.wait([sent, taken], WORD_SECONDS)
             errors = [error for future in (taken, sent) if future in done and (error := future.exception())]
             lost = [error for error in errors if isinstance(error, WorkerLost)]
-            ours = [error for error in errors if isinstance(error, EngineError)]
-            raise (lost or ours or errors)[0]
+            causes = [error for error in errors if not isinstance(error, TrainingFailed)]
+            raise (lost or causes or errors)[0]  # a transport reports a failure of the other side
         return sent.result(), taken.result()
 
 
