@@ -52,6 +52,9 @@ def hurt(role, rank, place):
         os.kill(os.getpid(), signal.SIGKILL)
     elif what == "exit":
         os._exit(7)
+    elif what == "garbage":
+        os.write(int(sys.argv[1]), b"\xff" * 64)  # the worker's socket to its controller
+        time.sleep(600)
     elif what == "raise":
         raise DataError("the shard of rank 1 cannot be read")
     elif what == "nospace":

@@ -70,11 +70,12 @@ EACH = [
     (["rollout", 1, "sample", "kill"], "killed by SIGKILL"),
     (["actor", 0, "save", "kill"], "killed by SIGKILL"),
     (["actor", 1, "save", "exit"], "exited with status 7"),
+    (["rollout", 1, "sample", "garbage"], "it sent something else than an answer"),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hurt", "cause"), EACH, ids=["sampling", "saving", "exit"])
+@pytest.mark.parametrize(("hurt", "cause"), EACH, ids=["sampling", "saving", "exit", "invalid bytes"])
 def test_a_rank_that_dies_ends_the_run_with_its_cause_and_a_resume_is_the_straight_run(
     engine, hurting, ranks, result, straight_ranks, hurt, cause
 ):

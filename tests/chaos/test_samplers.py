@@ -108,13 +108,17 @@ def test_one_that_dies_again_and_again_ends_the_run_with_its_cause_and_a_checkpo
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_a_sampler_when_the_run_is_killed(engine, tiny, tiny_plugin, tmp_path):
+def test_nothing_is_left_of_a_sampler_that_is_stopped_when_the_run_is_killed(
+    engine, tiny, tiny_plugin, tmp_path
+):
     (tmp_path / "died").touch()
     (temporary := tmp_path / "temporary").mkdir()
     path = tiny({**OWN, "run.steps": 1000}, plugin=tiny_plugin + SAMPLER)
     run = engine.start("train", path, prelude=f"import tempfile\ntempfile.tempdir = {str(temporary)!r}")
     run.until(lambda: run.err.count("reward ") >= 1, "a step", PATIENCE)  # its sampler lives
     assert len(samplers(run)) == 2
+    (sampler,) = [each for each in samplers(run) if each.ppid() == run.pid]
+    sampler.suspend()
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
     assert run.orphans() == []
