@@ -152,9 +152,15 @@ def test_the_policy_receives_what_its_tools_failed_of_and_the_run_continues(engi
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [
-        ("blocks", 6, "environment 'blocks' has blocked the event loop for 0.5 s"),
+        pytest.param(
+            "blocks",
+            6,
+            "environment 'blocks' has blocked the event loop for 0.5 s",
+            marks=pytest.mark.slow,
+        ),
         ("forges", 3, "gave turn 1 log-probs that are not those"),
     ],
+    ids=["blocks", "forges"],
 )
 def test_an_environment_that_blocks_or_forges_ends_the_run_with_its_line_and_a_resume_loses_nothing(
     engine, tiny, metrics, name, code, said

@@ -36,6 +36,7 @@ CARRIED = {
 }
 
 
+@pytest.mark.slow
 def test_a_stop_while_responses_are_carried_over_saves_them_and_the_resumed_run_is_the_straight_one(
     engine, tiny, straight, result
 ):

@@ -99,6 +99,7 @@ def scores(engine, name, step=1):
 ANSWERS = ["\\boxed{9^{9^{9^{9}}}}", "9" * 1_000_000, "\\boxed{" + "(" * 10_000 + "1" + ")" * 10_000 + "}"]
 
 
+@pytest.mark.slow
 def test_hostile_answers_cost_their_samples_at_most_and_no_other_sample(engine, policy, metrics):
     both = '[[reward]]\nname = "math"\nworkers = 1\ntimeout_seconds = 0.5\nmax_failure_share = 1.0\non_timeout = "drop"\n'
     both += '[[reward]]\nname = "numeric"\nworkers = 0\n'

@@ -118,7 +118,7 @@ def engine_on_event(event, step):
 @pytest.mark.parametrize(
     ("says", "said"),
     [
-        ((503, {"error": "overloaded"}), "does not answer: status 503"),
+        pytest.param((503, {"error": "overloaded"}), "does not answer: status 503", marks=pytest.mark.slow),
         ((200, {"data": []}), "[reward.model.vllm_server] the server at"),
     ],
     ids=["stops", "wrong"],
