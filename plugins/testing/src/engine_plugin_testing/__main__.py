@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 def table(suite: type[Suite]) -> str:
     """Return a table with a row for each contract: its test, its promise, what it runs for, the planted faults that it catches.
 
-    The column "runs for" names a capability or a role. A suite whose contracts always run has no such column.
+    The column "runs for" names a capability, a role or an option. A suite whose contracts always run has no such column.
     """
     contracts = suite.contracts.values()
-    limited = any(made.capability or made.role for made in contracts)
+    limited = any(made.capability or made.role or made.option for made in contracts)
     titles = ["test", "what it promises", *(["runs for"] if limited else []), "catches"]
     rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for made in contracts:
@@ -29,9 +29,11 @@ def table(suite: type[Suite]) -> str:
 
 
 def _runs_for(made: Contract) -> str:
-    """Return the capability or the role that the contract needs, or "" if it always runs."""
+    """Return the capability, role or option that the contract needs, or "" if it always runs."""
     if made.capability:
         return f"capability `{made.capability}`"
+    if made.option:
+        return f"option `{made.option}`"
     return f"role `{made.role}`" if made.role else ""
 
 

@@ -54,11 +54,11 @@ class Bench:
         plugins = tuple(self.settings["plugins"])
         return _load(tuple(sorted(names.items())), plugins, Path(self.settings["root"]))
 
-    def checked_options(self, plugins: PluginSet) -> Any:
-        """Validate the suite's options by the plugin's own model, as the loader of a run file does."""
+    def checked_options(self, plugins: PluginSet, more: Mapping[str, Any] | None = None) -> Any:
+        """Validate the suite's options, and ``more``, by the plugin's own model, as the loader of a run file does."""
         config = plugins.spec(self.kind, self.name).config
         return config.model_validate(
-            dict(self.settings["options"]), context={"folder": self.settings["root"]}
+            {**self.settings["options"], **(more or {})}, context={"folder": self.settings["root"]}
         )
 
 

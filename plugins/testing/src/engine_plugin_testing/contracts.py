@@ -32,6 +32,7 @@ class Contract:
     options: frozenset[str] = frozenset()  # empty, or runs if the spec declares one of these sampling options
     package: str = ""  # skipped where it is not installed
     role: str = ""  # empty, or runs if the suite declares the role
+    option: str = ""  # empty, or runs if the plugin's option model has this field
 
     @property
     def name(self) -> str:
@@ -67,6 +68,7 @@ def contract(
     options: Collection[str] = (),
     package: str = "",
     role: str = "",
+    option: str = "",
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Mark a function of one bench as a contract.
 
@@ -78,12 +80,13 @@ def contract(
         options: sampling options that the contract is about; it runs if the spec declares one of them.
         package: the contract is skipped where this package is not installed.
         role: the contract runs if the suite's ``roles`` has this role.
+        option: the contract runs if the plugin's option model has this field.
     """
 
     def mark(function: Callable[[Any], None]) -> Callable[[Any], None]:
         """Attach the ``Contract`` to the function."""
         function.contract = Contract(
-            function, capability, tuple(catches), follow, frozenset(options), package, role
+            function, capability, tuple(catches), follow, frozenset(options), package, role, option
         )  # type: ignore[attr-defined]
         return function
 

@@ -61,11 +61,14 @@ class RolloutBench(EngineBench):
         """The tokenizer of the kit's models."""
         return tokenizer()
 
-    def engine(self, path: str | None = None, **rollout: Any) -> RolloutEngine:
+    def engine(
+        self, path: str | None = None, options: Mapping[str, Any] | None = None, **rollout: Any
+    ) -> RolloutEngine:
         """Build a sampler on the tiny model (or ``path``) that is closed after the contract.
 
         Args:
             path: a model folder.
+            options: further options of the engine.
             rollout: keys of ``[rollout]``.
         """
         plugins = self.load_plugins()
@@ -77,7 +80,7 @@ class RolloutBench(EngineBench):
             world_size=self.place.world_size,
             live={"tokenizer": self.tokenizer},
         )
-        config = RolloutConfig(backend=self.name, options=self.checked_options(plugins), **rollout)
+        config = RolloutConfig(backend=self.name, options=self.checked_options(plugins, options), **rollout)
         model = ModelConfig(path=path or self.model())
         made: RolloutEngine
         if self.settings["process"] is not None:

@@ -8,7 +8,6 @@ tokens. Here ``v_t = F_t(token - 1) + u p_t(token)`` with the cumulative distrib
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -23,6 +22,8 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Rollout, Sampling
 
 SIGMAS = 5.0  # chance of a false alarm below one in a million
+TOKEN_LAGS = (1, 2, 3, 4)  # distances of tokens of one response that must be independent
+REQUEST_LAGS = (1, 2, 3, 4, 8, 16, 32, 64)  # distances of requests whose tokens must be independent
 
 
 @torch.no_grad()
@@ -74,22 +75,42 @@ def check_draws(
         below = probs.cumsum(1).gather(1, tokens[:, None]).squeeze(1) - share
         places.append(below + share * torch.rand(len(tokens), generator=uniform, dtype=torch.float64) - 0.5)
     every, later = torch.cat(places), torch.cat([place[1:] for place in places])
-    pairs = torch.cat([place[1:] * place[:-1] for place in places])
-    neighbors = torch.cat([a[: len(b)] * b[: len(a)] for a, b in itertools.pairwise(places)])
-    for name, total, variance in (
+    sums = [
         ("log-probs: is temperature or a cut ignored?", surprise, spread),
         ("places in the distribution", float(every.sum()), len(every) / 12),
         ("places of later tokens", float(later.sum()), len(later) / 12),
         ("spread of the places", float((every**2 - 1 / 12).sum()), len(every) / 180),
         ("spread of the places of later tokens", float((later**2 - 1 / 12).sum()), len(later) / 180),
-        ("independence of a token of the one before it", float(pairs.sum()), len(pairs) / 144),
-        ("independence of a request of the one before it", float(neighbors.sum()), len(neighbors) / 144),
-    ):  # fmt: skip
+    ]
+    for name, pairs in _pairs(places).items():
+        sums.append((f"independence of {name}", float(pairs.sum()), len(pairs) / 144))
+    for name, total, variance in sums:
         sigmas = total / max(variance, 1e-12) ** 0.5
         assert abs(sigmas) <= SIGMAS, (
             f"{len(every)} tokens {what} are not drawn from the reference's distributions: {sigmas:+.1f} standard "
             f"deviations off in the {name}."
         )
+
+
+def _pairs(places: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return products [P] of the places of two tokens that must be independent, by what the two are.
+
+    Args:
+        places: for each request [N], with the mean 0.
+    """
+    found = {}
+    for lag in TOKEN_LAGS:
+        found[f"a token of the one {lag} before it"] = [place[lag:] * place[:-lag] for place in places]
+    for lag in REQUEST_LAGS:
+        two = list(zip(places, places[lag:], strict=False))
+        found[f"a request of the one {lag} before it"] = [a[: len(b)] * b[: len(a)] for a, b in two]
+    for name, two in (("next", places[1:]), ("former", places[-2::-1])):
+        first = places if name == "next" else places[::-1]
+        moved = [(a[1:], b) for a, b in zip(first, two, strict=False)]
+        found[f"a token of the one before it in the {name} request"] = [
+            a[: len(b)] * b[: len(a)] for a, b in moved
+        ]
+    return {name: torch.cat(products) for name, products in found.items() if products}
 
 
 def _nearest(row: Tensor, sampling: Sampling, token: int, found: float, tolerance: float) -> Tensor:

@@ -134,16 +134,21 @@ def many_requests_of_all_sizes_are_sampled_right(bench: RolloutBench) -> None:
         "the tail never drawn at later tokens",
         "one random number for two requests",
         "another temperature at later tokens",
+        "top-p and top-k at first tokens alone",
+        "the random numbers of a response repeated",
+        "random numbers of seed plus position",
+        "the random numbers of the request sixteen before",
     )
 )
 def later_tokens_follow_their_distributions(bench: RolloutBench) -> None:
     """Each later token of a response is an independent draw from its distribution.
 
-    The distribution is that given the tokens before it, at the temperature and after the cuts. 80 responses are
-    sampled with seeds and without.
+    The distribution is that given the tokens before it, at the temperature and after the cuts. It depends on no other
+    token of the response, and on no token of another request. 80 responses of a group are sampled with seeds and
+    without.
     """
     engine, module = bench.engine(), bench.reference()
-    for sampling in bench.supported({"temperature": 0.7, "seed": None}, CUTTING[-1]):
+    for sampling in bench.supported({"temperature": 0.7, "seed": None}, {"temperature": 1.5}, CUTTING[-1]):
         requests = bench.requests(("The answer",), group=80, max_response_tokens=8, **sampling)
         rollouts = engine.generate(requests)
         check_draws(module, requests, rollouts, bench.tolerance, f"with {sampling}")

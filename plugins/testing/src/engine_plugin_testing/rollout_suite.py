@@ -7,6 +7,7 @@ from typing import Any
 
 from engine_plugin_testing import (
     imports,
+    rollout_adapters,
     rollout_flight,
     rollout_models,
     rollout_partial,
@@ -29,6 +30,7 @@ class RolloutEngineSuite(
         rollout_models,
         rollout_text,
         rollout_weights,
+        rollout_adapters,
         rollout_flight,
     ),
 ):

@@ -51,32 +51,94 @@ def sampling_follows_new_weights(bench: RolloutBench) -> None:
     _check_policy(bench, engine, bench.reference(other), 7, "after the update")
 
 
-@contract(catches=("a constant checksum", "a checksum of one weight", "a checksum that is a plain sum"))
-def the_checksum_is_of_what_was_received(bench: RolloutBench) -> None:
-    """``update_weights`` returns a checksum that is equal for equal weights and changes with any value.
-
-    It also changes if two weights of one shape or two values of a vector are swapped, or if values change and their
-    sum does not.
-    """
-    engine, weights = bench.engine(), dict(bench.stream(bench.model(seed=1)))
-    names = sorted(weights)
-    zeros = [name for name in names if not weights[name].any()]
-    assert not zeros, (
-        f"The model's weights {zeros} are all zeros, so half of them is no change. Let write_model draw them at random."
+@contract(
+    catches=(
+        "a constant checksum",
+        "a checksum of one weight",
+        "a checksum that is a plain sum",
+        "a checksum with the version",
+        "a checksum of one sampler alone",
     )
+)
+def the_checksum_is_of_what_was_received(bench: RolloutBench) -> None:
+    """``update_weights`` returns a checksum that is equal for equal weights and changes with any weight.
+
+    It also changes if two weights of one shape are swapped. Another sampler gives the same checksum, whatever it
+    received before: a run compares the checksums of its samplers.
+    """
+    engine, weights = bench.engine(), _weights(bench)
+    names = sorted(weights)
     same_shape = next(
         (a, b) for a, b in itertools.combinations(names, 2)
         if weights[a].shape == weights[b].shape and not torch.equal(weights[a], weights[b])
     )  # fmt: skip
-    vector = min(names, key=lambda name: weights[name].numel())
     changed = {f"'{name}' halved": {name: weights[name] / 2} for name in names}
-    changed["two weights swapped"] = dict(
-        zip(same_shape, [weights[name] for name in same_shape[::-1]], strict=True)
+    swapped = zip(same_shape, [weights[name] for name in same_shape[::-1]], strict=True)
+    first = _all_differ(engine, weights, {**changed, "two weights swapped": dict(swapped)})
+    other = bench.engine().update_weights(iter(weights.items()), 1)
+    assert other == first, f"The same weights gave {first} in one sampler and {other} in another."
+
+
+@contract(
+    catches=(
+        "a checksum of a sum for each weight",
+        "a checksum without signs",
+        "a checksum of rounded sums",
+        "a checksum of the first values",
     )
+)
+def the_checksum_changes_with_any_one_value(bench: RolloutBench) -> None:
+    """The checksum of an update changes if one value changes, or if values change and their sum does not.
+
+    Cases: two values of a vector swapped, all of them in the opposite order, one sign, and a small value of the largest
+    weight that changes by a 64th.
+    """
+    weights = _weights(bench)
+    vector = min(sorted(weights), key=lambda name: weights[name].numel())
+    largest = max(sorted(weights), key=lambda name: weights[name].numel())
     flat = weights[vector].flatten().clone()
     flat[0], flat[-1] = 0.75, 1.25  # exact in any type of weights, with the sum of two norm weights
-    changed["two values of a small weight"] = {vector: flat.view_as(weights[vector])}
-    changed["these values swapped"] = {vector: _swapped(flat).view_as(weights[vector])}
+    swapped, sign = flat.clone(), weights[largest].flatten().clone()
+    swapped[0], swapped[-1] = flat[-1], flat[0]
+    turned = torch.arange(1, len(flat) + 1).to(flat) / 64
+    little = sign.clone()
+    at = len(sign) - 2
+    sign[at] = -sign[at] if sign[at] else 1.0
+    later = little[len(little) // 2 :].abs()
+    small = len(little) // 2 + int(torch.where(later > 0, later, torch.inf).argmin())
+    little[small] *= 1 + 1 / 64
+    values = {
+        "two values of a small weight": (vector, flat),
+        "these values swapped": (vector, swapped),
+        "a small weight in rising order": (vector, turned),
+        "a small weight in falling order": (vector, turned.flip(0)),
+        "one sign of the largest weight turned": (largest, sign),
+        "one small value of the largest weight changed": (largest, little),
+    }
+    changed = {what: {name: value.view_as(weights[name])} for what, (name, value) in values.items()}
+    _all_differ(bench.engine(), weights, changed)
+
+
+def _weights(bench: RolloutBench) -> dict[str, Tensor]:
+    """Return the weights [D_1, D_2, ...] of a model, none of which is all zeros."""
+    weights = dict(bench.stream(bench.model(seed=1)))
+    zeros = [name for name in sorted(weights) if not weights[name].any()]
+    assert not zeros, (
+        f"The model's weights {zeros} are all zeros, so half of them is no change. Let write_model draw them at random."
+    )
+    return weights
+
+
+def _all_differ(
+    engine: RolloutEngine, weights: dict[str, Tensor], changed: dict[str, dict[str, Tensor]]
+) -> str:
+    """Assert that the checksum is another one with each of the changes, and the same again without; return the latter.
+
+    Args:
+        engine: a sampler.
+        weights: [D_1, D_2, ...] by name.
+        changed: by what changes, the weights [D_1, D_2, ...] that replace others.
+    """
     sums: dict[str, str] = {}
     for number, (what, values) in enumerate({"the first": {}, **changed}.items()):
         found = engine.update_weights(iter({**weights, **values}.items()), number)
@@ -87,13 +149,7 @@ def the_checksum_is_of_what_was_received(bench: RolloutBench) -> None:
     assert sums.get(again) == "the first", (
         f"The same weights gave the checksums {next(iter(sums))} and {again}."
     )
-
-
-def _swapped(values: Tensor) -> Tensor:
-    """Return [N] with the first value and the last one swapped."""
-    found = values.clone()
-    found[0], found[-1] = values[-1], values[0]
-    return found
+    return again
 
 
 @contract(catches=("an incomplete update accepted",))

@@ -67,6 +67,7 @@ class Suite:
     _told: ClassVar[bool] = False
     _capabilities: ClassVar[frozenset[str]] = frozenset()
     _sampling: ClassVar[frozenset[str]] = frozenset()
+    _fields: ClassVar[frozenset[str]] = frozenset()  # of the plugin's option model
 
     def __init_subclass__(cls, modules: Sequence[ModuleType] = (), **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -112,6 +113,7 @@ class Suite:
             return
         cls._capabilities = getattr(spec, "capabilities", frozenset())
         cls._sampling = getattr(spec, "sampling", frozenset())
+        cls._fields = frozenset(spec.config.model_fields)
         cls._workers, cls._others = cls._group(cls.world_size), {}
 
     @classmethod
@@ -179,6 +181,8 @@ class Suite:
             pytest.skip(f"the spec of '{self.offered()}' lacks {names} in `sampling`")
         if made.role and made.role not in getattr(self, "roles", ()):
             pytest.skip(f"`roles` of the suite lacks '{made.role}'")
+        if made.option and made.option not in self._fields:
+            pytest.skip(f"the options of '{self.offered()}' lack '{made.option}'")
         if made.package and importlib.util.find_spec(made.package) is None:
             pytest.skip(f"it needs the package {made.package}, which is not installed")
         if made.follow and not self.resumes_on:

@@ -1,0 +1,159 @@
+"""Rollout engines, each with one mistake of later tokens, seeds, checksums or adapters."""
+
+import hashlib
+import uuid
+from unittest import mock
+
+import torch
+from broken_samplers import Uniforms
+
+from engine_core.contracts.weight_sync import ADAPTER_CONFIG
+from engine_plugin_hf_rollout import decoding
+from engine_plugin_hf_rollout.engine import HFRolloutEngine
+
+# -- later tokens -----------------------------------------------------------------
+
+
+class FirstCut(HFRolloutEngine):
+    """Cuts the distribution of first tokens alone."""
+
+    def step(self):
+        of, count = decoding.Distributions.of, [0]
+
+        def later(distributions, logits, number):
+            count[0] += 1
+            if count[0] > 1:
+                distributions.top_k = torch.zeros_like(distributions.top_k)
+                distributions.top_p = torch.ones_like(distributions.top_p)
+            return of(distributions, logits, number)
+
+        with mock.patch.object(decoding.Distributions, "of", later):
+            return super().step()
+
+
+class Repeats(Uniforms):
+    def changed(self, numbers):
+        numbers[:, 4:8] = numbers[:, : numbers[:, 4:8].shape[1]]
+        return numbers
+
+
+class SeedPlusPosition(Uniforms):
+    def changed(self, numbers):
+        for row in range(1, len(numbers)):
+            numbers[row, :-1] = numbers[row - 1, 1:]
+        return numbers
+
+
+class Sixteenth(Uniforms):
+    def changed(self, numbers):
+        for row in range(16, len(numbers)):
+            numbers[row] = numbers[row - 16]
+        return numbers
+
+
+class SeedOfFirst(Uniforms):
+    def changed(self, numbers):
+        numbers[:, 1:] = torch.rand(numbers[:, 1:].shape)
+        return numbers
+
+
+# -- checksums --------------------------------------------------------------------
+
+
+class Summed(HFRolloutEngine):
+    """``words`` is what the checksum is of."""
+
+    def update_weights(self, stream, version):
+        weights = {name: value.clone() for name, value in stream}
+        super().update_weights(iter(weights.items()), version)
+        return hashlib.sha256(repr(self.words(weights, version)).encode()).hexdigest()
+
+    def words(self, weights, version):
+        return [(name, value.double().flatten().tolist()) for name, value in weights.items()]
+
+
+class WithVersion(Summed):
+    def words(self, weights, version):
+        return super().words(weights, version), version
+
+
+class OfOneSampler(Summed):
+    def words(self, weights, version):
+        self.salt = getattr(self, "salt", uuid.uuid4().hex)
+        return super().words(weights, version), self.salt
+
+
+class SumOfEach(Summed):
+    def words(self, weights, version):
+        return [(name, round(float(value.double().sum()), 9)) for name, value in weights.items()]
+
+
+class WithoutSigns(Summed):
+    def words(self, weights, version):
+        return super().words({name: value.abs() for name, value in weights.items()}, version)
+
+
+class RoundedSums(Summed):
+    def words(self, weights, version):
+        return [
+            (name, float(value.sum().bfloat16()), float(value.flatten().cumsum(0).sum().bfloat16()))
+            for name, value in weights.items()
+        ]
+
+
+class FirstOfEach(Summed):
+    def words(self, weights, version):
+        return super().words({name: value.flatten()[:64] for name, value in weights.items()}, version)
+
+
+# -- adapters ---------------------------------------------------------------------
+
+
+class Adapted(HFRolloutEngine):
+    """``changed(name, value)`` replaces a tensor of an adapter."""
+
+    def update_weights(self, stream, version):
+        return super().update_weights(
+            (
+                (name, value if name == ADAPTER_CONFIG or "lora_" not in name else self.changed(name, value))
+                for name, value in stream
+            ),
+            version,
+        )
+
+    def changed(self, name, value):
+        return value
+
+
+class Unscaled(Adapted):
+    def changed(self, name, value):
+        return value / 3 if "lora_B" in name else value
+
+
+class OnTop(Adapted):
+    def changed(self, name, value):
+        if "lora_B" not in name:
+            return value
+        self.sums = getattr(self, "sums", {})
+        self.sums[name] = self.sums.get(name, 0) + value
+        return self.sums[name]
+
+
+class NotUsed(Adapted):
+    def changed(self, name, value):
+        return torch.zeros_like(value) if "lora_B" in name else value
+
+
+class KeepsHalf(Adapted):
+    def changed(self, name, value):
+        self.first = getattr(self, "first", {})
+        return self.first.setdefault(name, value) if "lora_A" in name else value
+
+
+class TakesWhole(HFRolloutEngine):
+    def update_weights(self, stream, version):
+        (first, *rest) = stream
+        if self.options.adapter and first[0] != ADAPTER_CONFIG:
+            self.version = version
+            return "whole"
+        return super().update_weights(iter([first, *rest]), version)
