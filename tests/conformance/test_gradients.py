@@ -17,6 +17,7 @@ OF_GRADIENTS = (
     "the_policy_gradient_equals_the_reference",
     "micro_batches_change_neither_loss_nor_gradient",
     "gradients_of_other_outputs_equal_the_reference",
+    "gradients_of_candidates_equal_the_reference",
     "other_models_are_as_right_as_the_first",
     "a_step_starts_from_weights_that_were_loaded",
 )

@@ -147,6 +147,29 @@ def clipped_loss(module: nn.Module, batch: Batch, clip: float = 0.2) -> Tensor:
     return (batch["weights"] * loss).sum()
 
 
+def policy_loss(module: nn.Module, batch: Batch, options: Mapping[str, Any]) -> Tensor:
+    """Return the scalar loss ``policy`` over [T] from its formulas: ``ppo_clip`` with ``delta``, KL, entropy, correction.
+
+    Args:
+        module: the policy.
+        batch: the columns of ``clipped_loss``, ``ref_log_probs`` and ``rollout_log_probs`` [T].
+        options: parameters of the objective, with ``kl_estimator = "k2"`` and a correction of ``level = "token"``.
+    """
+    found, mask = outputs_of(module, batch), batch["loss_mask"]
+    log_probs, old, advantages = found["log_probs"], batch["old_log_probs"].double(), batch["advantages"]
+    table, correction = options["loss_options"], options["correction"]
+    ratio = (log_probs - old).exp()
+    clipped = ratio.clamp(1 - table["clip_ratio_low"], 1 + table["clip_ratio_high"])
+    loss = torch.maximum(-ratio.clamp(max=table["delta"]) * advantages, -clipped * advantages)
+    weight = (old - batch["rollout_log_probs"]).exp().clamp(max=correction["cap"])
+    moved = (batch["rollout_log_probs"] - log_probs.detach()) * mask
+    gone = batch.sum_by_sequence(moved) / batch.sum_by_sequence(mask.double()).clamp(min=1)
+    left = batch.to_tokens(gone > correction["off_policy_threshold"]) & (advantages < 0)
+    kl = (log_probs - batch["ref_log_probs"]) ** 2 / 2
+    total = loss * weight * ~left + options["kl_coef"] * kl - options["entropy_coef"] * found["entropy"]
+    return (batch["weights"] * total).sum()
+
+
 def gradient_of(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """Return the gradient [D_1, D_2, ...] of each parameter by name; tied ones once, zeros if it has none.
 

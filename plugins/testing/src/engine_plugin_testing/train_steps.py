@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine_core.types import LossCall
 from engine_plugin_testing.contracts import contract, identical, near, refused, same_direction
 from engine_plugin_testing.reference import (
     clipped_loss,
@@ -15,10 +16,13 @@ from engine_plugin_testing.reference import (
     nll_loss,
     norm_of,
     outputs_of,
+    policy_loss,
 )
 from engine_plugin_testing.train_bench import NLL, POLICY, TrainBench
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engine_core.types import Batch
 
 
@@ -35,22 +39,58 @@ def the_gradient_is_that_of_the_global_sum(bench: TrainBench) -> None:
     same_direction(found, expected, bench.gradient_tolerance, "gradient of nll")
 
 
-@contract()
+OPTIONS: dict[str, Any] = {
+    "loss": "ppo_clip",
+    "loss_options": {"clip_ratio_low": 0.1, "clip_ratio_high": 0.4, "delta": 1.5},
+    "entropy_coef": 0.05,
+    "kl_coef": 0.3,
+    "kl_estimator": "k2",
+    "correction": {"level": "token", "cap": 1.2, "off_policy_threshold": 0.4},
+}
+"""Parameters of the objective ``policy`` that differ from their defaults."""
+
+
+@contract(
+    catches=(
+        "options of the loss ignored",
+        "the entropy bonus left out",
+        "the KL to the reference left out",
+        "the correction of the sampler's gap left out",
+    )
+)
 def the_policy_gradient_equals_the_reference(bench: TrainBench) -> None:
     """The gradient of the clipped policy loss equals that of the reference.
 
-    Tokens are on both sides of the clip.
+    Tokens are on both sides of the clip. The second case has all options of the objective: widths and ``delta`` of the
+    loss, the KL, the entropy bonus, importance weights, and ``off_policy_threshold``.
     """
     batch = bench.batch()
     module = bench.reference()
     with torch.no_grad():
         own = outputs_of(module, batch)["log_probs"]
-    shift = torch.empty(batch.num_tokens).uniform_(-0.4, 0.4, generator=torch.Generator().manual_seed(3))
-    shift = torch.where((shift.abs() - 0.2).abs() < 0.04, torch.zeros(()), shift)  # none at the clip's edge
-    batch = batch.with_columns({"old_log_probs": (own + shift).float() * batch["loss_mask"]})
+    draws = torch.Generator().manual_seed(3)
+
+    def moved(size: float, *edges: float) -> Tensor:
+        """Return the log-probs [T] moved by up to ``size`` nats, and by none near ``edges`` of a ratio."""
+        shift = torch.empty(batch.num_tokens).uniform_(-size, size, generator=draws)
+        for edge in edges:
+            shift[((-shift).exp() - edge).abs() < 0.04] = 0.0
+        return (own + shift).float() * batch["loss_mask"]
+
+    batch = batch.with_columns({"old_log_probs": moved(0.4, 0.8, 1.2)})
     expected = gradient_of(module, clipped_loss(module, batch))
     found, _, _ = bench.measured(batch, POLICY)
     same_direction(found, expected, bench.gradient_tolerance, "gradient of the policy loss")
+    away = 0.8 * batch.to_tokens(torch.arange(len(batch)) % 3 == 0) * batch["loss_mask"]
+    columns = {"old_log_probs": moved(0.6, 0.9, 1.4, 1.5), "ref_log_probs": moved(0.5)}
+    batch = batch.with_columns({**columns, "rollout_log_probs": moved(0.3) + away})
+    expected = gradient_of(module, policy_loss(module, batch, OPTIONS))
+    outputs = ("log_probs", "entropy")
+    for budget in (4096, 24):
+        found, _, _ = bench.measured(batch, LossCall("policy", OPTIONS, outputs=outputs), budget=budget)
+        same_direction(
+            found, expected, bench.gradient_tolerance, "gradient of the policy loss with all options"
+        )
 
 
 @contract(catches=("loss of one rank reported",))
@@ -208,18 +248,44 @@ def a_gradient_that_is_not_finite_skips_the_step(bench: TrainBench) -> None:
     identical(bench.weights(hit), bench.weights(spared), "weights one step after a skipped one", bench.exact)
 
 
-@contract(catches=("the learning rate of the next step reported",))
+SCHEDULES: tuple[tuple[dict[str, Any], tuple[float, ...]], ...] = (
+    (
+        {"schedule": "linear", "warmup_steps": 2, "decay_steps": 6, "min_lr_ratio": 0.1},
+        (0.5, 1.0, 1.0, 0.775, 0.55, 0.325, 0.1, 0.1),
+    ),
+    (
+        {"schedule": "cosine", "warmup_steps": 1, "min_lr_ratio": 0.2},  # over a run of 5 steps
+        (1.0, 1.0, 0.6 + 0.4 * math.sqrt(0.5), 0.6, 0.6 - 0.4 * math.sqrt(0.5), 0.2, 0.2),
+    ),
+    ({"warmup_steps": 2, "min_lr_ratio": 0.5}, (0.5, 1.0, 1.0, 1.0)),  # constant
+)
+"""Keys of ``[actor.optim]``, and the rate of each step as a share of the peak, also past the end."""
+
+
+@contract(
+    catches=(
+        "the learning rate of the next step reported",
+        "no warm-up before a constant rate",
+        "a rate that ignores its floor",
+        "a decay that begins with the warm-up",
+        "a cosine that rises past its end",
+        "a schedule that moves with each micro-batch",
+    )
+)
 def the_learning_rate_follows_its_schedule(bench: TrainBench) -> None:
     """``StepOutput.lr`` is the rate that the step used, by the schedule of ``[actor.optim]``.
 
-    The schedule is a warm-up, then a linear decay.
+    Schedules are constant, linear and cosine, with a warm-up and a floor, also past their ends. Steps have several
+    micro-batches, in one call or in two.
     """
-    optim = {"lr": 0.1, "schedule": "linear", "warmup_steps": 2, "decay_steps": 6, "min_lr_ratio": 0.1}
-    engine, batch = bench.engine(optim=optim), bench.batch()
-    found = [bench.step(engine, batch).lr for _ in range(7)]
-    shape = [0.5, 1.0, *(0.1 + 0.9 * (1 - done / 4) for done in range(5))]
-    for number, (lr, share) in enumerate(zip(found, shape, strict=True)):
-        near(lr, 0.1 * share, 1e-5, f"lr of step {number}")
+    batch = bench.batch((5, 6, 7, 8))
+    for optim, shares in SCHEDULES:
+        engine = bench.engine(optim={"lr": 0.1, **optim}, budget=8, total_steps=5)
+        calls = (range(2), range(2, 4)) if optim.get("schedule") == "linear" else (range(4),)
+        for number, share in enumerate(shares):
+            for part in calls:
+                bench.forward_backward(engine, batch.select(part))
+            near(engine.optimizer_step().lr, 0.1 * share, 1e-5, f"lr of step {number} with {optim}")
 
 
 @contract(catches=("weight decay on vectors",))
@@ -247,7 +313,10 @@ def a_role_that_is_not_trained_has_no_optimizer(bench: TrainBench) -> None:
         engine.optimizer_step()
 
 
-@contract(capability="set_lr", catches=("set_lr sets the rate, not the peak",))
+@contract(
+    capability="set_lr",
+    catches=("set_lr sets the rate, not the peak", "set_lr ends the warm-up"),
+)
 def set_lr_replaces_the_peak(bench: TrainBench) -> None:
     """``set_lr`` changes the peak of the learning rate from the next step on.
 
@@ -258,6 +327,16 @@ def set_lr_replaces_the_peak(bench: TrainBench) -> None:
     near(bench.step(engine, batch).lr, 0.1, 1e-5, "lr of the first step")
     engine.set_lr(0.2)
     near(bench.step(engine, batch).lr, 0.2 * 0.75, 1e-5, "lr of the second step, after set_lr(0.2)")
+    rising = bench.engine(optim={"lr": 0.1, "warmup_steps": 4})
+    bench.step(rising, batch)
+    rising.set_lr(0.2)
+    for number, share in enumerate((0.5, 0.75, 1.0, 1.0), 2):
+        near(
+            bench.step(rising, batch).lr,
+            0.2 * share,
+            1e-5,
+            f"lr of step {number}, after set_lr(0.2) in the warm-up",
+        )
 
 
 @contract(
