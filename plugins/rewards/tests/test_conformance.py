@@ -52,6 +52,32 @@ class TestPython(RewardSuite):
     examples = [("abc", 1.0), ("abcd", 0.0)]
 
 
+class TestAsync(RewardSuite):
+    name = "python"
+    options = {
+        "path": "short_answers.py",
+        "function": "score_later",
+        "allow_local_code": True,
+        "arguments": {"most": 3},
+    }
+    examples = [("abc", 1.0), ("abcd", 0.0)]
+
+
+class TestAsyncGroups(RewardSuite):
+    name = "python"
+    options = {"path": "short_answers.py", "function": "shortest", "allow_local_code": True}
+    examples = [
+        ([{"completion": "abc"}, {"completion": "a"}], [0.0, 1.0]),
+        ([{"completion": "ab"}, {"completion": "cd"}, {"completion": "e f"}], [1.0, 1.0, 0.0]),
+    ]
+
+
+class TestAsyncObject(RewardSuite):
+    name = "python"
+    options = {"path": "short_answers.py", "function": "later", "allow_local_code": True}
+    examples = [("2 + 2 = 4", 1.0), ("5", 0.0)]
+
+
 class Lengths(BaseHTTPRequestHandler):
     """A server whose scores are the lengths of the completions."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,9 +79,18 @@ class RewardBench(Bench):
         return self.score_each([(samples, groups)], workers)[0]
 
     def score_each(
-        self, calls: Sequence[tuple[Sequence[Sample], Sequence[int] | None]], workers: int = 0
+        self,
+        calls: Sequence[tuple[Sequence[Sample], Sequence[int] | None]],
+        workers: int = 0,
+        after_first: Callable[[], None] | None = None,
     ) -> list[list[float | None]]:
-        """Score several calls by one runner, each as in ``score``."""
+        """Score several calls by one runner, each as in ``score``.
+
+        Args:
+            calls: samples, and the group of each.
+            workers: number of worker processes; 0: none.
+            after_first: called after the first call; samples of the second one may fail then.
+        """
         plugins = self.load_plugins()
         config = RewardConfig(
             name=self.name,
@@ -93,12 +102,15 @@ class RewardBench(Bench):
         runner = RewardRunner([config], plugins)
         try:
             found = []
-            for samples, groups in calls:
+            for number, (samples, groups) in enumerate(calls):
                 rollouts = self.rollouts(samples, groups)
                 runner.score(rollouts, step=1)
                 for sample, outcome in zip(samples, runner.scorers[0].runner.outcomes, strict=True):
-                    _check(sample, outcome)
+                    if number != 1 or after_first is None:
+                        _check(sample, outcome)
                 found.append([rollout.rewards[self.name] for rollout in rollouts])
+                if number == 0 and after_first is not None:
+                    after_first()
             return found
         finally:
             runner.close()

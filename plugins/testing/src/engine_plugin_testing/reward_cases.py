@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import psutil
 from pydantic import ValidationError
 
 from engine_plugin_testing.contracts import contract
@@ -145,6 +146,30 @@ def _scored(bench: RewardBench, calls: Sequence[Sequence[list[Sample]]], workers
         left = iter(values)
         found.append([list(itertools.islice(left, len(group))) for group in units])
     return found
+
+
+@contract(catches=("a lock that a lost worker leaves",))
+def a_worker_that_is_lost_is_replaced(bench: RewardBench) -> None:
+    """A worker process that is killed between two calls is replaced, and the values are the same.
+
+    Samples of the call after it may fail, because the loss may be noticed late; those of the next one do not. The
+    reward has nothing in a process, or outside of it, that the next process misses or that stops it.
+    """
+    samples, groups = bench.samples()
+    own = psutil.Process()
+    before = {process.pid for process in own.children()}
+    killed: list[int] = []
+
+    def kill() -> None:
+        """Kill the worker processes."""
+        for process in own.children():
+            if process.pid not in before:
+                process.kill()
+                killed.append(process.pid)
+
+    first, _, again = bench.score_each([(samples, groups)] * 3, workers=1, after_first=kill)
+    assert killed, "No worker process was found: with `workers = 1` a reward has one."
+    _same(again, first, "After the loss of its worker")
 
 
 @contract(catches=("changes its inputs",))
