@@ -1,8 +1,11 @@
 """One plugin that offers every broken engine and reward, by the names of their classes and functions."""
 
+import atexit
+import os
 import random
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -14,6 +17,7 @@ from engine_plugin_processes.transports.table import TCPOptions
 from engine_plugin_torch.options import TorchOptions
 
 HERE = Path(__file__).parent
+HELD = []
 sys.path.insert(0, str(HERE))
 
 
@@ -27,7 +31,7 @@ def engine_train_engines():
     abilities = frozenset({"generation_module", "lora", "set_lr", "sleep", "support"})
     return {
         name: TrainBackend(load=f"{module}:{name}", config=TorchOptions, capabilities=abilities)
-        for module in ("broken_train", "broken_runs")
+        for module in ("broken_train", "broken_runs", "broken_steps")
         for name in classes_of(module)
     }
 
@@ -45,7 +49,7 @@ def engine_rollout_engines():
     abilities = frozenset({"share_module", "pause", "sleep", "support", "partial"})
     return {
         name: RolloutBackend(load=f"{module}:{name}", config=HFOptions, capabilities=abilities)
-        for module in ("broken_rollout", "broken_samplers")
+        for module in ("broken_rollout", "broken_samplers", "broken_draws")
         for name in classes_of(module)
     }
 
@@ -90,6 +94,15 @@ def first_row(completions, answer):
     return [float(text == answer[0 if len(completions) > 8 else i]) for i, text in enumerate(completions)]
 
 
+def locks(completion):
+    """Locks a file until the process ends in order."""
+    if not HELD:
+        lock = Path(tempfile.gettempdir(), f"kit-lock-{os.getppid()}")
+        lock.touch(exist_ok=False)
+        HELD.append(atexit.register(lock.unlink, missing_ok=True))
+    return float("4" in completion)
+
+
 class Undocumented(Options):
     most: int = 3
 
@@ -104,7 +117,18 @@ def short(completion, most=3):
 
 @hookimpl
 def engine_rewards():
-    functions = (one_number, draws, first_wins, strips, first_letter, shifted, remembers, tires, first_row)
+    functions = (
+        one_number,
+        draws,
+        first_wins,
+        strips,
+        first_letter,
+        shifted,
+        remembers,
+        tires,
+        first_row,
+        locks,
+    )
     return {
         **{function.__name__: Reward(load=function) for function in functions},
         "undocumented": Reward(load=short, config=Undocumented),

@@ -1,8 +1,8 @@
-"""The faults of ``broken_runs``: ranks, engine, what is wrong, and the contract that must say so."""
+"""The faults of ``broken_runs`` and ``broken_steps``: ranks, engine, what is wrong, and the contract that must say so."""
 
 RUN_FAULTS = [
     (1, "EntropyDetached", "the entropy without its gradient", "gradients_of_other_outputs_equal_the_reference"),
-    (1, "RestTooSteep", "the gradient of the rest without the temperature", "gradients_of_other_outputs_equal_the_reference"),
+    (1, "RestTooSteep", "the gradient of the rest without the temperature", "gradients_of_candidates_equal_the_reference"),
     (1, "LearnsWatched", "a gradient through an output that is only watched", "gradients_of_other_outputs_equal_the_reference"),
     (1, "WholeGradient", "the gradient over the whole vocabulary with a support", "the_gradient_over_a_support_equals_the_reference"),
     (1, "BetasExchanged", "moments exchanged", "several_steps_equal_an_independent_optimizer"),
@@ -57,4 +57,24 @@ RUN_FAULTS = [
     (1, "MergedTwice", "an adapter merged twice", "an_adapter_alone_is_trained"),
     (1, "HalfAdapter", "one half of an adapter streamed", "an_adapter_alone_is_trained"),
     (1, "FasterHalf", "one half of an adapter trained at another rate", "an_adapter_alone_is_trained"),
+    (1, "NoWarmup", "no warm-up before a constant rate", "the_learning_rate_follows_its_schedule"),
+    (1, "NoFloor", "a rate that ignores its floor", "the_learning_rate_follows_its_schedule"),
+    (1, "DecaysInWarmup", "a decay that begins with the warm-up", "the_learning_rate_follows_its_schedule"),
+    (1, "RisesAfterCosine", "a cosine that rises past its end", "the_learning_rate_follows_its_schedule"),
+    (1, "ScheduleOfMicroBatches", "a schedule that moves with each micro-batch", "the_learning_rate_follows_its_schedule"),
+    (1, "PeakEndsWarmup", "set_lr ends the warm-up", "set_lr_replaces_the_peak"),
+    (1, "EntropyTooSteep", "the gradient of the entropy without the temperature", "gradients_of_other_outputs_equal_the_reference"),
+    (1, "SquaresDetached", "the sum of squares without its gradient", "gradients_of_other_outputs_equal_the_reference"),
+    (1, "CandidatesDetached", "candidates without a gradient", "gradients_of_candidates_equal_the_reference"),
+    (1, "FirstCandidate", "the gradient of the first candidate alone", "gradients_of_candidates_equal_the_reference"),
+    (1, "StillSum", "a support whose sum has no gradient", "the_gradient_over_a_support_equals_the_reference"),
+    (1, "StillWhole", "no gradient where the support is the whole vocabulary", "the_gradient_over_a_support_equals_the_reference"),
+    (1, "NoLossOptions", "options of the loss ignored", "the_policy_gradient_equals_the_reference"),
+    (1, "NoBonus", "the entropy bonus left out", "the_policy_gradient_equals_the_reference"),
+    (1, "NoKL", "the KL to the reference left out", "the_policy_gradient_equals_the_reference"),
+    (1, "NoCorrection", "the correction of the sampler's gap left out", "the_policy_gradient_equals_the_reference"),
+    (1, "ClipsEarly", "a limit that is reached early", "clipping_begins_at_the_limit_and_survives_any_norm"),
+    (1, "RootOfAConstant", "a constant under the root of the norm", "clipping_begins_at_the_limit_and_survives_any_norm"),
+    (1, "CutsGradients", "large gradients cut before the norm", "clipping_begins_at_the_limit_and_survives_any_norm"),
+    (1, "HalfFactor", "a factor of clipping in half precision", "clipping_begins_at_the_limit_and_survives_any_norm"),
 ]  # fmt: skip
