@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 from collections.abc import Iterable, Mapping
@@ -107,12 +108,30 @@ class EngineBench(Bench):
         _check_vocabulary(folder, values["vocab_size"])
         return str(folder)
 
+    def load_reference(self, path: str) -> Any:
+        """Load the module to compare with: the suite's, else that of transformers, which is read once for each model."""
+        from engine_plugin_testing.reference import load_reference
+        from engine_plugin_testing.worker import resolve
+
+        if own := self.settings["reference"]:
+            return resolve(own, Path(self.settings["root"]))(path)
+        made = self.place.cache in Path(path).parents
+        return copy.deepcopy(_loaded_once(path)) if made else load_reference(path)
+
     def barrier(self) -> None:
         """Wait for the other ranks."""
         if self.place.world_size > 1:
             import torch.distributed as dist
 
             dist.barrier()
+
+
+@functools.lru_cache(maxsize=16)
+def _loaded_once(path: str) -> Any:
+    """Load the reference of a folder that ``model`` has made; such a folder never changes."""
+    from engine_plugin_testing.reference import load_reference
+
+    return load_reference(path)
 
 
 def _check_vocabulary(folder: Path, expected: int) -> None:

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine_plugin_testing.mixture import split_experts
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from engine_core.types import Batch
 
 PAD, EOS = 0, 1
@@ -46,6 +47,11 @@ SHAPE: Mapping[str, Any] = {
 
 def write_model(folder: Path, changes: Mapping[str, Any], seed: int, tied: bool) -> None:
     """Write a random model and its tokenizer in the layout of ``save_pretrained``."""
+    from transformers import (  # seconds, which the process of pytest need not spend
+        AutoConfig,
+        AutoModelForCausalLM,
+    )
+
     values = {**SHAPE, "tie_word_embeddings": tied, **changes}
     config = AutoConfig.for_model(**values)
     with torch.random.fork_rng(devices=[]):
@@ -58,6 +64,7 @@ def write_model(folder: Path, changes: Mapping[str, Any], seed: int, tied: bool)
 def tokenizer() -> PreTrainedTokenizerFast:
     """Build a tokenizer with a token for each printable ASCII character, ``<pad>`` 0 and ``<eos>`` 1."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {word: i for i, word in enumerate(["<pad>", "<eos>", *LETTERS])}
     made = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="?"))
@@ -70,6 +77,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def load_reference(path: str) -> nn.Module:
     """Load a folder's module in float64 with eager attention; each expert of a mixture has its folder's weights."""
+    from transformers import AutoModelForCausalLM
+
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
     return split_experts(model).eval()
 

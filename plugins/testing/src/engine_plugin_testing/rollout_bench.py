@@ -16,11 +16,9 @@ from engine_core.config import ModelConfig, RolloutConfig
 from engine_core.config.roles import ProcessConfig
 from engine_core.contracts.engines import WorkerContext
 from engine_core.types import Prompt, Request, Rollout, Sampling
-from engine_plugin_processes.sampler_process.engine import SamplerEngine
 from engine_plugin_testing.bench import EngineBench
-from engine_plugin_testing.reference import EOS, load_reference, logits_of, tokenizer
+from engine_plugin_testing.reference import EOS, logits_of, tokenizer
 from engine_plugin_testing.rollout_cuts import PRECISE, cuts
-from engine_plugin_testing.worker import resolve
 
 if TYPE_CHECKING:
     from engine_core.contracts.engines import RolloutEngine
@@ -84,6 +82,8 @@ class RolloutBench(EngineBench):
         model = ModelConfig(path=path or self.model())
         made: RolloutEngine
         if self.settings["process"] is not None:
+            from engine_plugin_processes.sampler_process.engine import SamplerEngine
+
             config.process = ProcessConfig.model_validate(self.settings["process"])
             made = SamplerEngine(config, model, context)
         else:
@@ -117,9 +117,7 @@ class RolloutBench(EngineBench):
 
     def reference(self, path: str | None = None) -> nn.Module:
         """Load the independent module in float64."""
-        load = self.settings["reference"]
-        build = resolve(load, Path(self.settings["root"])) if load else load_reference
-        module: nn.Module = build(path or self.model())
+        module: nn.Module = self.load_reference(path or self.model())
         return module
 
     @torch.no_grad()

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
 
 from engine_core.types import Prompt, Request, Sampling
 from engine_plugin_testing.contracts import contract
@@ -22,6 +21,7 @@ from engine_plugin_testing.rollout_bench import RolloutBench, response
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedTokenizerFast
 
     from engine_core.types import Rollout
 
@@ -81,6 +81,7 @@ def _story(bench: RolloutBench, module: nn.Module) -> Story:
 
 def _tokenizer(story: Story) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
 
     words = {"<pad>": PAD, "<eos>": EOS}
     words |= {"".join(map(_byte, piece)): token for token, piece in story.pieces.items() if piece}

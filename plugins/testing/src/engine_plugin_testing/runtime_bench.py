@@ -118,7 +118,12 @@ class RuntimeBench:
         size = sum(pools.values()) if pools else self.world_size
         with contextlib.chdir(self.root):
             runtime = self.make(changes, engine, journal, size)
-            return runtime, runtime.start(ROLES, 4), journal
+            try:
+                return runtime, runtime.start(ROLES, 4), journal
+            except BaseException:
+                runtime.close()  # twice, as a contract promises
+                runtime.close()
+                raise
 
     def new_journal(self) -> Path:
         """Make a folder for what engines log."""

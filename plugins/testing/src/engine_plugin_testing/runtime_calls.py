@@ -317,34 +317,3 @@ def a_reference_is_mixed_on_every_rank(bench: RuntimeBench) -> None:
     for lines in bench.written(journal, "ref", "load_named_weights"):
         assert lines[-1]["mix"] == 0.25
         assert len(lines[-1]["sums"]) == len(WEIGHTS)
-
-
-@contract(capability="processes")
-def pools_lie_in_processes_of_their_own(bench: RuntimeBench) -> None:
-    """Roles of different pools share no process.
-
-    Each pool is a separate world, and weights travel from one to the other.
-    """
-    changes = {
-        "placement.pools": {"train": bench.world_size, "serve": 1},
-        "placement.actor": "train",
-        "placement.rollout": "serve",
-    }
-    with bench.started(changes) as (runtime, groups, journal):
-        batch = bench.batch(LENGTHS)
-        worlds = {
-            role: groups[role].call("infer", batch, outputs=("world",)).result()["world"].unique().tolist()
-            for role in ("actor", "ref")
-        }
-        assert worlds == {"actor": [bench.world_size], "ref": [bench.world_size]}, worlds
-        assert groups["rollout"].world_size == 1
-        result = runtime.push_weights("actor", "rollout", 3)
-        assert result.bytes == 4 * sum(WEIGHTS.values()), result
-        groups["rollout"].call("generate", requests=bench.requests(3)).result()
-        pids = {
-            role: {line["pid"] for lines in bench.written(journal, role) for line in lines}
-            for role in ("actor", "ref", "rollout")
-        }
-        assert pids["actor"] == pids["ref"]
-        assert len(pids["actor"]) == bench.world_size
-        assert not pids["actor"] & pids["rollout"], pids

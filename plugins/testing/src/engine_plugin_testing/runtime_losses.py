@@ -1,4 +1,8 @@
-"""Contracts of a runtime: errors, lost workers and leftover processes."""
+"""Contracts of a runtime: errors, lost workers, leftover processes and pools.
+
+Starting a runtime is what takes time. Contracts that leave it whole come first, and the one that needs a new runtime
+is followed by one that uses it up.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import TYPE_CHECKING
 from engine_core.errors import ConfigError, DataError, PluginError, WorkerLost
 from engine_plugin_testing.contracts import contract
 from engine_plugin_testing.runtime_calls import LENGTHS
+from engine_plugin_testing.runtime_probe import WEIGHTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,6 +80,22 @@ def an_error_on_one_rank_alone_comes_back(bench: RuntimeBench) -> None:
         ] * bench.world_size
 
 
+@contract(capability="processes")
+def who_stops_waiting_for_samples_stops_the_samplers(bench: RuntimeBench) -> None:
+    """A sampler whose stream is closed drops its requests and answers the next call."""
+    _, groups, _ = bench.shared
+    requests = [*bench.requests(2), *bench.requests(4, do="sleep:60")[2:]]
+    stream = groups["rollout"].stream(requests)
+    next(stream)
+    began = time.monotonic()
+    stream.close()
+    try:
+        groups["ref"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
+        assert time.monotonic() - began < 30
+    finally:
+        bench.end_shared()
+
+
 @contract()
 def a_start_that_fails_tells_why(bench: RuntimeBench) -> None:
     """``start`` raises the error of an engine that cannot be built.
@@ -92,12 +113,24 @@ def a_start_that_fails_tells_why(bench: RuntimeBench) -> None:
     assert groups["actor"].call("optimizer_step").result().lr == 0.25
 
 
+@contract(capability="processes")
+def nothing_is_left_once_it_is_closed(bench: RuntimeBench) -> None:
+    """No process of a rank outlives ``close``."""
+    _, groups, journal = bench.shared
+    groups["actor"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
+    pids = bench.processes(journal)
+    assert os.getpid() not in pids
+    bench.end_shared()
+    assert bench.gone(pids), "processes are left"
+
+
 @contract()
 def closing_twice_is_closing_once(bench: RuntimeBench) -> None:
     """``close`` may be called twice, also after a start that failed."""
-    with bench.started() as (runtime, _, _):
-        runtime.close()
-        runtime.close()
+    runtime, _, _ = bench.shared
+    runtime.close()
+    runtime.close()
+    bench.end_shared()
 
 
 @contract(capability="processes")
@@ -139,26 +172,31 @@ def a_rank_that_fails_while_others_wait_for_it_ends_the_call(bench: RuntimeBench
 
 
 @contract(capability="processes")
-def who_stops_waiting_for_samples_stops_the_samplers(bench: RuntimeBench) -> None:
-    """A sampler whose stream is closed drops its requests and answers the next call."""
-    _, groups, _ = bench.shared
-    requests = [*bench.requests(2), *bench.requests(4, do="sleep:60")[2:]]
-    stream = groups["rollout"].stream(requests)
-    next(stream)
-    began = time.monotonic()
-    stream.close()
-    try:
-        groups["ref"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
-        assert time.monotonic() - began < 30
-    finally:
-        bench.end_shared()
+def pools_lie_in_processes_of_their_own(bench: RuntimeBench) -> None:
+    """Roles of different pools share no process.
 
-
-@contract(capability="processes")
-def nothing_is_left_once_it_is_closed(bench: RuntimeBench) -> None:
-    """No process of a rank outlives ``close``."""
-    with bench.started() as (_, groups, journal):
-        groups["actor"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
-        pids = bench.processes(journal)
-        assert os.getpid() not in pids
-    assert bench.gone(pids), "processes are left"
+    Each pool is a separate world, and weights travel from one to the other.
+    """
+    changes = {
+        "placement.pools": {"train": bench.world_size, "serve": 1},
+        "placement.actor": "train",
+        "placement.rollout": "serve",
+    }
+    with bench.started(changes) as (runtime, groups, journal):
+        batch = bench.batch(LENGTHS)
+        worlds = {
+            role: groups[role].call("infer", batch, outputs=("world",)).result()["world"].unique().tolist()
+            for role in ("actor", "ref")
+        }
+        assert worlds == {"actor": [bench.world_size], "ref": [bench.world_size]}, worlds
+        assert groups["rollout"].world_size == 1
+        result = runtime.push_weights("actor", "rollout", 3)
+        assert result.bytes == 4 * sum(WEIGHTS.values()), result
+        groups["rollout"].call("generate", requests=bench.requests(3)).result()
+        pids = {
+            role: {line["pid"] for lines in bench.written(journal, role) for line in lines}
+            for role in ("actor", "ref", "rollout")
+        }
+        assert pids["actor"] == pids["ref"]
+        assert len(pids["actor"]) == bench.world_size
+        assert not pids["actor"] & pids["rollout"], pids

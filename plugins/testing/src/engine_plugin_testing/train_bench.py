@@ -20,7 +20,7 @@ from engine_core.contracts.engines import WorkerContext
 from engine_core.types import Batch, LossCall
 from engine_plugin_testing.bench import EngineBench
 from engine_plugin_testing.probes import coefficients, offer
-from engine_plugin_testing.reference import DecoderScores, ValueReference, load_reference
+from engine_plugin_testing.reference import DecoderScores, ValueReference
 from engine_plugin_testing.worker import resolve
 
 if TYPE_CHECKING:
@@ -121,9 +121,7 @@ class TrainBench(EngineBench):
 
     def reference(self, path: str | None = None, weights: Mapping[str, Tensor] | None = None) -> nn.Module:
         """Load the reference module of ``path``, with ``weights`` [D_1, D_2, ...] of ``named_weights`` if given."""
-        load = self.settings["reference"]
-        build = resolve(load, self.root) if load else load_reference
-        module: nn.Module = build(path or self.model())
+        module: nn.Module = self.load_reference(path or self.model())
         if weights is not None:
             self.fill(module, weights)
         return module

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from engine_plugin_testing.contracts import close, contract, identical, near, refused, same_direction
 from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of, outputs_of, published
@@ -79,6 +78,8 @@ def a_stream_of_weights_goes_to_its_end_for_the_leader(bench: TrainBench) -> Non
 @contract(catches=("export of the first version",))
 def export_is_loaded_by_from_pretrained(bench: TrainBench) -> None:
     """The folder that ``export`` writes is loaded by transformers with the weights and log-probs of the engine."""
+    from transformers import AutoModelForCausalLM
+
     engine, batch = bench.engine(), bench.batch((9, 12))
     bench.step(engine, batch)
     weights, log_probs = bench.weights(engine), bench.infer(engine, batch)["log_probs"]
