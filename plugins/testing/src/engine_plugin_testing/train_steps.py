@@ -85,12 +85,18 @@ def the_policy_gradient_equals_the_reference(bench: TrainBench) -> None:
     columns = {"old_log_probs": moved(0.6, 0.9, 1.4, 1.5), "ref_log_probs": moved(0.5)}
     batch = batch.with_columns({**columns, "rollout_log_probs": moved(0.3) + away})
     expected = gradient_of(module, policy_loss(module, batch, OPTIONS))
-    outputs = ("log_probs", "entropy")
+    with torch.no_grad():
+        outputs = outputs_of(module, batch)
+    far = (outputs["log_probs"] - batch["ref_log_probs"]) ** 2 / 2
+    means = {"actor/kl": far, "actor/entropy": outputs["entropy"]}
     for budget in (4096, 24):
-        found, _, _ = bench.measured(batch, LossCall("policy", OPTIONS, outputs=outputs), budget=budget)
-        same_direction(
-            found, expected, bench.gradient_tolerance, "gradient of the policy loss with all options"
-        )
+        call = LossCall("policy", OPTIONS, outputs=tuple(outputs))
+        found, trained, _ = bench.measured(batch, call, budget=budget)
+        what = f"of the policy loss with all options and {budget} tokens a micro-batch"
+        same_direction(found, expected, bench.gradient_tolerance, f"gradient {what}")
+        for name, values in means.items():
+            mean = float((batch["token_share"] * values).sum())
+            near(trained.metrics[name], mean, 50 * bench.tolerance, f"metric {name} {what}")
 
 
 @contract(catches=("loss of one rank reported",))

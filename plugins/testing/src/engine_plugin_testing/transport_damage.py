@@ -16,6 +16,7 @@ WAYS = (
     "two words swapped",
     "two tensors' first bytes swapped",
     "the last byte of the last bucket",
+    "a sign turned",
 )
 LAST = "a.head.weight"  # of the kit's weights; alone in the last bucket
 WORD, GAP = 8, 64  # bytes of a word of checksums; distance of two tensors in a bucket
@@ -37,6 +38,8 @@ def after_the_checksum(way: str = WAYS[0]) -> Iterator[None]:
                 data[tensors[-1][1].numel() * tensors[-1][1].element_size() - 1] ^= 1
         elif filled == 2 and way == WAYS[0]:
             data[0] ^= 1
+        elif filled == 2 and way == WAYS[4]:
+            data[WORD - 1] ^= 0x80
         elif filled == 2:
             size = WORD if way == WAYS[1] else GAP
             data[: 2 * size] = data[: 2 * size].view(2, size).flip(0).flatten()
