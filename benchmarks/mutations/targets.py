@@ -27,6 +27,14 @@ SUITES = {  # name -> test, and which of its contracts
     ),
     "rewards": ("plugins/rewards/tests/test_conformance.py::TestExactMatch", EVERY),
     "length": ("plugins/rewards/tests/test_conformance.py::TestLength", EVERY),
+    **{
+        name: (f"plugins/rewards/tests/test_conformance.py::{suite}", EVERY)
+        for name, suite in (
+            ("async", "TestAsync"),
+            ("groups", "TestAsyncGroups"),
+            ("object", "TestAsyncObject"),
+        )
+    },
     "python": ("plugins/rewards/tests/test_conformance.py::TestPython", EVERY),
 }
 if os.environ.get("ENGINE_TEST_DEVICE"):  # two processes on one device
@@ -57,7 +65,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {  # target -> file -> its suit
     },
     "rewards": {
         "engine_core/rewards/runner.py": ("rewards", "python"),
-        "engine_core/rewards/signatures.py": ("rewards", "length", "python"),
+        "engine_core/rewards/signatures.py": ("rewards", "length", "python", "async", "groups", "object"),
         f"{REWARDS}/worker_pool/pool.py": ("rewards", "python"),
         f"{REWARDS}/worker_pool/worker.py": ("rewards", "python"),
     },
