@@ -83,7 +83,7 @@ def an_adapter_alone_is_sampled_like_merged_weights(bench: RolloutBench) -> None
             for name, value in module.named_parameters():
                 if (layer := name.removesuffix(".weight")) in adapter:
                     a, b = adapter[layer]
-                    value += ALPHA / RANK * b.double() @ a.double()
+                    value.add_(b.double() @ a.double(), alpha=ALPHA / RANK)
         requests = bench.requests(("2+2=", "Once upon a time"), group=2, seed=5)
         for request, rollout in zip(requests, engine.generate(requests), strict=True):
             expected, _ = expected_log_probs(module, rollout, request.sampling)
