@@ -483,8 +483,8 @@ def engine_on_event(event: str, step: int, data: Mapping[str, Any], plugin_optio
         ``step_finished``, ``checkpoint_saved`` if it is time; ``run_finished``, ``run_failed`` or
         ``run_stopped`` (by a signal). A trainer that samples nothing has neither ``rollouts_finished`` nor ``weights_synced``.
     :param step: the trainer's step, counted from 1; 0 before the first; of ``checkpoint_saved`` the last finished one.
-    :param data: ``steps`` (number) of ``run_started``, and ``earlier``, the metrics of each step before a resume, with
-        ``step``; ``rollouts`` (list of ``Rollout``, scored) of ``rollouts_finished``; ``version`` and ``bytes`` of
+    :param data: ``steps`` (number) of ``run_started``, and ``earlier``, the lines of ``metrics.jsonl`` before a resume, each with
+        ``step`` (a line of step 0 is the evaluation of ``eval.at_start``); ``rollouts`` (list of ``Rollout``, scored) of ``rollouts_finished``; ``version`` and ``bytes`` of
         ``weights_synced``; ``metrics`` (name -> number) of ``step_finished`` (with those of an evaluation after it, ``eval/...``),
         ``evaluated`` and ``run_finished``; ``path`` of ``checkpoint_saved``; ``error`` (text) of ``run_failed``; ``signal`` (text) of ``run_stopped``.
     :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.

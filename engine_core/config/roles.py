@@ -99,9 +99,9 @@ class RoleConfig(ChoosingTable):
     """``[actor]``, ``[ref]``, ``[teacher]``: a model that is trained or that scores, and the engine that runs it."""
 
     backend: str = "torch"
-    """Train engine, by name (``engine plugins``). The options of the engine are in the table of that name. The engines ``vllm`` and ``vllm_server`` never train a model. They serve `teacher` and reward models; `actor`, `critic` and `ref` refuse them."""
+    """Train engine, by name (``engine plugins``). The options of the engine are in the table of that name. The default of `ref`, `critic` and `teacher` is the actor's engine with its options. The engines ``vllm`` and ``vllm_server`` never train a model. They serve `teacher` and reward models; `actor`, `critic` and `ref` refuse them."""
     max_tokens_per_rank: PositiveInt | Literal["auto"] = "auto"
-    """Token budget of one micro-batch on one rank. A longer sequence gets a separate micro-batch. ``auto``: the estimated maximum that fits in memory, at most 65536. The value is chosen at the first use, after all models and the sampler are loaded. On the CPU and for models without an estimate, ``auto`` is 8192."""
+    """Token budget of one micro-batch on one rank. The default of `ref`, `critic` and `teacher` is the actor's. A longer sequence gets a separate micro-batch. ``auto``: the estimated maximum that fits in memory, at most 65536. The value is chosen at the first use, after all models and the sampler are loaded. On the CPU and for models without an estimate, ``auto`` is 8192."""
     path: str | None = None
     """Model folder of this role; default: `[model] path`."""
     optim: OptimConfig = OptimConfig()

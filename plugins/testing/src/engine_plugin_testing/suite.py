@@ -231,4 +231,8 @@ def plain(value: Any) -> Any:
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
+    if callable(value):
+        raise pytest.UsageError(
+            f"got the function {value.__name__}; a suite names it as text, 'FILE.py:{value.__name__}'."
+        )
     return value

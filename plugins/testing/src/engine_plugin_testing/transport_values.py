@@ -102,7 +102,7 @@ def values_of_every_kind_cross_exactly(bench: TransportBench) -> None:
 
 @contract(catches=("a thread left by every link", "a socket left by every link", "a file left by every link"))
 def nothing_is_left_once_it_is_closed(bench: TransportBench) -> None:
-    """After ``close`` no thread, open file or file of the run's private folder is left.
+    """After ``close`` no thread, open file or file of the transport's own is left.
 
     ``close`` is called twice on all ends. Links are opened, used and closed one after another.
     """
@@ -125,7 +125,7 @@ def nothing_is_left_once_it_is_closed(bench: TransportBench) -> None:
         )
         time.sleep(0.05)
     left = sorted(path.name for path in bench.folder.rglob("private-*/**/*"))
-    assert not left, f"After close there is left in the private folder: {left}."
+    assert not left, f"After close there is left in the temporary folder: {left}."
 
 
 def _held() -> tuple[int, int]:

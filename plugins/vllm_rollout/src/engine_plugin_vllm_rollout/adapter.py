@@ -8,6 +8,7 @@ new adapter.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -68,6 +69,10 @@ class AdapterUpdater:
                 f"The update to version {version} is no adapter: expected {ADAPTER_CONFIG} and names that begin with "
                 f"'{ADAPTER_PREFIX}', got {', '.join([*tensors][:3]) or 'nothing'}."
             )
+        pair = {".lora_A.": ".lora_B.", ".lora_B.": ".lora_A."}
+        halves = {re.sub(r"\.lora_[AB]\.", lambda half: pair[half[0]], name) for name in tensors}
+        if absent := sorted(halves - tensors.keys()):
+            raise DataError(f"The update to version {version} is half an adapter: it lacks {absent[0]}.")
         checksum = Checksum()
         checksum.add([(ADAPTER_CONFIG, config), *tensors.items()])
         folder = Path(self._folder.path) / str(version)

@@ -15,7 +15,8 @@ def write(folder, model, seed, tied):
     folder.mkdir()
     sizes = {key: model[key] for key in SIZES}
     save_file(TemplateName(**sizes).state_dict(), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(sizes))
+    limit = {"max_position_embeddings": model["max_position_embeddings"]}  # read by a sampler
+    (folder / "config.json").write_text(json.dumps(sizes | limit))
 
 
 def load(folder):
