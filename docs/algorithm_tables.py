@@ -136,6 +136,7 @@ def kinds() -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     yield "dpo", described(weights)
     trained = {**offered(trainers.engine_objectives()), **offered(builtin.engine_objectives())}
     trained["value"] = losses.value  # the formula of the critic's objective is that of its loss
+    trained["policy"] = objectives.policy  # a factory adds the loss that it names
     yield "objective", described(trained)
     yield "eval", described({"pass@k": evaluation.pass_at_k, "maj@k": evaluation.majority_at_k})
 

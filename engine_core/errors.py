@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 NO_HUB = (
     " Where the hub cannot be reached, give a local folder in [model] path, as save_pretrained writes it; with "
@@ -39,12 +40,14 @@ class ConfigError(EngineError):
 
     Args:
         problems: one line per problem; each is understandable alone.
+        config: the config, if each of its values has the right type; else None.
     """
 
     exit_code = 2
 
-    def __init__(self, problems: str | Sequence[str]) -> None:
+    def __init__(self, problems: str | Sequence[str], config: Any = None) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)  #: a line each
+        self.config = config  #: the config, if each of its values has the right type; else None
         super().__init__("\n".join(self.problems))
 
 

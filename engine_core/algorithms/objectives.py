@@ -134,6 +134,7 @@ def make_policy(
         correction: fields of ``Correction``.
         parameters: the other keyword arguments of ``policy``.
     """
+    plugins.require("losses", loss)  # a trainer may name one that the run file does not
     found = partial(plugins.function("losses", loss), **loss_options)
     spec: Any = plugins.spec("losses", loss)
     declared = {"log_probs", *spec.outputs}
@@ -201,7 +202,9 @@ def policy(
     correction: Correction = Correction(),  # noqa: B008  frozen
     bypass: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ``sum_t w_t (c_t loss_t + kl_coef kl_t - entropy_coef H_t)`` and metrics.
+    """Return the objective of a policy loss with correction, KL and entropy bonus, and metrics.
+
+    Formula: ``sum_t w_t (c_t loss_t + kl_coef kl_t - entropy_coef H_t)``
 
     ``c_t`` is the correction between sampler and trainer, multiplied after the clip and without
     gradient: the importance weight, or 0 where the token is masked.

@@ -43,7 +43,7 @@ def load_config(
         ``check_inputs`` checks files and folders.
 
     Raises:
-        ConfigError: every problem, with file and line.
+        ConfigError: every problem, with file and line; also absent files, if each value has the right type.
         PluginError: a plugin that the run names cannot be loaded, and there is no other problem.
     """
     mappings = [file for file in files if isinstance(file, Mapping)]
@@ -60,6 +60,9 @@ def load_config(
     try:
         config = validate(raw, plugins.find, plugins.known)
     except ConfigError as error:
+        if error.config is not None and not lines:  # its files can still be checked
+            _resolve_paths(error.config, raw)
+            lines = check_inputs(error.config)
         raise ConfigError([*error.problems, *lines]) from None
     if lines:
         raise PluginError("\n".join(lines))

@@ -119,6 +119,9 @@ def test_metrics_of_the_first_and_last_step_are_shown_by_the_beginnings_of_their
         ["actor/lr", *(f"{line['actor/lr']:.4g}" for line in recorded)],
         ["reward/mean", *(f"{line['reward/mean']:.4g}" for line in recorded)],
     ]
+    assert (
+        engine("inspect", "metrics", "first", "--columns", "1").err == "1 of 2 steps. --columns shows more.\n"
+    )
     shown = json.loads(engine("inspect", "metrics", "first", "reward/mean", "--columns", "1", "--json").out)
     assert shown == [{"run": str(finished), "step": 2, "reward/mean": recorded[1]["reward/mean"]}]
     answer = engine("inspect", "metrics", "first", "reward/meen")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tomllib
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,6 +105,8 @@ def metrics(
         for label, of_run in zip(runs, found, strict=True)
     ]
     print_table(rows, ["step", *(["run"] if others else []), *map(str, chosen)])
+    if len(chosen) < len(steps):
+        print(f"{len(chosen)} of {len(steps)} steps. --columns shows more.", file=sys.stderr)
 
 
 def _metrics_by_step(folder: RunFolder) -> dict[int, dict[str, float]]:
