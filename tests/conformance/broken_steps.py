@@ -1,4 +1,4 @@
-"""Train engines, each with one mistake of a schedule, a gradient, the options of a loss, or clipping."""
+"""Train engines, each with one mistake of a schedule, a gradient, the options of a loss, clipping, state or a mixture."""
 
 import math
 
@@ -6,6 +6,7 @@ import torch
 from broken_runs import Outputs
 
 from engine_core.types import LossCall
+from engine_plugin_torch.checkpoint import StateStore
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.optimizers import set_peak_lr
 
@@ -188,3 +189,68 @@ class HalfFactor(TorchEngine):
         factor = (max_norm / norm).clamp(max=1.0).half().float()
         for grad in self._grads():
             grad *= factor
+
+
+# -- skipped steps, state, mixtures, the rest of candidates -------------------------
+
+
+class ScheduleOfSkipped(TorchEngine):
+    def optimizer_step(self):
+        found = super().optimizer_step()
+        if found.skipped:
+            self.lr_scheduler.step()
+        return found
+
+
+class KeepsFinite(TorchEngine):
+    def optimizer_step(self):
+        kept = [
+            None if p.grad is None else p.grad.nan_to_num(0.0, 0.0, 0.0) for p in self._trainable_parameters()
+        ]
+        found = super().optimizer_step()
+        if found.skipped:
+            for parameter, gradient in zip(self._trainable_parameters(), kept, strict=True):
+                parameter.grad = gradient
+        return found
+
+
+class ForgetsDecay(TorchEngine):
+    def load(self, folder):
+        fresh = self.lr_scheduler.state_dict()
+        super().load(folder)
+        if not self.config.optim.warmup_steps:
+            self.lr_scheduler.load_state_dict(fresh)
+            self.set_lr(self.config.optim.lr)
+
+
+class Unmarked(StateStore):
+    def mark(self):
+        pass
+
+
+class IgnoresMark(TorchEngine):
+    store_class = Unmarked
+
+
+class ReplacesVectors(TorchEngine):
+    def load_named_weights(self, stream, mix=1.0):
+        given = dict(stream)
+        super().load_named_weights(given.items(), mix)
+        vectors = {name: value for name, value in given.items() if value.ndim < 2}
+        whole = {name: value.clone() for name, value in self.named_weights()}
+        super().load_named_weights({**whole, **vectors}.items())
+
+
+class ForgetsAdapter(TorchEngine):
+    def load_named_weights(self, stream, mix=1.0):
+        if self.adapter is not None and mix != 1.0:
+            self.adapter._begin_again()
+        super().load_named_weights(stream, mix)
+
+
+class RestOfSum(Outputs):
+    def changed(self, name, value, micro):
+        if name != "log_rest":
+            return value
+        rest = torch.log1p(-(-torch.expm1(value)).clamp(max=1.0))
+        return rest.clamp(min=-1e4)

@@ -56,7 +56,7 @@ class DataParallelEngine(TorchEngine):
         if self.context.rank == 0:
             super().save(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        state_files.save_json(self._own(folder), state.random_state(self.device))
+        state_files.save_json(self._own(folder), self.store._random_now())
 
     def load(self, folder):
         super().load(folder)

@@ -77,4 +77,11 @@ RUN_FAULTS = [
     (1, "RootOfAConstant", "a constant under the root of the norm", "clipping_begins_at_the_limit_and_survives_any_norm"),
     (1, "CutsGradients", "large gradients cut before the norm", "clipping_begins_at_the_limit_and_survives_any_norm"),
     (1, "HalfFactor", "a factor of clipping in half precision", "clipping_begins_at_the_limit_and_survives_any_norm"),
+    (1, "ScheduleOfSkipped", "a schedule that moves with a skipped step", "a_gradient_that_is_not_finite_skips_the_step"),
+    (1, "KeepsFinite", "finite gradients left by a skipped step", "a_gradient_that_is_not_finite_skips_the_step"),
+    (1, "ForgetsDecay", "a schedule without warm-up not restored", "a_resumed_run_continues_exactly"),
+    (1, "IgnoresMark", "the random state at the last mark not saved", "the_random_state_comes_back"),
+    (1, "ReplacesVectors", "vectors replaced where matrices are mixed", "weights_are_mixed_in_their_share"),
+    (1, "ForgetsAdapter", "an adapter forgotten where a whole model is mixed in", "weights_are_mixed_in_their_share"),
+    (1, "RestOfSum", "the rest as 1 minus the sum", "log_probs_at_candidates_equal_the_reference"),
 ]  # fmt: skip

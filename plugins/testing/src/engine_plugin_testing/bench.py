@@ -49,6 +49,12 @@ class Bench:
     def __exit__(self, *raised: object) -> None:
         self.stack.close()
 
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """The capabilities that the plugin's spec declares."""
+        found: frozenset[str] = self.load_plugins().spec(self.kind, self.name).capabilities
+        return found
+
     def load_plugins(self, **more: str) -> PluginSet:
         """Load the plugin under test, and names of other kinds: ``losses="ppo_clip"``."""
         names = {self.kind: self.name, **more}

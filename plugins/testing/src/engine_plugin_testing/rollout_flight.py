@@ -122,7 +122,7 @@ def a_sleep_under_responses_in_flight_changes_nothing(bench: RolloutBench) -> No
     engine.add(requests)
     done = engine.step()
     engine.pause("keep")
-    if "sleep" in bench.load_plugins().spec(bench.kind, bench.name).capabilities:
+    if "sleep" in bench.capabilities:
         engine.sleep()
         engine.wake()
     engine.resume()

@@ -75,11 +75,16 @@ def entropy_equals_its_definition(bench: TrainBench) -> None:
     close(found, expected, 5 * bench.tolerance, "entropy")
 
 
-@contract(catches=("log-probs of the candidates of the next token",))
+@contract(
+    catches=(
+        "log-probs of the candidates of the next token",
+        "the rest as 1 minus the sum",
+    )
+)
 def log_probs_at_candidates_equal_the_reference(bench: TrainBench) -> None:
     """``log_probs_at[t]`` are the log-probs of the K tokens in ``candidate_ids[t]``.
 
-    ``log_rest[t]`` is that of all other tokens.
+    ``log_rest[t]`` is that of all other tokens, also where the candidates have all but e^-30 of the probability.
     """
     engine, batch = bench.engine(), bench.batch(temperature=0.8)
     vocabulary = _vocabulary(bench)
@@ -93,6 +98,21 @@ def log_probs_at_candidates_equal_the_reference(bench: TrainBench) -> None:
     close(found["log_probs_at"][mask], rows.gather(-1, candidates)[mask], bench.tolerance, "log_probs_at")
     others = rows.exp().scatter(-1, candidates, 0.0).sum(-1).log()
     close(found["log_rest"][mask], others[mask], bench.tolerance, "log_rest")
+    batch = bench.batch()
+    with torch.no_grad():
+        likeliest = rows_of(bench.reference(), batch).topk(6)
+    gap = likeliest.values[:, 0] - likeliest.values[:, -1]
+    batch.temperature = min(
+        1.0, float(gap[mask].median()) / 30
+    )  # as a head that is 1 / temperature times as large
+    with torch.no_grad():
+        rows = rows_of(bench.reference(), batch)
+    candidates = likeliest.indices[:, :5]
+    others = rows.scatter(-1, candidates, -torch.inf).logsumexp(-1)
+    batch = batch.with_columns({"candidate_ids": candidates})
+    found = bench.infer(engine, batch, ("log_rest",))
+    allowed = bench.tolerance / batch.temperature
+    close(found["log_rest"][mask], others[mask], allowed, "log_rest of a sharp distribution")
 
 
 @contract(catches=("the least likely tokens as the likeliest",))

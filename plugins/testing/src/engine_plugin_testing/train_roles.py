@@ -144,7 +144,7 @@ def an_adapter_alone_is_trained(bench: TrainBench) -> None:
     engine = bench.engine(lora=LORA, optim={**MEASURE, "weight_decay": 0.0}, budget=24)
     scale = (engine.config.lora or LORA).alpha / (engine.config.lora or LORA).rank
     base = {name: value.detach().clone() for name, value in module.named_parameters()}
-    first = _adapter(engine)
+    first = adapter_of(engine)
     layers = sorted(name.removeprefix(PREFIX).removesuffix(A) for name in first if name.endswith(A))
     assert layers, f"The adapter has no tensors named '{PREFIX}...{A}': {sorted(first)[:3]}."
     with torch.no_grad():
@@ -157,21 +157,17 @@ def an_adapter_alone_is_trained(bench: TrainBench) -> None:
     }
     step = bench.step(engine, batch)
     near(step.grad_norm, norm_of(expected), bench.gradient_tolerance, "grad_norm of an adapter")
-    second = _adapter(engine)
+    second = adapter_of(engine)
     found = _gradients(bench, first, second)
     found = {layer: found[f"{PREFIX}{layer}{B}"] for layer in layers}
     same_direction(found, expected, bench.gradient_tolerance, "gradient of an adapter's B")
     bench.step(engine, batch, NLL)
-    third, merged = _adapter(engine), bench.weights(engine)
+    third, merged = adapter_of(engine), bench.weights(engine)
     same = [
         layer for layer in layers if torch.equal(third[f"{PREFIX}{layer}{A}"], first[f"{PREFIX}{layer}{A}"])
     ]
     assert not same, f"A of the adapter is not trained: {same[:3]}."
-    for name, value in base.items():
-        layer = name.removesuffix(".weight")
-        if layer in layers:
-            a, b = (third[f"{PREFIX}{layer}{half}"].double() for half in (A, B))
-            value = value + scale * b @ a
+    for name, value in adapted(base, third, scale).items():
         close(
             merged[name], value, max(1e-5, 2 * rounding(merged[name])), f"weight '{name}' of base and adapter"
         )
@@ -185,7 +181,7 @@ def an_adapter_alone_is_trained(bench: TrainBench) -> None:
     close(without, plain, bench.tolerance, "log_probs with adapter=False")
     other = bench.engine(lora=LORA, optim={**MEASURE, "weight_decay": 0.0})
     other.load_named_weights((name, third[name]) for name in sorted(third))
-    identical(_adapter(other), third, "adapter that was loaded")
+    identical(adapter_of(other), third, "adapter that was loaded")
     engine.export(bench.folder / "adapter", adapter=True)
     bench.barrier()
     identical(published(bench.folder / "adapter"), third, "exported adapter")
@@ -196,7 +192,7 @@ def an_adapter_alone_is_trained(bench: TrainBench) -> None:
         halves[f"{PREFIX}{layer}{A}"] = scale * b.T @ gradient[f"{layer}.weight"]
         halves[f"{PREFIX}{layer}{B}"] = scale * gradient[f"{layer}.weight"] @ a.T
     bench.step(other, batch)
-    found = _gradients(bench, third, _adapter(other))
+    found = _gradients(bench, third, adapter_of(other))
     same_direction(found, halves, bench.gradient_tolerance, "gradient of an adapter's halves")
 
 
@@ -210,6 +206,24 @@ def _gradients(
     return change
 
 
-def _adapter(engine: object) -> dict[str, Tensor]:
+def adapted(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Return ``W + scale B A`` in float64, by the names of the base; weights without an adapter as they are.
+
+    Args:
+        base: weights [D_1, D_2, ...] by name.
+        adapter: ``A: [R, in]`` and ``B: [out, R]`` by their names in an adapter file.
+        scale: ``alpha / rank``.
+    """
+    found = {}
+    for name, value in base.items():
+        a, b = (adapter.get(f"{PREFIX}{name.removesuffix('.weight')}{half}") for half in (A, B))
+        found[name] = value.double()
+        if a is not None and b is not None:
+            found[name] = found[name] + scale * b.double() @ a.double()
+    return found
+
+
+def adapter_of(engine: object) -> dict[str, Tensor]:
+    """Return copies of an adapter's tensors on the CPU: ``A: [R, in]`` and ``B: [out, R]`` by name."""
     found = engine.named_weights(adapter=True)  # type: ignore[attr-defined]
     return {name: value.detach().to("cpu", copy=True) for name, value in found}

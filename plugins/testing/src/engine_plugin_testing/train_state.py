@@ -10,36 +10,51 @@ import lzma
 import pickletools
 import tarfile
 import zipfile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine_core.contracts.engines import TrainEngine
 from engine_core.errors import EngineError
 from engine_plugin_testing.contracts import contract, identical, near
 from engine_plugin_testing.reference import published
 
 if TYPE_CHECKING:
-    from engine_core.contracts.engines import TrainEngine
+    from collections.abc import Mapping
+    from pathlib import Path
+
     from engine_plugin_testing.train_bench import TrainBench
 
 OPTIM = {"lr": 1e-2, "schedule": "linear", "warmup_steps": 2, "weight_decay": 0.01}
+DECAY = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 0, "decay_steps": 20}  # no warm-up
 
 
-@contract(catches=("optimizer state not saved", "schedule not saved"))
+@contract(
+    catches=(
+        "optimizer state not saved",
+        "schedule not saved",
+        "a schedule without warm-up not restored",
+    )
+)
 def a_resumed_run_continues_exactly(bench: TrainBench) -> None:
     """After ``save``, and ``load`` into a fresh engine, two steps equal those of a run that never stopped.
 
-    Loss, learning rate and weights are compared.
+    Loss, learning rate and weights are compared, of a schedule with warm-up and of one without.
     """
+    for name, optim in (("warm-up", OPTIM), ("decay", DECAY)):
+        _compare_resumed(bench, optim, bench.folder / name)
+
+
+def _compare_resumed(bench: TrainBench, optim: Mapping[str, Any], folder: Path) -> None:
     batch = bench.batch()
-    straight = bench.engine(optim=OPTIM)
+    straight = bench.engine(optim=optim)
     for _ in range(2):
         bench.step(straight, batch)
-    straight.save(bench.folder / "state").result()
+    straight.save(folder).result()
     bench.barrier()
-    resumed = bench.engine(optim=OPTIM, path=bench.model(seed=1))
-    resumed.load(bench.folder / "state")
+    resumed = bench.engine(optim=optim, path=bench.model(seed=1))
+    resumed.load(folder)
     identical(bench.weights(resumed), bench.weights(straight), "weights after load")
     for number in (3, 4):
         steps = []
@@ -139,19 +154,36 @@ def a_run_goes_on_on_another_number_of_ranks(bench: TrainBench) -> None:
     bench.barrier()
 
 
-@contract(catches=("random state not saved",))
+@contract(catches=("random state not saved", "the random state at the last mark not saved"))
 def the_random_state_comes_back(bench: TrainBench) -> None:
-    """After ``load`` torch's random state on every rank is that of the time of ``save``."""
+    """After ``load`` torch's random state on every rank is that of the time of ``save``.
+
+    If the engine has a ``mark``, it is that of the last ``mark``, also if random numbers were drawn after it.
+    """
     engine = bench.engine()
     torch.manual_seed(77 + bench.place.rank)
-    engine.save(bench.folder / "state").result()
-    expected = torch.rand(8)
+    _compare_random(bench, engine, "save")
+    if type(engine).mark is not TrainEngine.mark:
+        torch.manual_seed(99 + bench.place.rank)
+        engine.mark()
+        _compare_random(bench, engine, "mark")
+
+
+def _compare_random(bench: TrainBench, engine: TrainEngine, since: str) -> None:
+    """Compare the draws after ``load`` with those that follow now; at a ``mark`` they are drawn before ``save``."""
+    folder = bench.folder / f"random-{since}"
+    if since == "mark":
+        expected = torch.rand(8)
+        engine.save(folder).result()
+    else:
+        engine.save(folder).result()
+        expected = torch.rand(8)
     bench.barrier()
     torch.manual_seed(0)
-    engine.load(bench.folder / "state")
+    engine.load(folder)
     found = torch.rand(8)
     assert torch.equal(found, expected), (
-        f"Random numbers after load: {found[:3].tolist()}, expected {expected[:3].tolist()}."
+        f"Random numbers after load: {found[:3].tolist()}, expected {expected[:3].tolist()}, those after {since}."
     )
 
 

@@ -23,6 +23,7 @@ from engine_plugin_testing.train_bench import NLL, POLICY, TrainBench
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from engine_core.contracts.engines import TrainEngine
     from engine_core.types import Batch
 
 
@@ -230,13 +231,20 @@ def _poisoned(batch: Batch) -> Batch:
     return batch.with_columns({"weights": weights})
 
 
-@contract(catches=("a step with a NaN gradient is applied",))
+@contract(
+    catches=(
+        "a step with a NaN gradient is applied",
+        "a schedule that moves with a skipped step",
+        "finite gradients left by a skipped step",
+    )
+)
 def a_gradient_that_is_not_finite_skips_the_step(bench: TrainBench) -> None:
     """A gradient that is not finite on one rank skips the step on all ranks.
 
-    The skip is reported, and the weights stay. The next good step is the same as without the skipped one.
+    The skip is reported, and the weights stay. The next good step is the same as without the skipped one. The same holds
+    for finite gradients of a norm of 1e30, if the engine skips them.
     """
-    optim = {"schedule": "linear", "warmup_steps": 2}
+    optim = {"schedule": "linear", "warmup_steps": 5}
     batch = bench.batch()
     spared, hit = bench.engine(optim=optim), bench.engine(optim=optim)
     for engine in (spared, hit):
@@ -246,12 +254,21 @@ def a_gradient_that_is_not_finite_skips_the_step(bench: TrainBench) -> None:
     assert step.skipped, f"The step is not reported as skipped: {step}."
     assert not math.isfinite(step.grad_norm), f"grad_norm is {step.grad_norm}; expected inf or nan."
     identical(bench.weights(hit), before, "weights after a skipped step")
+    norm = _same_step(bench, spared, hit, batch)
+    huge = batch.with_columns({"weights": batch["weights"] * (1e30 / norm)})
+    if bench.step(hit, huge).skipped:
+        _same_step(bench, spared, hit, batch)
+
+
+def _same_step(bench: TrainBench, spared: TrainEngine, hit: TrainEngine, batch: Batch) -> float:
+    """Take a good step with both engines, compare them, and return the norm."""
     steps = [bench.step(engine, batch) for engine in (spared, hit)]
     assert not steps[1].skipped, "The good step after a skipped one is skipped too."
     assert steps[0].lr == steps[1].lr, (
         f"The skipped step moved the schedule: lr {steps[1].lr}, expected {steps[0].lr}."
     )
     identical(bench.weights(hit), bench.weights(spared), "weights one step after a skipped one", bench.exact)
+    return steps[0].grad_norm
 
 
 SCHEDULES: tuple[tuple[dict[str, Any], tuple[float, ...]], ...] = (

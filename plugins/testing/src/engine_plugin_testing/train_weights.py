@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from engine_plugin_testing.contracts import close, contract, identical, near, refused, same_direction
 from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of, outputs_of, published
 from engine_plugin_testing.train_bench import MEASURE, rounding
+from engine_plugin_testing.train_roles import LORA, adapted, adapter_of
 
 if TYPE_CHECKING:
     from engine_plugin_testing.train_bench import TrainBench
@@ -143,18 +145,45 @@ def a_step_starts_from_weights_that_were_loaded(bench: TrainBench) -> None:
         same_direction(found, expected, bench.gradient_tolerance, "gradient after new weights")
 
 
-@contract(catches=("mix ignored",))
+@contract(
+    catches=(
+        "mix ignored",
+        "vectors replaced where matrices are mixed",
+        "an adapter forgotten where a whole model is mixed in",
+    )
+)
 def weights_are_mixed_in_their_share(bench: TrainBench) -> None:
     """``mix=0.25`` gives ``0.75 w + 0.25 new``.
 
-    A reference model follows the actor slowly this way.
+    A reference model follows the actor slowly this way. If the engine trains adapters (``lora``), w of a whole model is
+    ``W + scale B A``.
     """
     engine, other = bench.engine(trainable=False, role="ref"), published(bench.model(seed=1))
+    other = {name: 1.5 * value if value.ndim < 2 else value for name, value in other.items()}
     before = bench.weights(engine)
     engine.load_named_weights(iter(other.items()), mix=0.25)
     for name, value in bench.weights(engine).items():
         mixed = 0.75 * before[name].double() + 0.25 * other[name]
         close(value, mixed, 2 * rounding(value), f"mixed weight '{name}'")
+    if "lora" in bench.capabilities and importlib.util.find_spec("peft"):
+        _compare_mixed_adapter(bench, other)
+
+
+def _compare_mixed_adapter(bench: TrainBench, other: dict[str, torch.Tensor]) -> None:
+    """Mix a whole model into a model with a trained adapter, and compare weights and log-probs."""
+    engine, batch = bench.engine(lora=LORA, optim={**MEASURE, "weight_decay": 0.0}), bench.batch()
+    bench.step(engine, batch)
+    lora = engine.config.lora or LORA
+    before = adapted(published(bench.model()), adapter_of(engine), lora.alpha / lora.rank)
+    engine.load_named_weights(iter(other.items()), mix=0.25)
+    found = bench.weights(engine)
+    mixed = {name: 0.75 * value + 0.25 * other[name].double() for name, value in before.items()}
+    for name, value in found.items():
+        allowed = max(1e-5, 2 * rounding(value))
+        close(value, mixed[name], allowed, f"weight '{name}' mixed into base and adapter")
+    with torch.no_grad():
+        expected = outputs_of(bench.reference(weights=mixed), batch)["log_probs"]
+    close(bench.infer(engine, batch)["log_probs"], expected, 10 * bench.tolerance, "log_probs after a mix")
 
 
 @contract(catches=("a missing weight accepted",))
