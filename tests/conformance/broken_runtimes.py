@@ -1,6 +1,7 @@
 """Runtimes, each with one mistake in what crosses to its workers and back; a plugin that offers them."""
 
 import dataclasses
+from concurrent.futures import Future
 
 import torch
 
@@ -148,6 +149,28 @@ class Swallows(Broken):
                 return infer(batch, [output for output in outputs if "raise" not in output])
 
             group.engine.infer = kept
+        return groups
+
+
+class CountsIdle(Broken):
+    def start(self, roles, total_steps):
+        return super().start(
+            {name: dataclasses.replace(role, idle_steps=0) for name, role in roles.items()}, total_steps
+        )
+
+
+class SaveIsDone(Broken):
+    def start(self, roles, total_steps):
+        groups = super().start(roles, total_steps)
+        save = groups["actor"].engine.save
+
+        def begun(folder):
+            save(folder)
+            done = Future()
+            done.set_result(None)
+            return done
+
+        groups["actor"].engine.save = begun
         return groups
 
 

@@ -22,7 +22,13 @@ from engine_core.data import load_tokenizer
 from engine_core.types import Batch, Prompt, Request, Sampling
 from engine_plugin_testing import reference, runtime_probe
 
-ROLES = {"actor": Role("train"), "ref": Role("train", trainable=False), "rollout": Role("rollout")}
+IDLE = 4  # optimizer steps in which the role "ref" is not trained
+ROLES = {
+    "actor": Role("train"),
+    "ref": Role("train", trainable=False, idle_steps=IDLE),
+    "rollout": Role("rollout"),
+}
+TOTAL_STEPS = 10  # of the run
 PATIENCE = 30.0  # seconds within which a loss is detected
 ENDING = 10.0  # seconds within which processes end
 
@@ -119,7 +125,7 @@ class RuntimeBench:
         with contextlib.chdir(self.root):
             runtime = self.make(changes, engine, journal, size)
             try:
-                return runtime, runtime.start(ROLES, 4), journal
+                return runtime, runtime.start(ROLES, TOTAL_STEPS), journal
             except BaseException:
                 runtime.close()  # twice, as a contract promises
                 runtime.close()

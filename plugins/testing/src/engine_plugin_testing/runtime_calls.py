@@ -20,12 +20,22 @@ if TYPE_CHECKING:
 LENGTHS = [7, 1, 12, 3, 3, 9, 5]
 
 
-@contract()
+@contract(catches=("steps in which a role is idle counted",))
 def every_role_has_a_group_of_its_ranks(bench: RuntimeBench) -> None:
-    """Each role of the run has a group with the requested number of ranks."""
-    _, groups, _ = bench.shared
+    """Each role of the run has a group with the requested number of ranks.
+
+    The ``total_steps`` of its engines are those of the run without the role's ``idle_steps``.
+    """
+    from engine_plugin_testing.runtime_bench import IDLE, TOTAL_STEPS
+
+    _, groups, journal = bench.shared
     found = {role: group.world_size for role, group in groups.items()}
     assert found == dict.fromkeys(("actor", "ref", "rollout"), bench.world_size), found
+    for role, expected in (("actor", TOTAL_STEPS), ("ref", TOTAL_STEPS - IDLE)):
+        steps = [line["total_steps"] for lines in bench.written(journal, role, "build") for line in lines]
+        assert steps == [expected] * bench.world_size, (
+            f"total_steps of '{role}': {steps}; expected {expected}."
+        )
 
 
 @contract()

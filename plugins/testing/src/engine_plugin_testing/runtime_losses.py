@@ -6,6 +6,7 @@ is followed by one that uses it up.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 import traceback
@@ -78,6 +79,26 @@ def an_error_on_one_rank_alone_comes_back(bench: RuntimeBench) -> None:
         assert [lines[-1]["lengths"] for lines in bench.written(journal, "actor", "infer")] == [
             [2, 3]
         ] * bench.world_size
+
+
+@contract(catches=("a save that failed later counted as done",))
+def a_save_that_fails_later_raises_its_error(bench: RuntimeBench) -> None:
+    """If the future that ``save`` returns fails later on one rank, the future of its caller raises that error.
+
+    An ``OSError`` keeps its ``errno``: a full disk is a failed save that may be tried again. The next save succeeds.
+    """
+    _, groups, _ = bench.shared
+    for rank in range(bench.world_size):
+
+        def save(name: str = f"full@{rank}") -> Any:
+            """Save the actor and wait for its files."""
+            return groups["actor"].call("save", folder=bench.folder / name).result().result()
+
+        error = _raised(save, OSError)
+        assert isinstance(error, OSError)
+        assert error.errno == errno.ENOSPC, f"errno is {error.errno} of {error!r}; expected {errno.ENOSPC}."
+        assert "requested failure" in str(error), error
+        save("state")
 
 
 @contract(capability="processes")

@@ -4,11 +4,13 @@ A plugin file: workers load it by its path. Each rank appends a line per call to
 """
 
 import dataclasses
+import errno
 import hashlib
 import json
 import math
 import os
 import signal
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -118,6 +120,7 @@ class ProbeTrain(TrainEngine):
         super().__init__(config, model_config, context, trainable=trainable)
         self.module, self.steps = torch.nn.Identity(), 0
         self.journal = Journal(config.options, context.role, context.rank)
+        self.journal.write("build", total_steps=context.total_steps)
 
     @property
     def layout(self):
@@ -172,9 +175,14 @@ class ProbeTrain(TrainEngine):
         self.journal.write("load_named_weights", sums=[float(t.sum()) for _, t in stream], mix=mix)
 
     def save(self, folder):
-        """Write nothing; return a completed future."""
+        """Write nothing; return a completed future. In a folder ``full@RANK`` the disk is full on this rank, a while later."""
         done: Future[None] = Future()
-        done.set_result(None)
+        name, _, rank = folder.name.partition("@")
+        if name == "full" and int(rank) == self.context.rank:
+            full = OSError(errno.ENOSPC, "requested failure")
+            threading.Timer(0.2, done.set_exception, (full,)).start()
+        else:
+            done.set_result(None)
         return done
 
     def load(self, folder):
