@@ -1,4 +1,4 @@
-"""Rollout engines, each with one mistake of later tokens, seeds, checksums or adapters."""
+"""Rollout engines, each with one mistake of later tokens, seeds, checksums, adapters, ends or shared modules."""
 
 import hashlib
 import uuid
@@ -55,6 +55,44 @@ class SeedOfFirst(Uniforms):
     def changed(self, numbers):
         numbers[:, 1:] = torch.rand(numbers[:, 1:].shape)
         return numbers
+
+
+class Batches(HFRolloutEngine):
+    """``made(requests, ends, positions, device)`` is the batch that is decoded."""
+
+    whole = decoding._Batch
+
+    def step(self):
+        with mock.patch.object(decoding, "_Batch", self.made):
+            return super().step()
+
+    def made(self, requests, ends, positions, device):
+        return self.whole(requests, ends, positions, device)
+
+
+class BeginsNumbersAgain(Batches):
+    def made(self, requests, ends, positions, device):
+        batch = self.whole(requests, ends, positions, device)
+        for row, start in enumerate(batch.start.tolist()):
+            batch.uniform[row] = batch.uniform[row].roll(start)
+        return batch
+
+
+class CutsEarly(Batches):
+    def made(self, requests, ends, positions, device):
+        return self.whole(requests, ends, positions - 1, device)
+
+
+class ShortTail(Batches):
+    def made(self, requests, ends, positions, device):
+        batch = self.whole(requests, ends, positions, device)
+        batch.tail = max((len(stop) for stops in batch.stops for stop in stops), default=0)
+        return batch
+
+
+class KeepsSharedCache(HFRolloutEngine):
+    def set_version(self, version):
+        self.version = version
 
 
 # -- checksums --------------------------------------------------------------------

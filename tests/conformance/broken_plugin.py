@@ -103,6 +103,15 @@ def locks(completion):
     return float("4" in completion)
 
 
+def unbounded(completion):
+    return float(bool(completion)) if len(completion) < 100 else float(len(completion))
+
+
+def scores_failures(completion):
+    """0 where scoring fails."""
+    return float(bool(completion) and completion != "fail")
+
+
 class Undocumented(Options):
     most: int = 3
 
@@ -128,6 +137,8 @@ def engine_rewards():
         tires,
         first_row,
         locks,
+        unbounded,
+        scores_failures,
     )
     return {
         **{function.__name__: Reward(load=function) for function in functions},

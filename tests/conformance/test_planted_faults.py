@@ -43,6 +43,13 @@ class Rewards(RewardSuite):
     examples = [(" 4.", 1.0), ("4", 1.0), ("5", 0.0)]
 
 
+class Bounded(RewardSuite):
+    plugins = ["broken_plugin.py"]
+    examples = [("4", 1.0), ("", 0.0)]
+    failing = ["fail"]
+    bounds = (0.0, 1.0)
+
+
 class Rows(RewardSuite):
     plugins = ["broken_plugin.py"]
     examples = [
@@ -211,6 +218,10 @@ FAULTS = [
     (Rollout, "Strips", "text without its first space", "stop_strings_cross_the_borders_of_tokens"),
     (Rollout, "CleansUp", "text cleaned up", "stop_strings_cross_the_borders_of_tokens"),
     (Rollout, "OneByOne", "tokens decoded one by one", "stop_strings_cross_the_borders_of_tokens"),
+    (Rollout, "BeginsNumbersAgain", "the random numbers of the first tokens again", "a_stopped_response_goes_on"),
+    (Rollout, "CutsEarly", "a response cut one token before the last position", "a_response_fits_into_the_model"),
+    (Rollout, "ShortTail", "as many tokens decoded as the longest stop string has characters", "stop_strings_cross_the_borders_of_tokens"),
+    (Rollout, "KeepsSharedCache", "keys and values of a shared module kept over its steps", "weights_change_under_responses_in_flight"),
     (Transport, "LosesLast", "the last bucket lost", "every_receiver_gets_all_weights_bit_for_bit"),
     (Transport, "CountsForEach", "bytes counted for each receiver", "bytes_are_counted_once"),
     (Transport, "ReusesBuffers", "buffers used again under the receiver", "tensors_are_the_receivers_to_keep"),
@@ -242,6 +253,8 @@ FAULTS = [
     (Rows, "remembers", "the value of another row with the same text", "rows_of_a_large_batch_stay_apart"),
     (Rows, "tires", "a value that depends on how many were scored", "rows_of_a_large_batch_stay_apart"),
     (Rows, "first_row", "the first row for all", "rows_of_a_large_batch_stay_apart"),
+    (Bounded, "unbounded", "a value beyond its bounds", "very_long_text_gets_a_value"),
+    (Bounded, "scores_failures", "a failure that becomes a number", "what_cannot_be_scored_fails"),
     (Advantages, "negated", "advantages of the wrong sign", "values_are_right"),
     (Advantages, "everywhere", "advantages of prompt tokens", "tokens_outside_the_mask_get_0"),
     (Advantages, "of_all", "invalid rollouts in the statistics", "invalid_rollouts_do_not_count"),

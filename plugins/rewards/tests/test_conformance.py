@@ -33,13 +33,21 @@ class TestMath(RewardSuite):
 
 class TestFormat(RewardSuite):
     name = "format"
-    examples = [("<think>a</think> <answer>4</answer>", 1.0), ("4", 0.0)]
+    bounds = (0.0, 1.0)
+    examples = [
+        ("<think>a</think> <answer>4</answer>", 1.0),
+        ("4", 0.0),
+        ("<think>a</think> <answer>4</answer> more", 0.0),
+    ]
 
 
 class TestLength(RewardSuite):
     name = "length"
     options = {"max_tokens": 20, "buffer_tokens": 10, "penalty": 0.5}
+    bounds = (-0.5, 0.0)
     examples = [
+        ({"response_length": 0}, 0.0),
+        ({"response_length": 5}, 0.0),
         ({"response_length": 10}, 0.0),
         ({"response_length": 15}, -0.25),
         ({"response_length": 30}, -0.5),
@@ -79,11 +87,11 @@ class TestAsyncObject(RewardSuite):
 
 
 class Lengths(BaseHTTPRequestHandler):
-    """A server whose scores are the lengths of the completions."""
+    """A server whose scores are the lengths of the completions, and that refuses ``fail``."""
 
     def do_POST(self):
         sent = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.send_response(200)
+        self.send_response(400 if sent["completions"] == ["fail"] else 200)
         self.end_headers()
         self.wfile.write(json.dumps({"scores": [len(text) for text in sent["completions"]]}).encode())
 
@@ -93,6 +101,7 @@ class Lengths(BaseHTTPRequestHandler):
 
 class TestHTTP(RewardSuite):
     name = "http"
+    failing = ["fail"]
     examples = [("abc", 3.0), ("", 0.0), ({"completion": "\u00e9", "prompt": "Q"}, 1.0)]
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,15 +92,7 @@ class RewardBench(Bench):
             workers: number of worker processes; 0: none.
             after_first: called after the first call; samples of the second one may fail then.
         """
-        plugins = self.load_plugins()
-        config = RewardConfig(
-            name=self.name,
-            workers=workers,
-            options=self.checked_options(plugins),
-            timeout_seconds=self.settings["timeout_seconds"],
-            max_failure_share=1.0,
-        )
-        runner = RewardRunner([config], plugins)
+        runner = self._runner(workers)
         try:
             found = []
             for number, (samples, groups) in enumerate(calls):
@@ -109,11 +102,42 @@ class RewardBench(Bench):
                     if number != 1 or after_first is None:
                         _check(sample, outcome)
                 found.append([rollout.rewards[self.name] for rollout in rollouts])
+                self._check_bounds(samples, found[-1])
                 if number == 0 and after_first is not None:
                     after_first()
             return found
         finally:
             runner.close()
+
+    def _runner(self, workers: int = 0) -> RewardRunner:
+        """Build the core's runner with this reward alone."""
+        plugins = self.load_plugins()
+        config = RewardConfig(
+            name=self.name,
+            workers=workers,
+            options=self.checked_options(plugins),
+            timeout_seconds=self.settings["timeout_seconds"],
+            max_failure_share=1.0,
+        )
+        return RewardRunner([config], plugins)
+
+    def _check_bounds(self, samples: Sequence[Sample], values: Sequence[float | None]) -> None:
+        """Assert that values are within the suite's ``bounds``."""
+        low, high = self.settings["bounds"] or (-math.inf, math.inf)
+        for sample, value in zip(samples, values, strict=True):
+            assert value is None or low - 1e-9 <= value <= high + 1e-9, (
+                f"{str(sample)[:80]} got {value}; `bounds` are {low} to {high}."
+            )
+
+    def failing(self) -> list[tuple[Sample, Outcome | None]]:
+        """Score each sample of the suite's ``failing`` in a call, and return it with its outcome."""
+        samples = [{"completion": s} if isinstance(s, str) else s for s in self.settings["failing"]]
+        found: list[tuple[Sample, Outcome | None]] = []
+        with contextlib.closing(self._runner()) as runner:
+            for sample in samples:
+                runner.score(self.rollouts([sample]), step=1)
+                found.append((sample, runner.scorers[0].runner.outcomes[0]))
+        return found
 
     def function(self) -> RewardFunction:
         """Load the reward function with its options."""

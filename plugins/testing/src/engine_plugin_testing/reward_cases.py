@@ -197,7 +197,15 @@ def any_text_gets_a_value(bench: RewardBench) -> None:
         assert value is None or math.isfinite(value), f"Completion {text!r} got {value}."
 
 
-@contract()
+@contract(catches=("a failure that becomes a number",))
+def what_cannot_be_scored_fails(bench: RewardBench) -> None:
+    """A sample of ``failing`` is a failure of the reward, and gets no number."""
+    for sample, outcome in bench.failing():
+        assert outcome is not None, f"{str(sample)[:80]} got no outcome."
+        assert outcome.failure, f"{str(sample)[:80]} got {outcome.value}; expected a failure."
+
+
+@contract(catches=("a value beyond its bounds",))
 def very_long_text_gets_a_value(bench: RewardBench) -> None:
     """A very long text gets a value within the timeout.
 

@@ -19,17 +19,30 @@ class RewardSuite(Suite, modules=(imports, reward_cases)):
             does not apply. A text is a sample with that completion. Known keys: ``completion``, ``prompt``,
             ``completion_ids``, ``response_length``, ``finish_reason``; any other is a column of the data. A list of
             samples with a list of values is one group, for rewards that compare the samples of a group.
+        failing: samples that cannot be scored, such as those for which a server answers with an error; the reward must
+            fail and give no number.
+        bounds: least and largest value; None: any. Every value in every contract is compared with them.
         timeout_seconds: as in ``[[reward]]``.
     """
 
     kind = "rewards"
     section = "reward"
     bench = "engine_plugin_testing.reward_bench:RewardBench"
-    fields: ClassVar[tuple[str, ...]] = ("name", "options", "plugins", "examples", "timeout_seconds")
+    fields: ClassVar[tuple[str, ...]] = (
+        "name",
+        "options",
+        "plugins",
+        "examples",
+        "failing",
+        "bounds",
+        "timeout_seconds",
+    )
 
     name: str = ""
     options: Mapping[str, Any] = {}
     examples: Sequence[tuple[Any, Any]] = ()
+    failing: Sequence[Any] = ()
+    bounds: tuple[float, float] | None = None
     timeout_seconds: float = 60.0
 
     @classmethod

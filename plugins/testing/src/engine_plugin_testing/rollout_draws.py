@@ -39,6 +39,20 @@ def chosen(rows: Tensor, rollout: Rollout) -> Tensor:
     return rows.gather(1, tokens[:, None]).squeeze(1)
 
 
+def places_of(rows: Tensor, rollout: Rollout, uniform: torch.Generator) -> Tensor:
+    """Return ``v_t - 1/2`` [N] of the tokens of a response.
+
+    Args:
+        rows: [N, V] log-probs of the distributions.
+        rollout: the response.
+        uniform: generator of ``u``.
+    """
+    probs, tokens = rows.exp(), rollout.token_ids[rollout.prompt_length :, None]
+    share = probs.gather(1, tokens).squeeze(1)
+    below = probs.cumsum(1).gather(1, tokens).squeeze(1) - share
+    return below + share * torch.rand(len(tokens), generator=uniform, dtype=torch.float64) - 0.5
+
+
 def check_draws(
     module: nn.Module, requests: Sequence[Request], rollouts: Sequence[Rollout], tolerance: float, what: str
 ) -> None:
@@ -71,9 +85,7 @@ def check_draws(
         mean = weighed.sum(1)
         surprise += float((chosen(rows, rollout) - mean).sum())
         spread += float(torch.where(probs > 0, weighed * rows, 0.0).sum() - (mean**2).sum())
-        share = probs.gather(1, tokens[:, None]).squeeze(1)
-        below = probs.cumsum(1).gather(1, tokens[:, None]).squeeze(1) - share
-        places.append(below + share * torch.rand(len(tokens), generator=uniform, dtype=torch.float64) - 0.5)
+        places.append(places_of(rows, rollout, uniform))
     every, later = torch.cat(places), torch.cat([place[1:] for place in places])
     sums = [
         ("log-probs: is temperature or a cut ignored?", surprise, spread),

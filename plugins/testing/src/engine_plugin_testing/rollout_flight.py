@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from engine_plugin_testing.reference import LIVELIER
 from engine_plugin_testing.rollout_bench import TEXTS, RolloutBench, response
 from engine_plugin_testing.rollout_draws import chosen, rows_of_response
 from engine_plugin_testing.rollout_partial import LONG, STEPS, STOPS
+from engine_plugin_testing.rollout_weights import policy_of, train_step, trained
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,22 +77,52 @@ def _check_versions(bench: RolloutBench, modules: dict[int, nn.Module], rollouts
         "the version of an update for tokens before it",
         "responses in flight that keep the old weights",
         "responses in flight that begin again",
+        "keys and values of a shared module kept over its steps",
     ),
 )
 def weights_change_under_responses_in_flight(bench: RolloutBench) -> None:
     """If weights change while a response is frozen, each token keeps the version and log-prob of the weights that drew it.
 
     Two updates arrive after ``pause("keep")``. The log-prob is over the token's whole prefix, and sampled tokens
-    stay.
+    stay. With ``share_module`` the same holds for steps of the train engine that ``set_version`` announces.
     """
-    modules = {0: bench.reference(), **{v: bench.reference(bench.model(seed=s)) for v, s in LATER.items()}}
-    engine, requests, rollouts = bench.engine(**STOPS), _requests(bench, temperature=1.0), []
+    seeds = {0: 0, **LATER}
+    modules = {version: bench.reference(bench.model(seed=seed)) for version, seed in seeds.items()}
+    engine = bench.engine(**STOPS)
+
+    def update(version: int) -> None:
+        """Send the weights of a version."""
+        engine.update_weights(bench.stream(bench.model(seed=seeds[version])), version)
+
+    _change_in_flight(bench, engine, modules, update)
+    if "share_module" not in bench.capabilities:
+        return
+    path, shared = bench.model(), bench.engine(**STOPS)
+    trainer = trained(bench, path)
+    shared.share_module(trainer)
+    shared.set_version(0)
+    modules = {0: policy_of(bench, trainer, path)}
+
+    def step(version: int) -> None:
+        """Train for a step and announce its version."""
+        train_step(trainer)
+        modules[version] = policy_of(bench, trainer, path)
+        shared.set_version(version)
+
+    _change_in_flight(bench, shared, modules, step)
+
+
+def _change_in_flight(
+    bench: RolloutBench, engine: RolloutEngine, modules: dict[int, nn.Module], update: Callable[[int], None]
+) -> None:
+    """Freeze responses for updates to the versions of ``LATER``, and compare each token with its version in ``modules``."""
+    requests, mixed = _requests(bench, temperature=1.0), set()
     for steps in STEPS:
         engine.add(requests)
         done = _steps(engine, steps)
-        for version, seed in LATER.items():
+        for version in LATER:
             engine.pause("keep")
-            engine.update_weights(bench.stream(bench.model(seed=seed)), version)
+            update(version)
             engine.resume()
             done += _steps(engine, steps)
         rollouts = _ended(engine, done, requests)
@@ -100,7 +131,7 @@ def weights_change_under_responses_in_flight(bench: RolloutBench) -> None:
         mixed = set(LATER) & set().union(*(kind for kind in kinds if len(kind) > 1))
         if mixed:
             break
-        engine.update_weights(bench.stream(bench.model()), 0)
+        update(0)
     assert mixed, (
         f"No response has tokens of two versions, after {STEPS} steps before each update. A step must be short where "
         f"config.steps_are_short. {LIVELIER}"

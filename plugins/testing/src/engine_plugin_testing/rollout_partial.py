@@ -13,6 +13,7 @@ from engine_plugin_testing.contracts import close, contract, refused
 from engine_plugin_testing.reference import LIVELIER
 from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, response
 from engine_plugin_testing.rollout_cuts import CUTTING
+from engine_plugin_testing.rollout_draws import SIGMAS, places_of, rows_of_response
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 LONG = 48  # tokens of a response: more than an engine takes in a step
 SUPPORT_WIDTH = 8  # most tokens of a support
 STEPS = (1, 4, 16)  # steps before requests are stopped: the first number that gives a token
+HOT, PAIRS = 2.0, 80  # temperature and number of responses whose first and new tokens are compared
 MANY = 40  # requests for a text: more than end before their timeout is checked
 # an engine's steps are short where its run may stop responses
 STOPS: dict[str, Any] = {"request_timeout_seconds": 3600.0}
@@ -103,14 +105,19 @@ def a_response_stopped_in_its_midst_is_what_was_sampled(bench: RolloutBench) -> 
 
 @contract(
     capability="partial",
-    catches=("the versions of a stopped response overwritten", "the support of what was begun lost"),
+    catches=(
+        "the versions of a stopped response overwritten",
+        "the support of what was begun lost",
+        "the random numbers of the first tokens again",
+    ),
 )
 def a_stopped_response_goes_on(bench: RolloutBench) -> None:
     """A request with ``begun`` returns the whole response, in which the tokens of ``begun`` keep their columns and extras.
 
     New tokens are those of the present weights. Where the sampler can, half of the requests cut the distribution and ask
-    for its support. The limit of tokens is that of the whole response.
+    for its support. The limit of tokens is that of the whole response. New tokens are independent of those in ``begun``.
     """
+    _check_independence(bench)
     engine, other = bench.engine(**STOPS), bench.model(seed=1)
     requests = bench.requests(temperature=1.0, max_response_tokens=LONG)
     for cut in bench.supported(*CUTTING)[:1]:
@@ -142,6 +149,28 @@ def a_stopped_response_goes_on(bench: RolloutBench) -> None:
         expected, _ = expected_log_probs(bench.reference(other), whole, request.sampling)
         found = whole.rollout_log_probs[count:]
         close(found, expected[count - whole.prompt_length :], bench.tolerance, f"'{request.id}', gone on")
+
+
+def _check_independence(bench: RolloutBench) -> None:
+    """Assert that the place of a new token in its distribution does not depend on that of the token of ``begun`` before."""
+    module, engine, uniform = bench.reference(), bench.engine(**STOPS), torch.Generator().manual_seed(7)
+    requests = bench.requests(("The answer",), group=PAIRS, temperature=HOT, max_response_tokens=LONG)
+    rollouts = _stopped(engine, requests)
+    again = [dataclasses.replace(requests[at], begun=rollouts[at]) for at in _in_the_midst(rollouts)]
+    found = []
+    for request, whole in zip(again, engine.generate(again), strict=True):
+        assert request.begun is not None
+        begun = request.begun.response_length
+        places = places_of(rows_of_response(module, whole, HOT), whole, uniform)
+        later = places[
+            begun : 2 * begun
+        ]  # as far after the begin of the new tokens as the first ones after theirs
+        found.append(places[: len(later)] * later)
+    pairs = torch.cat(found)
+    sigmas = float(pairs.sum()) / (len(pairs) / 144) ** 0.5
+    assert abs(sigmas) <= SIGMAS, (
+        f"New tokens depend on the first ones of their response: {sigmas:+.1f} standard deviations off in {len(pairs)} pairs."
+    )
 
 
 @contract(capability="partial")

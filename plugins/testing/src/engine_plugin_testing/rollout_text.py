@@ -127,12 +127,13 @@ def _check(story: Story, rollout: Rollout, expected: Sequence[int], reason: str,
         "text without its first space",
         "text cleaned up",
         "tokens decoded one by one",
+        "as many tokens decoded as the longest stop string has characters",
     ),
 )
 def stop_strings_cross_the_borders_of_tokens(bench: RolloutBench) -> None:
     """A stop string ends a response also if it crosses the borders of tokens.
 
-    Tokens have several characters or a part of one, in one batch, and text is exact. A response ends with the token
+    Tokens have several characters or a part of one, in one batch and in a batch for each string, and text is exact. A response ends with the token
     that completes the first stop string or is a stop token, also as the last token allowed. A stop string in the
     prompt ends nothing.
     """
@@ -160,8 +161,11 @@ def stop_strings_cross_the_borders_of_tokens(bench: RolloutBench) -> None:
         requests.append(
             Request(f"{number}", Prompt(f"train:{number}", list(story.prompt), prompt), sampling, number)
         )
-    for (count, reason, changes), rollout in zip(cases, bench.engine(path).generate(requests), strict=True):
-        _check(story, rollout, tokens[:count], reason, str(changes or "nothing asked"))
+    engine = bench.engine(path)
+    together, alone = engine.generate(requests), [engine.generate([request])[0] for request in requests]
+    for where, rollouts in (("with others", together), ("alone", alone)):
+        for (count, reason, changes), rollout in zip(cases, rollouts, strict=True):
+            _check(story, rollout, tokens[:count], reason, f"{changes or 'nothing asked'} {where}")
 
 
 @contract(

@@ -185,7 +185,7 @@ def an_update_that_does_not_fit_is_refused(bench: RolloutBench) -> None:
         _check_policy(bench, engine, bench.reference(other), 4, "after a whole update")
 
 
-def _trained(bench: RolloutBench, path: str) -> TrainEngine:
+def trained(bench: RolloutBench, path: str) -> TrainEngine:
     """Return a train engine (``train_backend``) on the model of a folder after one step."""
     name = str(bench.settings["train_backend"])
     plugins = bench.load_plugins(train_engines=name)
@@ -196,18 +196,20 @@ def _trained(bench: RolloutBench, path: str) -> TrainEngine:
     context = WorkerContext(plugins=plugins, role="actor", device=bench.device)
     engine: TrainEngine = plugins.resolve("train_engines", name)(config, ModelConfig(path=path), context)
     bench.stack.callback(engine.close)
-    _step(engine)
+    train_step(engine)
     return engine
 
 
-def _step(engine: TrainEngine) -> None:
+def train_step(engine: TrainEngine) -> None:
+    """Take an optimizer step on a fixed batch."""
     mask = torch.arange(12) >= 2
     tokens = {"loss_mask": mask, "weights": mask / 10, "token_share": mask / 10}
     engine.forward_backward(Batch(torch.arange(20, 32), torch.tensor([12]), tokens), LossCall("nll"))
     engine.optimizer_step()
 
 
-def _policy_of(bench: RolloutBench, engine: TrainEngine, path: str) -> nn.Module:
+def policy_of(bench: RolloutBench, engine: TrainEngine, path: str) -> nn.Module:
+    """Return the reference with the present weights of a train engine on the model of a folder."""
     module = bench.reference(path)
     module.load_state_dict(
         {name: w.detach().cpu().double() for name, w in engine.named_weights()}, strict=False
@@ -222,10 +224,10 @@ def a_trained_policy_reaches_the_sampler(bench: RolloutBench) -> None:
     The train engine is ``train_backend``.
     """
     path = bench.model()
-    engine, trainer = bench.engine(path), _trained(bench, path)
+    engine, trainer = bench.engine(path), trained(bench, path)
     result = same_process(trainer, engine, 2, shared=False)
     assert result.version == 2, f"The sync reports version {result.version}; expected 2."
-    _check_policy(bench, engine, _policy_of(bench, trainer, path), 2, "after a sync from a train engine")
+    _check_policy(bench, engine, policy_of(bench, trainer, path), 2, "after a sync from a train engine")
 
 
 @contract(
@@ -237,12 +239,12 @@ def a_shared_module_is_followed_without_transport(bench: RolloutBench) -> None:
     The dropout of the model is off. Only ``set_version`` announces a step.
     """
     path = bench.second_model()
-    engine, trainer = bench.engine(path), _trained(bench, path)
+    engine, trainer = bench.engine(path), trained(bench, path)
     engine.share_module(trainer)
     for version in (1, 2):
         engine.set_version(version)
-        _check_policy(bench, engine, _policy_of(bench, trainer, path), version, "from a shared module")
-        _step(trainer)
+        _check_policy(bench, engine, policy_of(bench, trainer, path), version, "from a shared module")
+        train_step(trainer)
 
 
 @contract(capability="sleep", catches=("an update taken while asleep",))
