@@ -221,7 +221,7 @@ FAULTS = [
     (Rollout, "BeginsNumbersAgain", "the random numbers of the first tokens again", "a_stopped_response_goes_on"),
     (Rollout, "CutsEarly", "a response cut one token before the last position", "a_response_fits_into_the_model"),
     (Rollout, "ShortTail", "as many tokens decoded as the longest stop string has characters", "stop_strings_cross_the_borders_of_tokens"),
-    (Rollout, "KeepsSharedCache", "keys and values of a shared module kept over its steps", "weights_change_under_responses_in_flight"),
+    (Rollout, "KeepsSharedCache", "keys and values of a shared module kept over its steps", "a_shared_module_changes_under_responses_in_flight"),
     (Transport, "LosesLast", "the last bucket lost", "every_receiver_gets_all_weights_bit_for_bit"),
     (Transport, "CountsForEach", "bytes counted for each receiver", "bytes_are_counted_once"),
     (Transport, "ReusesBuffers", "buffers used again under the receiver", "tensors_are_the_receivers_to_keep"),

@@ -77,14 +77,13 @@ def _check_versions(bench: RolloutBench, modules: dict[int, nn.Module], rollouts
         "the version of an update for tokens before it",
         "responses in flight that keep the old weights",
         "responses in flight that begin again",
-        "keys and values of a shared module kept over its steps",
     ),
 )
 def weights_change_under_responses_in_flight(bench: RolloutBench) -> None:
     """If weights change while a response is frozen, each token keeps the version and log-prob of the weights that drew it.
 
     Two updates arrive after ``pause("keep")``. The log-prob is over the token's whole prefix, and sampled tokens
-    stay. With ``share_module`` the same holds for steps of the train engine that ``set_version`` announces.
+    stay.
     """
     seeds = {0: 0, **LATER}
     modules = {version: bench.reference(bench.model(seed=seed)) for version, seed in seeds.items()}
@@ -95,7 +94,15 @@ def weights_change_under_responses_in_flight(bench: RolloutBench) -> None:
         engine.update_weights(bench.stream(bench.model(seed=seeds[version])), version)
 
     _change_in_flight(bench, engine, modules, update)
-    if "share_module" not in bench.capabilities:
+
+
+@contract(capability="share_module", catches=("keys and values of a shared module kept over its steps",))
+def a_shared_module_changes_under_responses_in_flight(bench: RolloutBench) -> None:
+    """If a shared module is trained while a response is frozen, each token keeps the version and log-prob that drew it.
+
+    ``set_version`` announces each step after ``pause("keep")``. The contract is empty for an engine without ``pause``.
+    """
+    if "pause" not in bench.capabilities:
         return
     path, shared = bench.model(), bench.engine(**STOPS)
     trainer = trained(bench, path)
