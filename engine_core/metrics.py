@@ -8,6 +8,7 @@ is a maximum over tokens, any other name a mean over tokens, weighted by each to
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -75,12 +76,18 @@ def merge(total: dict[str, Any], new: Mapping[str, Any], largest: Callable[..., 
             total[name] = largest(total[name], value) if is_largest(name) else total[name] + value
 
 
-def declared(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return an objective's metrics under their names in ``metrics.jsonl``, maxima as ``Max``; over no token 0."""
-    return {
-        name.removeprefix(LARGEST): Max(0.0 if value == -math.inf else value) if is_largest(name) else value
-        for name, value in metrics.items()
-    }
+def declared(metrics: Mapping[str, float], role: str = "actor") -> dict[str, float]:
+    """Return an objective's metrics under their names in ``metrics.jsonl``, maxima as ``Max``; over no token 0.
+
+    Args:
+        metrics: by the names of the objective.
+        role: the trained role, whose name replaces ``actor`` in ``actor/...``.
+    """
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        logged = re.sub("^actor/", f"{role}/", name.removeprefix(LARGEST))
+        found[logged] = Max(0.0 if value == -math.inf else value) if is_largest(name) else value
+    return found
 
 
 def over_updates(updates: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -434,7 +434,7 @@ class TrainingRun(abc.ABC):
             output.loss += made.loss
             output.num_micro_batches += made.num_micro_batches
             merge(output.metrics, made.metrics)
-        metrics = declared(output.metrics)
+        metrics = declared(output.metrics, role)
         if check is not None:
             check(metrics)
         done = self.optimizer_step(role)

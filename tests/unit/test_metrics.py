@@ -54,6 +54,12 @@ def test_a_maximum_of_an_objective_has_its_plain_name_and_stays_a_maximum():
     }
 
 
+def test_a_metric_of_the_actor_gets_the_name_of_the_role_that_learned():
+    found = declared({"actor/nll": 2.0, "max/actor/ratio": 3.0, "critic/value_mean": 1.0}, "student")
+    assert found == {"student/nll": 2.0, "student/ratio": 3.0, "critic/value_mean": 1.0}
+    assert isinstance(found["student/ratio"], Max)
+
+
 def test_optimizer_steps_are_reduced_as_declared():
     steps = [{"a": 1.0, "lr": Max(0.5), "skipped": Sum(1)}, {"a": 2.0, "lr": Max(0.25), "skipped": Sum(True)}]
     found = over_updates([*steps, {"empty": Sum(1.0)}])
