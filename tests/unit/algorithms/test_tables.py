@@ -93,9 +93,9 @@ def test_the_reference_has_every_algorithm_by_its_name(tables):
     assert named["kl_estimator"] == set(ESTIMATORS)
     assert named["loss_aggregation"] == set(choices(AlgorithmConfig, "loss_aggregation")) - {"auto"}
     assert named["correction"] >= switches - off
-    assert {"sft", "kto", "reward_model"} <= named["trainer"]
+    assert {*builtin.engine_objectives(), "kto", "reward_model"} <= named["objective"]
     # a trainer either learns by an objective of its own, or by one of the tables above
-    assert set(builtin.engine_trainers()) - named["trainer"] <= {"async", "rl", "offline", "dpo"}
+    assert set(builtin.engine_trainers()) - named["objective"] <= {"async", "rl", "offline", "dpo"}
 
 
 def test_a_row_that_goes_on_and_a_difference_are_read(tables):
