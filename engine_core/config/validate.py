@@ -119,7 +119,6 @@ class _Validation:
             self.judge_algorithm(config, sections)
             self.judge_sampler(config, sections)
             self.problems += cross_problems(config, sections)
-        if config is not None:
             unread = [*self.unread, *self.misnamed()]
             config._source = dataclasses.replace(self.raw, unread=unread, inputs=self.inputs)
         if self.problems or config is None:

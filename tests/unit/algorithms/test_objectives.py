@@ -213,6 +213,16 @@ def test_an_objective_of_a_plugin_is_resolved_by_name_with_its_parameters(instal
         assert metrics["noted"].item() == pytest.approx(12.0)
 
 
+def test_a_policy_loss_that_no_key_of_the_run_names_is_loaded_by_its_name():
+    objective = resolve_loss(LossCall("policy", {"loss": "ppo_clip", "loss_options": {}}), PluginSet())
+    given = batch(old_log_probs=LOG_PROBS)
+    named = partial(ppo_clip, clip_ratio_low=0.2, clip_ratio_high=0.2)
+    torch.testing.assert_close(
+        objective({"log_probs": LOG_PROBS}, given)[0],
+        policy({"log_probs": LOG_PROBS}, given, token_loss=named)[0],
+    )
+
+
 def test_an_unknown_objective_is_named(without_our_plugins):
     with pytest.raises(PluginError) as caught:
         resolve_loss(LossCall("nlll"), PluginSet())

@@ -191,6 +191,17 @@ def test_a_plugin_file_elsewhere_needs_to_be_allowed(run, tmp_path):
     assert plugins_for(config).spec("rewards", "seven")
 
 
+def test_a_wrong_choice_and_an_absent_file_are_found_in_one_go(run):
+    text = (
+        RL.replace('backend = "echo"', 'backend = "echo"\ngroup_size = 1') + '[data]\ntrain = "gone.jsonl"\n'
+    )
+    with pytest.raises(ConfigError) as error:
+        load_config(run(text))
+    first, *others = error.value.problems
+    assert "run.toml:4: rollout.group_size: got 1, expected at least 2" in first
+    assert any("run.toml:10: data.train: there is no file" in line for line in others)
+
+
 def test_sft_needs_no_rollout_plugin(run):
     config = load_config(run(SFT + '[rollout]\nbackend = "vllm"\n[rollout.vllm]\nx = 1\n'))
     assert "[rollout]: trainer 'sft' does not read it" in config._source.unread

@@ -162,9 +162,7 @@ def _check_independence(bench: RolloutBench) -> None:
         assert request.begun is not None
         begun = request.begun.response_length
         places = places_of(rows_of_response(module, whole, HOT), whole, uniform)
-        later = places[
-            begun : 2 * begun
-        ]  # as far after the begin of the new tokens as the first ones after theirs
+        later = places[begun : 2 * begun]  # the n-th new token belongs to the n-th of the first ones
         found.append(places[: len(later)] * later)
     pairs = torch.cat(found)
     sigmas = float(pairs.sum()) / (len(pairs) / 144) ** 0.5

@@ -89,9 +89,12 @@ class Suite:
 
     @classmethod
     def _check_attributes(cls) -> None:
-        """Raise TypeError for an attribute such as ``option = ...``: a misspelled name that no suite reads."""
+        """Raise TypeError for a misspelled name that no suite reads, such as ``option``, and for a function as a value."""
         known = [name for base in cls.__mro__[1:] for name in vars(base) if not name.startswith("_")]
         for name, value in vars(cls).items():
+            if name in cls.fields and callable(value):
+                address = f"'FILE.py:{value.__name__}'"
+                raise TypeError(f"{cls.__name__}.{name} is a function. Name it as text, {address}.")
             if name.startswith("_") or name in known or callable(value) or hasattr(value, "__get__"):
                 continue
             if match := difflib.get_close_matches(name, known, n=1, cutoff=0.82):
@@ -231,8 +234,4 @@ def plain(value: Any) -> Any:
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [plain(entry) for entry in value]
-    if callable(value):
-        raise pytest.UsageError(
-            f"got the function {value.__name__}; a suite names it as text, 'FILE.py:{value.__name__}'."
-        )
     return value
