@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from engine_core.config.wording import expectation
-from engine_core.errors import DataError, PluginError
+from engine_core.errors import DataError, PluginError, TrainingFailed
 from engine_core.tables import DEFAULTS, SamplingOptions
 from engine_core.types import TIMEOUT, Rollout
 
@@ -27,6 +27,21 @@ COLUMNS = {
 }
 """The tensors of a rollout, and their types."""
 HIGHEST_LOG_PROB = 1e-2  # what rounding may make of 0
+
+
+def logits_not_finite(request_id: str, version: int) -> TrainingFailed:
+    """Return the error for logits that are not numbers.
+
+    Args:
+        request_id: the request that was sampled.
+        version: the policy version of the weights. At 0 no update can be the cause.
+    """
+    cause = "its weights have diverged. Lower the learning rate, or go back to a checkpoint."
+    if version == 0:
+        cause = "no update has changed it. Check the files of model.path, and the sampler's number type: float16 may overflow."
+    return TrainingFailed(
+        f"The model gives logits that are not numbers (request '{request_id}', policy version {version}): {cause}"
+    )
 
 
 def check_request(

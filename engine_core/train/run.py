@@ -494,6 +494,6 @@ class TrainingRun(abc.ABC):
         rows = "" if self.config.run.steps else f" ({len(self.source)} rows in {self.given.place})"
         return [
             f"{self.total_steps} steps of {data.prompts_per_step} rows{each}{rows},",
-            f"{self.optimizer_steps_per_step} optimizer step(s) each,",
+            f"{(n := self.optimizer_steps_per_step)} optimizer step(s) each, {self.total_steps * n} in all,",
             self.config.actor.micro_batch,
         ]

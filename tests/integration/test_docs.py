@@ -68,7 +68,18 @@ SMALL = {
     "ENGINE__ROLLOUT__GROUP_SIZE": "4",
     "ENGINE__ROLLOUT__MAX_RESPONSE_TOKENS": "8",
 }
-WHOLE_RUNS = ("README", "plugins", "algorithms", "custom_model", "backends", "from_verl", "from_trl")
+WHOLE_RUNS = (
+    "README",
+    "plugins",
+    "algorithms",
+    "custom_model",
+    "custom_model_vllm",
+    "train_engine",
+    "rollout_engine",
+    "weight_transport",
+    "from_verl",
+    "from_trl",
+)
 ENVIRONMENT = {f"{page}.md": SMALL for page in WHOLE_RUNS}
 OTHERS = ("from_verl.md", "from_trl.md")  # their first columns hold other projects' keys
 
@@ -91,7 +102,7 @@ steps = 2
 
 CPU_SECONDS = 60  # of a program that is none of ours
 PAGE_SECONDS = 300  # as any test
-NEEDS_EXAMPLE = ("custom_model.md",)  # pages that install examples/custom_model
+NEEDS_EXAMPLE = ("custom_model.md", "custom_model_vllm.md")  # pages that install examples/custom_model
 
 
 @dataclass(frozen=True)
@@ -305,6 +316,7 @@ LONG = {
     "fsdp.md": "runs of several processes; plugins/fsdp/tests/test_run.py",
     "precision.md": "a run for each type; plugins/torch/tests/test_precision.py",
     "custom_model.md": "a package and its kit; tests/conformance/test_custom_model.py",
+    "custom_model_vllm.md": "runs with every sampler; tests/integration/test_custom_models.py",
     "tutorial.md": "two trainings to a result; first_run.md, and tests/integration/test_grpo.py",
     "publishing.md": "a wheel; tests/integration/test_wheels.py",
     "custom_trainers.md": "trainers and their kit; tests/integration/test_expert_iteration.py",

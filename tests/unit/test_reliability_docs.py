@@ -1,11 +1,11 @@
-"""docs/reliability.md promises nothing that no test shows: docs/reference/reliability_tests.md names the tests of each row."""
+"""docs/reference/failures.md promises nothing that no test shows: docs/reference/reliability_tests.md names the tests of each row."""
 
 import ast
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "reliability.md").read_text("utf-8")
+PAGE = (ROOT / "docs" / "reference" / "failures.md").read_text("utf-8")
 TESTS = (ROOT / "docs" / "reference" / "reliability_tests.md").read_text("utf-8")
 NAMED = re.compile(r"`(test_\w+\.py)::(test_\w+)`")
 

@@ -130,14 +130,20 @@ def test_a_malformed_request_queues_none(make_engine, make_requests):
         engine.add(first)
 
 
-def test_weights_that_have_diverged_are_said_to_be_so(make_engine, make_model, make_requests):
+@pytest.mark.parametrize(
+    ("version", "cause"),
+    [(0, "no update has changed it. Check the files"), (3, "its weights have diverged. Lower")],
+)
+def test_logits_that_are_not_numbers_are_explained(make_engine, make_model, make_requests, version, cause):
     model = make_model()
     with torch.no_grad():
         model.model.norm.weight.fill_(torch.nan)
+    engine = make_engine(model)
+    engine.version = version
     with pytest.raises(
-        TrainingFailed, match=r"not numbers \(request 'r0', policy version 0\): its weights have diverged"
+        TrainingFailed, match=rf"not numbers \(request 'r0', policy version {version}\): {cause}"
     ):
-        make_engine(model).generate(make_requests([[5]]))
+        engine.generate(make_requests([[5]]))
 
 
 def test_a_tokenizer_without_an_end_is_refused(make_model, tokenizer):

@@ -144,7 +144,7 @@ def test_a_dry_run_prints_the_derived_numbers_and_writes_nothing(engine, rl_run)
     answer = engine("train", "rl.toml", "--dry-run", "--set", "run.epochs=2")
     assert answer.code == 0
     assert "2 steps of 4 rows x 3 responses = 12 rollouts" in answer.out
-    assert "1 optimizer step(s) each" in answer.out
+    assert "1 optimizer step(s) each, 2 in all," in answer.out
     assert "as many tokens a micro-batch as fit" in answer.out
     assert set(rl_run.parent.iterdir()) - before <= {rl_run.parent / "__pycache__"}
 

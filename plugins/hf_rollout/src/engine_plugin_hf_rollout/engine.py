@@ -25,8 +25,8 @@ from engine_core.contracts.checksum import Checksum
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.contracts.weight_names import near, own_weights
 from engine_core.data import load_tokenizer
-from engine_core.errors import DataError, TrainingFailed, did_you_mean
-from engine_core.sampling import check_request
+from engine_core.errors import DataError, did_you_mean
+from engine_core.sampling import check_request, logits_not_finite
 from engine_core.types import SUPPORT, Rollout
 from engine_plugin_hf_rollout.adapter import OwnAdapter
 from engine_plugin_hf_rollout.decoding import Decoding, Sampled
@@ -205,10 +205,7 @@ class HFRolloutEngine(RolloutEngine):
 
     def _rollout(self, request: Request, sampled: Sampled) -> Rollout:
         if not all(map(math.isfinite, sampled.log_probs)):
-            raise TrainingFailed(
-                f"The model gives logits that are not numbers (request '{request.id}', policy version "
-                f"{self.version}): its weights have diverged. Lower the learning rate, or go back to a checkpoint."
-            )
+            raise logits_not_finite(request.id, self.version)
         prompt, count = request.prompt.token_ids, len(sampled.tokens)
         versions = torch.full((len(prompt) + count,), self.version, dtype=torch.int32)
         if request.begun is not None:

@@ -151,7 +151,7 @@ class OfflineTrainer(Trainer):
         config = self.config
         return [
             f"{self.total_steps} steps of {config.data.prompts_per_step} groups ({len(self.source)} in data.train),",
-            f"{self.optimizer_steps_per_step} optimizer step(s) each,",
+            f"{(n := self.optimizer_steps_per_step)} optimizer step(s) each, {self.total_steps * n} in all,",
             config.actor.micro_batch,
         ]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine_core.errors import TrainingFailed
-from engine_core.sampling import begun_ids
+from engine_core.sampling import begun_ids, logits_not_finite
 from engine_core.types import SUPPORT, TENSORS, Request, Rollout, padded_support
 from engine_plugin_vllm_rollout.log_mass import log_mass
 
@@ -110,10 +110,7 @@ def _sampled_log_probs(flat: FlatLogprobs | None, count: int, id: str, version: 
     if len(log_probs) != count:
         raise RuntimeError(f"vLLM gave request '{id}' {len(log_probs)} log-probs for {count} tokens.")
     if not np.isfinite(log_probs).all():
-        raise TrainingFailed(
-            f"The model gives logits that are not numbers (request '{id}', policy version "
-            f"{version}): its weights have diverged. Lower the learning rate, or go back to a checkpoint."
-        )
+        raise logits_not_finite(id, version)
     return torch.from_numpy(log_probs)
 
 
