@@ -23,7 +23,8 @@ from engine_core import errors
 from engine_core import hooks as hookspecs
 from engine_core.cli.main import app
 from engine_core.plugins.metadata import TABLES
-from engine_core.plugins.modules import table_module
+from engine_core.plugins.modules import CAPABILITIES, table_module
+from engine_core.specs import TABLE_SPECS
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -52,7 +53,13 @@ def hooks_page() -> str:
         "observer": "Observers, and options of plugins",
     }
     parts = [part for sort, title in titles.items() for part in (f"## {title}", *found[sort])]
-    parts.append(OWN_TABLE.strip())
+    rows = [
+        [TABLE_SPECS[kind].noun, f"`{capability}`", f"`{method}`"]
+        for kind, methods in CAPABILITIES.items()
+        for capability, method in methods.items()
+    ]
+    methods = table(["of a", "capability", "method"], rows)
+    parts += [OWN_TABLE.strip(), f"## Capabilities and their methods\n\n{methods}"]
     return page(
         "Hook reference",
         "For authors of plugins: every point that a plugin can change. [Write a plugin](../plugins.md) shows the main ones at work.\n"

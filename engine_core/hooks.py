@@ -21,10 +21,8 @@ Implement a hook with the marker of the core; take only the arguments you need::
 
 A plugin is a module with such functions. A run loads it in one of three ways:
 
-1. an entry point ``engine.<kind>`` for each name of a table (``engine.rewards``, ``engine.train_engines``, ...): used
-   when the TOML uses the name;
-2. an entry point ``engine.plugins`` for step hooks and observers: used when named in ``plugins = [...]``, with options
-   in ``[plugin.NAME]``;
+1. an entry point ``engine.<kind>`` for each name of a table (such as ``engine.rewards``), if the TOML uses the name;
+2. an entry point ``engine.plugins`` for step hooks and observers, if named in ``plugins = [...]``;
 3. a path ending in ``.py`` in ``plugins = [...]``: a plugin in one file.
 
 A test freezes the signatures: arguments may be added in a minor version, never renamed or removed before a major one.
@@ -250,10 +248,9 @@ def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
 def engine_rewards() -> Mapping[str, Reward]:
     """Offer rewards: ``[[reward]] name = "NAME"``, options in ``[reward.NAME]``.
 
-    A reward is a function of a batch that receives the arguments it names: ``completions``, ``prompts``, ``token_ids``,
-    any column of the data, its options.
+    A reward receives what its parameters name: ``completion`` of one sample or ``completions`` of many, columns, options.
 
-    :returns: ``Reward`` by name; its ``load`` returns one float (or None: not applicable) for each completion.
+    :returns: ``Reward`` by name; its ``load`` returns a float for each sample, or None where it does not apply.
 
     Collects, as ``engine_train_engines``. Entry-point group ``engine.rewards``.
     Called once in every process that loads plugins, before any model is built. Not collective.
@@ -478,21 +475,25 @@ def engine_options() -> type[Options]:
 def engine_on_event(event: str, step: int, data: Mapping[str, Any], plugin_options: Any) -> str | None:
     """Receive an event of the run (a callback): for dashboards, alerts, early stopping.
 
-    :param event: its name, in this order: ``weights_synced`` (also before the first step, as of step 0),
-        ``run_started``; in each step ``rollouts_finished``, ``weights_synced``, ``evaluated`` if it is time,
-        ``step_finished``, ``checkpoint_saved`` if it is time; ``run_finished``, ``run_failed`` or
-        ``run_stopped`` (by a signal). A trainer that samples nothing has neither ``rollouts_finished`` nor ``weights_synced``.
+    :param event: the name of the event, from the list below.
     :param step: the trainer's step, counted from 1; 0 before the first; of ``checkpoint_saved`` the last finished one.
-    :param data: ``steps`` (number) of ``run_started``, and ``earlier``, the lines of ``metrics.jsonl`` before a resume, each with
-        ``step`` (a line of step 0 is the evaluation of ``eval.at_start``); ``rollouts`` (list of ``Rollout``, scored) of ``rollouts_finished``; ``version`` and ``bytes`` of
-        ``weights_synced``; ``metrics`` (name -> number) of ``step_finished`` (with those of an evaluation after it, ``eval/...``),
-        ``evaluated`` and ``run_finished``; ``path`` of ``checkpoint_saved``; ``error`` (text) of ``run_failed``; ``signal`` (text) of ``run_stopped``.
+    :param data: the values of the event, from the list below.
     :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
     :returns: None, or from ``step_finished`` the reason (text) to end the run: it is logged, and the run ends after this
         step with a checkpoint and exit code 0. What is returned for other events is ignored.
 
-    Collects: every plugin's observer is called. An exception of any kind is logged with the plugin's name and counted
-    in the metric ``plugins/observer_failures``; training continues.
+    Events in their order, with their data. A trainer that samples nothing has no ``weights_synced`` and ``rollouts_finished``:
+
+    - ``weights_synced``: ``version`` and ``bytes``. The event also comes before the first step, as of step 0.
+    - ``run_started``: ``steps``, their number, and ``earlier``, the lines of ``metrics.jsonl`` before a resume, each with its
+      ``step`` (a line of step 0 is the evaluation of ``eval.at_start``).
+    - ``rollouts_finished``: ``rollouts``, a list of scored ``Rollout``.
+    - ``evaluated``, if it is time: ``metrics``, from name to number.
+    - ``step_finished``: ``metrics``, with those of an evaluation after the step (``eval/...``).
+    - ``checkpoint_saved``, if it is time: ``path``.
+    - ``run_finished``: ``metrics``; ``run_failed``: ``error`` (text); ``run_stopped``, by a signal: ``signal`` (text).
+
+    Collects: every observer is called. An exception is logged and counted (``plugins/observer_failures``); training continues.
 
     Called in the controller, between the parts of a step. Not collective.
     """

@@ -87,11 +87,11 @@ def _absent_tables(
             f"reward: missing. Trainer '{config.trainer}' needs at least one [[reward]] with a name, or an [environment] "
             "that sets rewards."
         )
-    evaluates = "eval" in reads and config.eval.during_training
+    evaluates = config.eval.during_training if "eval" in reads else ""
     if evaluates and "reward" in spec.for_eval and not rewarded:
-        yield "reward: missing. [eval] asks for scores: name a [[reward]], or set eval.every_steps = 0."
+        yield f"reward: missing. {evaluates} asks for scores: name a [[reward]], or remove {evaluates}."
     if evaluates and not held_out_sets(config):
-        yield "data.validation: missing. [eval] asks for scores on it; name a file, or set eval.every_steps = 0."
+        yield f"data.validation: missing. {evaluates} asks for scores on it: name a file, or remove {evaluates}."
     for key, name in config.chosen_metrics:
         if name.startswith("eval/") and not evaluates:
             yield f"{key}: got '{name}', but the run evaluates nothing. Set eval.every_steps, or name a metric of the steps."

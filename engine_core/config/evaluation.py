@@ -73,9 +73,11 @@ class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
         return self
 
     @property
-    def during_training(self) -> bool:
-        """Whether a run evaluates during training."""
-        return bool(self.every_steps or self.at_start or self.at_end)
+    def during_training(self) -> str:
+        """The keys by which a run evaluates during training, as text; "" if it does not."""
+        return " and ".join(
+            f"eval.{key}" for key in ("every_steps", "at_start", "at_end") if getattr(self, key)
+        )
 
 
 class HeldOut(SetOptions):  # type: ignore[misc]  # a table is not frozen

@@ -82,7 +82,7 @@ class CorrectionConfig(Table):
     off_policy_threshold: PositiveFloat | None = None
     """Off-policy mask (OPSM, https://arxiv.org/abs/2512.02556). A rollout counts as off-policy if the mean of (sampler log-prob - policy log-prob) over its tokens is above this threshold, in nats. Tokens with a negative advantage in off-policy rollouts are dropped."""
     bypass: bool = False
-    """Use the sampler's log-probs as the old log-probs. This saves the pass that computes them. The loss's own ratio p / p_rollout then corrects the gap. Importance weights are possible only for losses without a ratio (``reinforce``)."""
+    """Use the sampler's log-probs as the old log-probs. This saves the pass that computes them. The loss's own ratio p / p_rollout then corrects the gap. So a `level` is possible only for losses without a ratio (``reinforce``, ``dro``)."""
     max_masked_share: Fraction = 0.5
     """Maximum share of a mini-batch's loss tokens that `mask` and `reject` together may drop. A larger share ends the run before the update."""
     min_effective_sample_share: Fraction = 0.0

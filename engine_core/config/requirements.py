@@ -252,7 +252,7 @@ def _missing(
 def _impossible(
     algorithm: AlgorithmConfig, advantage: Advantage, loss: Loss, values: Sequence[str]
 ) -> Iterator[str]:
-    """Yield what an estimator cannot follow: settings, and ``values``, the needed columns that the critic gives."""
+    """Yield settings that exclude each other; ``values``: the needed columns that the critic gives."""
     if values and "values" not in advantage.needs | loss.needs:
         yield (
             f"The column '{values[0]}' comes from the critic, which learns only where an estimator uses it: "
@@ -267,4 +267,10 @@ def _impossible(
         yield (
             f"algorithm.kl_in = 'reward' subtracts the KL from the sum of the rewards, which algorithm.advantage = "
             f"'{algorithm.advantage}' does not read. Set algorithm.kl_in = 'loss'."
+        )
+    correction = algorithm.correction
+    if correction.bypass and loss.ratio and correction.level in ("token", "sequence"):
+        yield (
+            f"algorithm.correction.level = '{correction.level}' would weigh tokens twice: with correction.bypass the ratio of "
+            f"algorithm.loss = '{algorithm.loss}' already corrects for the sampler. Remove one of the two."
         )

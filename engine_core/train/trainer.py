@@ -138,9 +138,15 @@ class Trainer(SampledRun):
         columns = dict(made) if isinstance(made, Mapping) else {"advantages": made}
         check_columns(self.config.algorithm.advantage, columns, batch.num_tokens)
         if not all(map(_all_finite, columns.values())):
+            given = {**batch.sequences, **batch.tokens}
+            bad = " and ".join(f"'{name}'" for name, column in given.items() if not _all_finite(column))
             raise TrainingFailed(
-                f"algorithm.advantage = '{self.config.algorithm.advantage}' gave a value that is not finite. "
-                "The weights were left alone. Look at the rewards: engine inspect rollouts."
+                f"algorithm.advantage = '{self.config.algorithm.advantage}' gave a value that is not finite. No weight has changed. "
+                + (
+                    f"Its input {bad} is not finite either: look there first."
+                    if bad
+                    else "Its inputs are finite."
+                )
             )
         return batch.with_columns(tokens=columns)
 

@@ -94,7 +94,7 @@ class PolicyUpdate:
 
         ``auto`` weighs tokens, unless the sampler reads the actor's own module and samples all rollouts of a
         step with it: then no gap exists. With ``bypass`` the ratio of a loss is relative to the sampler already, so
-        only a loss without a ratio is weighed.
+        ``auto`` weighs only a loss without a ratio.
         """
         config = self._now.correction
         level = config.level

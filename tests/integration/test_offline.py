@@ -203,7 +203,7 @@ def test_evaluation_samples_with_a_sampler_and_learning_raises_the_reward(offlin
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"eval.at_end": True}, r"reward: missing. \[eval\] asks for scores"),
+        ({"eval.at_end": True}, r"reward: missing. eval.at_end asks for scores"),
         ({"eval.at_end": True}, "data.validation: missing"),
         ({"data.train": []}, "data.train: missing"),
     ],
@@ -226,11 +226,7 @@ def test_without_eval_it_says_how_to_evaluate(offline):
         {"algorithm.advantage": "gae", "algorithm.mini_batch_prompts": 2, "algorithm.epochs": 2},
         {"algorithm.kl_coef": 0.1, "algorithm.advantage": "rloo", "algorithm.ref_refresh_steps": 1},
         {"algorithm.advantage": "gdpo", "reward": [{"name": "early", "weight": 1.0, "clip": [0.0, 0.5]}]},
-        {
-            "algorithm.loss": "gspo",
-            "algorithm.correction.level": "sequence",
-            "algorithm.correction.bypass": True,
-        },
+        {"algorithm.loss": "gspo", "algorithm.correction.level": "sequence"},
         {"algorithm.loss": "reinforce", "algorithm.correction.bypass": True},
     ],
     ids=["gae", "kl", "gdpo", "gspo", "bypass"],

@@ -342,3 +342,18 @@ def test_a_plugin_replaces_the_critic_alone(make, tmp_path):
     run.train()
     assert weights(run, "critic").keys() == {"level"}
     assert lines_of(run)[1]["critic/value_mean"] != 0
+
+
+def test_an_advantage_that_is_not_finite_names_the_input_that_is_not(make, monkeypatch):
+    run = make()
+    annotate = run.annotate
+
+    def broken(batch):
+        batch, noted = annotate(batch)
+        return batch.with_columns(tokens={"values": batch["values"] * torch.nan}), noted
+
+    monkeypatch.setattr(run, "annotate", broken)
+    with pytest.raises(
+        TrainingFailed, match=r"'gae' gave a value that is not finite.* 'values' is not finite either"
+    ):
+        run.train()

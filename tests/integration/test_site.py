@@ -22,8 +22,6 @@ from engine_core.builtin import PPOClipOptions
 from engine_core.config.models import AlgorithmConfig
 from engine_core.errors import ConfigError
 from engine_core.plugins.metadata import installed, known_names
-from engine_core.plugins.plugin_set import CAPABILITIES
-from engine_core.specs import TABLE_SPECS
 from engine_core.types import Prompt
 from engine_plugin_tools.commands.schema import installed_specs
 from engine_plugin_tools.schema import json_schema, schema_at
@@ -362,16 +360,3 @@ def part(page: str, name: str) -> str:
     """The text of a page between two markers."""
     text = (ROOT / "docs" / page).read_text("utf-8")
     return text.split(f"<!-- {name} -->\n")[1].split(f"<!-- end of {name} -->")[0]
-
-
-def capability_table() -> str:
-    rows = [
-        f"| {TABLE_SPECS[kind].noun} | `{capability}` | `{method}` |"
-        for kind, capabilities in CAPABILITIES.items()
-        for capability, method in capabilities.items()
-    ]
-    return "\n".join(["| of a | capability | method |", "|---|---|---|", *rows])
-
-
-def test_the_table_of_capabilities_is_that_of_the_loader():
-    assert part("plugins.md", "capabilities").strip() == capability_table()

@@ -40,6 +40,15 @@ def test_the_names_are_those_of_the_ordinary_model(tmp_path):
     assert sorted(names) == sorted(own_weights(plain))
 
 
+@torch.no_grad()
+def test_an_export_of_the_adapted_model_is_built_again(tmp_path):
+    _, adapted = models(tmp_path / "base")
+    adapted.save_pretrained(tmp_path / "export")
+    again = build(ModelConfig(path=str(tmp_path / "export")))
+    ids = torch.tensor([[3, 7, 1, 9, 30]])
+    assert torch.equal(again(input_ids=ids).logits, adapted(input_ids=ids).logits)
+
+
 def test_an_adapter_adds_nothing_at_first():
     block = WithAdapter(torch.nn.Linear(4, 4), 4)
     hidden = torch.randn(3, 4)

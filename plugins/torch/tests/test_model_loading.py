@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine_core.config import ModelConfig
+from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import ConfigError, DataError
-from engine_plugin_torch.model_loading import load_model
+from engine_plugin_torch.model_loading import load_changed_model, load_model
 
 CPU = torch.device("cpu")
 
@@ -52,6 +53,45 @@ def test_overrides_reach_the_config(model_folder):
     assert found.config.rope_parameters["rope_theta"] == 5e5
     nested = load(model_folder(), override={"rope_parameters": {"rope_theta": 7e5}})
     assert nested.config.rope_parameters == {"rope_type": "default", "rope_theta": 7e5}
+
+
+def with_scales(module):
+    for layer in module.model.layers:
+        layer.scale = torch.nn.Parameter(torch.rand(3))
+
+
+@pytest.mark.parametrize("parts", ["10GB", "20KB"])
+def test_a_changed_model_is_built_from_the_ordinary_one_and_from_its_own_export(
+    weights_folder, tmp_path, parts
+):
+    model = ModelConfig(path=str(weights_folder), seed=3)
+    state = torch.get_rng_state()
+    built = load_changed_model(model, with_scales)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(built.model.norm.weight, load(weights_folder).model.norm.weight)
+    assert torch.equal(
+        built.model.layers[0].scale, load_changed_model(model, with_scales).model.layers[0].scale
+    )
+    with torch.no_grad():
+        for weight in built.parameters():
+            weight.add_(torch.rand_like(weight))
+    built.save_pretrained(tmp_path / "export", max_shard_size=parts)
+    assert len(list((tmp_path / "export").glob("*.safetensors"))) == 1 or parts == "20KB"
+    again = load_changed_model(ModelConfig(path=str(tmp_path / "export")), with_scales, dtype=torch.bfloat16)
+    assert own_weights(again).keys() == own_weights(built).keys()
+    for name, weight in own_weights(again).items():
+        assert torch.equal(weight, own_weights(built)[name].bfloat16())
+
+
+def test_weights_that_fit_neither_the_ordinary_nor_the_changed_model_are_named(weights_folder, tmp_path):
+    built = load_changed_model(ModelConfig(path=str(weights_folder)), with_scales)
+    saved = {name: weight.detach().clone() for name, weight in own_weights(built).items()}
+    saved["model.layers.1.other"] = saved.pop("model.layers.1.scale")
+    save_file(saved, weights_folder / "model.safetensors")
+    with pytest.raises(
+        DataError, match=r"not in the folder: model.layers.1.scale; not in the model: model.layers.1.other"
+    ):
+        load_changed_model(ModelConfig(path=str(weights_folder)), with_scales)
 
 
 def test_an_unknown_override_is_named(model_folder):

@@ -220,7 +220,7 @@ def test_what_live_objects_stand_for_may_be_missing(run):
         "data.validation",
     ]
     with pytest.raises(
-        ConfigError, match=r"data.validation: missing. \[eval\] asks for scores on it"
+        ConfigError, match=r"data.validation: missing. eval.every_steps asks for scores on it"
     ) as error:
         check_complete(config, {"model", "data", "rewards"})
     assert len(error.value.problems) == 1

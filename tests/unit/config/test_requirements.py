@@ -32,6 +32,14 @@ def test_a_policy_that_moves_between_updates_needs_old_log_probs(settings, updat
     assert made.updates_per_step == updates
 
 
+def test_a_level_with_bypass_is_refused_unless_the_loss_has_no_ratio():
+    twice = {"correction": {"bypass": True, "level": "token"}}
+    with pytest.raises(ConfigError, match="level = 'token' would weigh tokens twice"):
+        planned(**twice)
+    assert planned(loss=Loss(load=lambda: None, ratio=False), **twice).columns == ()
+    assert planned(correction={"bypass": True}).columns == ()
+
+
 def test_a_kl_in_the_loss_needs_the_reference_alone():
     assert planned(kl_coef=0.1).columns == ("ref_log_probs",)
 

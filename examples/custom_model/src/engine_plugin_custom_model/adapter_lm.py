@@ -1,9 +1,8 @@
 """The model of the folder with a small trained matrix product behind each feed-forward block."""
 
-import torch
 from torch import nn
 
-from engine_plugin_torch.model_loading import load_model
+from engine_plugin_torch.model_loading import load_changed_model
 
 RANK = 8
 
@@ -24,13 +23,13 @@ class WithAdapter(nn.Module):
 
 
 def build(model_config):
-    """The model of ``[model]`` with its adapters, the same in every process."""
-    model = load_model(model_config, torch.device("cpu"), torch.float32)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(model_config.seed)
-        for layer in model.model.layers:
-            layer.mlp = WithAdapter(layer.mlp, model.config.hidden_size)
-    return model
+    """The model of ``[model]`` with its adapters: from a folder of the ordinary model, or from an export of this one."""
+    return load_changed_model(model_config, add_adapters)
+
+
+def add_adapters(model):
+    for layer in model.model.layers:
+        layer.mlp = WithAdapter(layer.mlp, model.config.hidden_size)
 
 
 def merged(weights):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -51,6 +52,44 @@ def load_model(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     if has_no_weights(model.path):
         return cast_parameters(random_model(config, model, device), dtype).to(device)
     return load_weights(AutoModelForCausalLM, config, model, dtype)[0].to(device)
+
+
+def load_changed_model(
+    model: ModelConfig,
+    change: Callable[[PreTrainedModel], None],
+    device: torch.device = CPU,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    """Load the ordinary model of ``[model]`` and change its modules, or load what ``engine export`` wrote of such a model.
+
+    Args:
+        model: the ``[model]`` table. Its folder has the weights of the ordinary model, none, or those of the changed model.
+        change: adds or replaces modules in place. First weights that it draws are those of `model.seed`.
+        device: the device of the model.
+        dtype: type of the parameters.
+
+    Raises:
+        ConfigError: as :func:`load_model`.
+        DataError: the weights fit neither the ordinary nor the changed model.
+    """
+    files = sorted(Path(model.path).glob("*.safetensors"))
+    if damaged := damaged_file(model.path):
+        raise ConfigError(damaged)
+    saved = {name for file in files for name in _names(file)}
+    config = load_hf_config(model)
+    chosen = with_attention(model, config, device)
+    with torch.device("meta"):
+        ordinary = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
+    exported = not saved <= ordinary.state_dict().keys()
+    built: Any = random_model(config, chosen, device) if exported else load_model(model, device, dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(model.seed)
+        change(built)
+    if exported:
+        unknown = {name for file in files for name in built.load_state_dict(load_file(file), strict=False)[1]}
+        missing = {name for name, _ in built.named_parameters()} - saved
+        _refuse_unfit(model.path, built, {"not in the folder": missing, "not in the model": unknown})
+    return cast_parameters(built, dtype).to(device)
 
 
 def sampler_module(sampler: RolloutEngine, device: torch.device, dtype: torch.dtype) -> nn.Module | None:
@@ -162,12 +201,7 @@ def load_weights(
         "unexpected_keys": "not in the model",
         "mismatched_keys": "of another shape",
     }
-    problems = [f"{words[key]}: {_some(names)}" for key, names in found.items() if names]
-    if problems:
-        raise DataError(
-            f"The weights of '{model.path}' do not fit {type(built).__name__}: {'; '.join(problems)}. "
-            "Is model.override right, or is it a folder of another model?"
-        )
+    _refuse_unfit(model.path, built, {words[key]: names for key, names in found.items()})
     return built, fresh
 
 
@@ -182,6 +216,20 @@ def damaged_file(path: str) -> str:
                 f"model.path: {file} is no whole safetensors file ({error}). Take another copy of the model."
             )
     return ""
+
+
+def _refuse_unfit(path: str, built: nn.Module, found: Mapping[str, Collection[str]]) -> None:
+    """Raise DataError with the names of the weights that do not fit, by what is wrong with them, if any."""
+    if problems := [f"{wrong}: {_some(sorted(names))}" for wrong, names in found.items() if names]:
+        raise DataError(
+            f"The weights of '{path}' do not fit {type(built).__name__}: {'; '.join(problems)}. "
+            "Is model.override right, or is it a folder of another model?"
+        )
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(str(file), "pt") as opened:
+        return list(opened.keys())
 
 
 def _module(name: object) -> str:

@@ -41,7 +41,7 @@ class OfflineTrainer(Trainer):
     @property
     def evaluates(self) -> bool:
         """Whether ``[eval]`` asks for scores, which need a sampler."""
-        return self.config.eval.during_training
+        return bool(self.config.eval.during_training)
 
     @property
     def scores(self) -> bool:

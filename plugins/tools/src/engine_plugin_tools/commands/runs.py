@@ -159,7 +159,7 @@ def _rollout_file(folder: RunFolder, step: int | None) -> Path:
         )
         raise DataError(
             f"{folder.path} holds no rollouts. They are written after every step that is a multiple of "
-            f"tracking.rollouts_every_steps, which is {every}."
+            f"tracking.rollouts_every_steps, which is {every}. --eval shows those of evaluations."
         )
     return files[-1]
 
