@@ -31,7 +31,7 @@ def engine_train_engines():
     abilities = frozenset({"generation_module", "lora", "set_lr", "sleep", "support"})
     return {
         name: TrainBackend(load=f"{module}:{name}", config=TorchOptions, capabilities=abilities)
-        for module in ("broken_train", "broken_runs", "broken_steps")
+        for module in ("broken_train", "broken_runs", "broken_steps", "broken_shares")
         for name in classes_of(module)
     }
 

@@ -1,4 +1,4 @@
-"""The faults of ``broken_runs`` and ``broken_steps``: ranks, engine, what is wrong, and the contract that must say so."""
+"""The faults of ``broken_runs``, ``broken_steps`` and ``broken_shares``: ranks, engine, what is wrong, and the contract that must say so."""
 
 RUN_FAULTS = [
     (1, "EntropyDetached", "the entropy without its gradient", "gradients_of_other_outputs_equal_the_reference"),
@@ -84,4 +84,17 @@ RUN_FAULTS = [
     (1, "ReplacesVectors", "vectors replaced where matrices are mixed", "weights_are_mixed_in_their_share"),
     (1, "ForgetsAdapter", "an adapter forgotten where a whole model is mixed in", "weights_are_mixed_in_their_share"),
     (1, "RestOfSum", "the rest as 1 minus the sum", "log_probs_at_candidates_equal_the_reference"),
+    (1, "SumsInHalf", "gradients added up in half precision", "many_sequences_equal_the_reference"),
+    (1, "DropsSequences", "sequences beyond the hundredth dropped", "many_sequences_equal_the_reference"),
+    (1, "DropsMicroBatches", "micro-batches beyond the sixteenth dropped", "many_sequences_equal_the_reference"),
+    (2, "InfersMadeUp", "outputs of a made-up token from a rank without sequences", "infer_over_uneven_shares_is_that_of_the_whole"),
+    (2, "PadsShares", "outputs padded to the longest share", "infer_over_uneven_shares_is_that_of_the_whole"),
+    (1, "LeavesOutSilent", "sequences without loss tokens left out", "infer_over_uneven_shares_is_that_of_the_whole"),
+    (1, "InOrderOfGroups", "outputs in the order of the groups", "infer_over_uneven_shares_is_that_of_the_whole"),
+    (1, "AddsMetrics", "metrics added up over calls", "every_call_reports_its_own_loss_and_metrics"),
+    (1, "AddsLosses", "the loss added up over calls", "every_call_reports_its_own_loss_and_metrics"),
+    (1, "FirstMetrics", "metrics of the first call again", "every_call_reports_its_own_loss_and_metrics"),
+    (1, "HalfMetrics", "metrics in half precision", "every_call_reports_its_own_loss_and_metrics"),
+    (1, "DropsKeptGradients", "gradients lost in a sleep that keeps them", "a_sleep_between_the_calls_of_a_step_changes_nothing"),
+    (1, "HalfAfterSleep", "weights in half precision after a sleep", "a_sleep_between_the_calls_of_a_step_changes_nothing"),
 ]  # fmt: skip

@@ -43,6 +43,22 @@ def pairs(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str
     return (total**2).sum(), {}
 
 
+def probed(batch: Batch, *names: str) -> Batch:
+    """Return the batch with random coefficients of outputs, candidates, a support and a metric."""
+    generator = torch.Generator().manual_seed(11)
+    total = batch.num_tokens
+    ids = torch.rand(total, 95, generator=generator).argsort(-1)[:, :6] + 2
+    support = ids.clone().int()
+    support[:, 0] = batch.token_ids  # the token was drawn, so the support contains it
+    support[:, 1:][support[:, 1:] == support[:, :1]] = -1
+    support[::3] = -1
+    columns = {f"probe/{name}": torch.randn(total, generator=generator) for name in names}
+    if "probe/log_probs_at" in columns:
+        columns["probe/log_probs_at"] = torch.randn(total, 6, generator=generator)
+    columns |= {"candidate_ids": ids, "probe/metric": torch.randn(total, generator=generator)}
+    return batch.with_columns(columns | {"support_ids": support})
+
+
 def coefficients(loss: LossCall) -> set[str]:
     """Return the names of the columns that scale the objective ``probe``."""
     return {f"probe/{name}" for name in (*loss.outputs, *loss.watched)}

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 NLL = LossCall("nll")
 POLICY = LossCall("policy", {"loss": "ppo_clip", "loss_options": {}})
 LENGTHS = (7, 23, 1, 12, 5, 12, 2, 9)
+ODD = (9, 31, 4, 7, 12)  # an odd number of sequences
 PROMPT = 2  # tokens of each sequence before its loss tokens
 
 MEASURE = {"lr": 1.0, "eps": 1.0, "betas": (0.9, 0.999), "weight_decay": 0.0, "max_grad_norm": 0.0}
@@ -220,19 +221,17 @@ class TrainBench(EngineBench):
         offsets = batch.offsets.tolist()
         places = [torch.arange(offsets[i], offsets[i + 1]) for i in indices]
         index = torch.cat(places) if places else torch.zeros(0, dtype=torch.int64)
+        problem = next(filter(None, (_problem_of(name, found[name], share) for name in outputs)), "")
+        problems = torch.tensor(float(bool(problem)))
+        self.sum_over_ranks(problems)  # no rank waits for one that has failed
+        assert not problem, problem
+        assert not problems, "infer gave a wrong shape, type or device on another rank."
         whole = {}
         for name in outputs:
-            value = found[name]
             width, kind = _shape_of(name, batch)
-            assert value.shape == (share.num_tokens, *width), (
-                f"infer gave '{name}' of shape {list(value.shape)}; expected {[share.num_tokens, *width]}."
-            )
-            assert (value.dtype, value.device.type) == (kind, "cpu"), (
-                f"infer gave '{name}' as {value.dtype} on {value.device}; expected {kind} on the CPU."
-            )
             whole[name] = torch.zeros(batch.num_tokens, *width, dtype=kind)
             if engine.layout.is_leader:
-                whole[name][index] = value
+                whole[name][index] = found[name]
             self.sum_over_ranks(whole[name])
         return whole
 
@@ -323,6 +322,16 @@ class TrainBench(EngineBench):
 def rounding(weight: Tensor) -> float:
     """Return how far a weight [D_1, D_2, ...] may be off where it is rounded to its own type; at least 1e-6."""
     return max(1e-6, torch.finfo(weight.dtype).eps * float(weight.abs().max()))
+
+
+def _problem_of(output: str, value: Tensor, batch: Batch) -> str:
+    """Return what is wrong with the shape, type or device of an output's value for a batch; "" if nothing is."""
+    width, kind = _shape_of(output, batch)
+    if value.shape != (batch.num_tokens, *width):
+        return f"infer gave '{output}' of shape {list(value.shape)}; expected {[batch.num_tokens, *width]}."
+    if (value.dtype, value.device.type) != (kind, "cpu"):
+        return f"infer gave '{output}' as {value.dtype} on {value.device}; expected {kind} on the CPU."
+    return ""
 
 
 def _shape_of(output: str, batch: Batch) -> tuple[tuple[int, ...], torch.dtype]:

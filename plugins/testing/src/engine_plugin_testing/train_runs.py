@@ -1,4 +1,4 @@
-"""Contracts of whole runs and of what one batch does not show: several steps, every output's gradient, other models, sizes, shares."""
+"""Contracts of whole runs and of what one batch does not show: several steps, every output's gradient, other models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from engine_core.types import LossCall
 from engine_plugin_testing.contracts import close, contract, identical, near, same_direction
-from engine_plugin_testing.probes import PAIRS, PROBE
+from engine_plugin_testing.probes import PROBE, probed
 from engine_plugin_testing.reference import (
     ReferenceSteps,
     gradient_of,
@@ -21,22 +21,10 @@ from engine_plugin_testing.reference import (
     probe_outputs,
     published,
 )
-from engine_plugin_testing.train_bench import MEASURE, NLL, TrainBench, rounding
+from engine_plugin_testing.train_bench import NLL, ODD, TrainBench, rounding
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from engine_core.types import Batch
-
-LONG = (
-    120,
-    97,
-    64,
-    33,
-    81,
-    *(5, 3, 4) * 12,
-)  # 539 tokens: more than one chunk, window or block of most kernels
-ODD = (9, 31, 4, 7, 12)
 
 RUNS: tuple[tuple[dict[str, Any], int], ...] = (
     (
@@ -50,22 +38,6 @@ RUNS: tuple[tuple[dict[str, Any], int], ...] = (
 )  # fmt: skip
 """Values of ``[actor.optim]`` and steps; ``clips`` is ``max_grad_norm`` as a share of the first gradient's norm."""
 SIZES = (1.0, 0.3, 2.0, 0.5, 1.0, 3.0, 0.2)  # of each step's loss: some are clipped
-
-
-def _probed(batch: Batch, *names: str) -> Batch:
-    """Return the batch with random coefficients of outputs, candidates, a support and a metric."""
-    generator = torch.Generator().manual_seed(11)
-    total = batch.num_tokens
-    ids = torch.rand(total, 95, generator=generator).argsort(-1)[:, :6] + 2
-    support = ids.clone().int()
-    support[:, 0] = batch.token_ids  # the token was drawn, so the support contains it
-    support[:, 1:][support[:, 1:] == support[:, :1]] = -1
-    support[::3] = -1
-    columns = {f"probe/{name}": torch.randn(total, generator=generator) for name in names}
-    if "probe/log_probs_at" in columns:
-        columns["probe/log_probs_at"] = torch.randn(total, 6, generator=generator)
-    columns |= {"candidate_ids": ids, "probe/metric": torch.randn(total, generator=generator)}
-    return batch.with_columns(columns | {"support_ids": support})
 
 
 @contract(
@@ -121,7 +93,7 @@ def _compare_gradients(
     bench: TrainBench, outputs: tuple[str, ...], watched: tuple[str, ...] = (), support: bool = False
 ) -> None:
     names = (*outputs, *watched)
-    batch = _probed(bench.batch(temperature=0.7), *names)
+    batch = probed(bench.batch(temperature=0.7), *names)
     if not support:
         batch.tokens.pop("support_ids")
     module = bench.reference()
@@ -292,102 +264,6 @@ def other_models_are_as_right_as_the_first(bench: TrainBench) -> None:
 
 
 @contract(
-    catches=("a window of attention", "the last row of a chunk dropped", "a sequence cut to a maximum length")
-)
-def long_packs_equal_the_reference(bench: TrainBench) -> None:
-    """A pack of 539 tokens in 41 sequences has the outputs and the gradient of the reference.
-
-    The longest sequence has 120 tokens. The same holds in micro-batches.
-    """
-    batch = bench.batch(LONG, seed=2)
-    module = bench.reference()
-    expected = gradient_of(module, nll_loss(module, batch))
-    with torch.no_grad():
-        outputs = outputs_of(module, batch)
-    for budget in (4096, 200):
-        engine = bench.engine(budget=budget)
-        for name, values in bench.infer(engine, batch, ("log_probs", "entropy")).items():
-            close(values, outputs[name], 5 * bench.tolerance, f"{name} with {budget} tokens a micro-batch")
-        found, _, _ = bench.measured(batch, budget=budget)
-        what = f"gradient with {budget} tokens a micro-batch"
-        same_direction(found, expected, bench.gradient_tolerance, what)
-
-
-@contract(
-    catches=(
-        "metrics of the last micro-batch",
-        "metrics averaged over micro-batches",
-        "maxima added up",
-        "maxima of at least 0",
-        "maxima of one rank",
-        "a rank without sequences that clears its gradient",
-        "the mean of each rank's sequences",
-    )
-)
-def uneven_shares_are_those_of_the_whole(bench: TrainBench) -> None:
-    """Uneven shares of the ranks give the loss, metrics, norm and gradient of the whole batch.
-
-    Cases: an odd number of sequences, unequal numbers of micro-batches, and ranks without sequences or loss tokens.
-    """
-    module = bench.reference()
-    odd = _probed(bench.batch(ODD, seed=3), "log_probs")
-    odd["loss_mask"][-12:-8] = False
-    single = _probed(bench.batch((14,), seed=4), "log_probs")
-    silent = _probed(bench.batch((8, 11, 6), seed=5), "log_probs")
-    silent["loss_mask"][8:19] = False  # the second sequence: of another rank
-    engine = bench.engine(optim=MEASURE, budget=16)
-    before, total = bench.weights(engine), torch.zeros((), dtype=torch.float64)
-    results = []
-    for what, batch in (("odd", odd), ("single", single), ("partly masked", silent)):
-        batch.tokens.pop("support_ids")
-        mask = batch["loss_mask"]
-        batch.tokens["token_share"] = mask / mask.sum()
-        batch.tokens["probe/log_probs"] /= 10
-        loss = (batch["probe/log_probs"] * outputs_of(module, batch)["log_probs"]).sum()
-        total = total + loss
-        results.append(
-            (what, batch, float(loss.detach()), bench.forward_backward(engine, batch, LossCall(PROBE)))
-        )
-    step = engine.optimizer_step()
-    for what, batch, expected, found in results:  # now: no rank waits for one that has failed
-        mask, bound = batch["loss_mask"], 5 * bench.tolerance * float(batch["probe/log_probs"].abs().sum())
-        close(torch.tensor(found.loss), torch.tensor(expected), bound, f"loss of the {what} batch")
-        values = batch["probe/metric"][mask].double()
-        most = float(values.max())
-        metrics = {"kit/mean": float(values.mean()), "kit/count": float(mask.sum())}
-        for name, value in {**metrics, "max/kit/high": most, "max/kit/low": most - 100}.items():
-            assert name in found.metrics, f"The {what} batch has no metric '{name}'."
-            near(found.metrics[name], value, 1e-4, f"metric '{name}' of the {what} batch")
-    gradient = gradient_of(module, total)
-    near(step.grad_norm, norm_of(gradient), bench.gradient_tolerance, "grad_norm of uneven shares")
-    if min(value.dtype.itemsize for value in before.values()) == 4:  # else too coarse to show a gradient
-        found_ = bench.gradient(engine, before)
-        same_direction(found_, gradient, bench.gradient_tolerance, "gradient of uneven shares")
-
-
-@contract(catches=("sequences that belong together split", "groups that are one if they are neighbors"))
-def sequences_that_belong_together_are_not_split(bench: TrainBench) -> None:
-    """A loss over groups of ``keep_together`` has its value and gradient with any token budget."""
-    batch = bench.batch((9, 8, 5, 7, 6, 8, 4), seed=6)
-    groups = batch.keep_together = torch.tensor([0, 1, 0, 1, 2, 3, 3])
-    batch = batch.with_columns({}, {"sign": torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 1.0, 1.0])})
-    module = bench.reference()
-    log_probs = outputs_of(module, batch)["log_probs"]
-    sums = batch["sign"] * batch.sum_by_sequence(batch["weights"].double() * log_probs)
-    loss = (torch.zeros(4).double().index_add(0, groups, sums) ** 2).sum()
-    expected = norm_of(gradient_of(module, loss))
-    engine = bench.engine(optim={"lr": 0.0}, budget=10)
-    found = bench.forward_backward(engine, batch, LossCall(PAIRS))
-    near(found.loss, float(loss.detach()), 20 * bench.tolerance, "loss of groups")
-    near(
-        engine.optimizer_step().grad_norm,
-        expected,
-        2 * bench.gradient_tolerance,
-        "norm of the loss of groups",
-    )
-
-
-@contract(
     catches=(
         "one buffer for all weights of a stream",
         "weights of the batch scaled in place",
@@ -400,7 +276,7 @@ def what_is_passed_and_given_stays_as_it_is(bench: TrainBench) -> None:
 
     Tensors of ``named_weights`` stay valid until the weights change.
     """
-    engine, batch = bench.engine(budget=24), _probed(bench.batch(temperature=0.8), "log_probs")
+    engine, batch = bench.engine(budget=24), probed(bench.batch(temperature=0.8), "log_probs")
     batch.tokens.pop("support_ids")
     share = bench.share(engine, batch)[1]
     tokens = {name: value.clone() for name, value in share.tokens.items()}

@@ -391,6 +391,32 @@ def an_engine_that_slept_goes_on_as_if_it_had_not(bench: TrainBench) -> None:
     identical(bench.weights(rested), bench.weights(woken), "weights a step after sleep", bench.exact)
 
 
+@contract(
+    capability="sleep",
+    catches=("gradients lost in a sleep that keeps them", "weights in half precision after a sleep"),
+)
+def a_sleep_between_the_calls_of_a_step_changes_nothing(bench: TrainBench) -> None:
+    """A step whose two calls have a sleep between them is the same, if the gradients are kept.
+
+    Weights and optimizer state sleep.
+    """
+    batch = bench.batch()
+    woken, rested = bench.engine(), bench.engine()
+    for engine in (woken, rested):
+        bench.step(engine, batch)
+        bench.forward_backward(engine, batch.select(range(4)))
+    rested.sleep(keep=("gradients",))
+    rested.wake()
+    steps = []
+    for engine in (woken, rested):
+        bench.forward_backward(engine, batch.select(range(4, 8)))
+        steps.append(engine.optimizer_step())
+    near(steps[1].grad_norm, steps[0].grad_norm, bench.norm_tolerance, "norm of a step with a sleep in it")
+    identical(
+        bench.weights(rested), bench.weights(woken), "weights after a step with a sleep in it", bench.exact
+    )
+
+
 @contract(capability="generation_module", catches=("module lent in training mode",))
 def the_generation_module_gives_the_logits_of_the_policy(bench: TrainBench) -> None:
     """The module for a sampler is the policy in eval mode, and records no gradient."""

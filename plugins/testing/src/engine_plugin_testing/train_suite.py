@@ -10,13 +10,23 @@ from engine_plugin_testing import (
     train_outputs,
     train_roles,
     train_runs,
+    train_shares,
     train_state,
     train_steps,
     train_weights,
 )
 from engine_plugin_testing.suite import Suite
 
-MODULES = (imports, train_outputs, train_steps, train_runs, train_weights, train_state, train_roles)
+MODULES = (
+    imports,
+    train_outputs,
+    train_steps,
+    train_runs,
+    train_shares,
+    train_weights,
+    train_state,
+    train_roles,
+)
 
 
 class TrainEngineSuite(Suite, modules=MODULES):
