@@ -12,18 +12,19 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from engine_core.errors import ConfigError
 from engine_core.local.engine_host import EngineHost
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from engine_core.contracts.engines import TrainEngine, WorkerContext
 
 log = logging.getLogger("engine")
@@ -171,15 +172,22 @@ def fits(engine: TrainEngine, device: torch.device) -> bool:
     return found
 
 
+def _is_sharded(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    """Return whether a tensor [D_1, D_2, ...] has parts on several ranks."""
+    from torch.distributed.tensor import DTensor  # half a second, which few workers need to spend
+
+    return isinstance(tensor, DTensor)
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor [D_1, D_2, ...], as a view without gradient."""
-    return tensor._local_tensor.detach() if isinstance(tensor, DTensor) else tensor.detach()
+    return tensor._local_tensor.detach() if _is_sharded(tensor) else tensor.detach()
 
 
 def gathered_bytes(engine: TrainEngine) -> int:
     """Return the bytes of the sharded weights once gathered, in the engine's compute type if it has one."""
     dtype = getattr(getattr(engine, "precision", None), "compute", None)
-    spread = [p for p in engine.module.parameters() if isinstance(p, DTensor)]
+    spread = [p for p in engine.module.parameters() if _is_sharded(p)]
     return sum(p.numel() * (dtype or p.dtype).itemsize for p in spread)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -109,6 +110,7 @@ def _work(streams: tuple[Connection, ...], env: Mapping[str, str], folder: str) 
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
+    gc.freeze()  # what was imported before the fork is never collected, so no collection looks at it
     from engine_plugin_testing.worker import main
 
     main()

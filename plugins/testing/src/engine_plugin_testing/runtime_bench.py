@@ -18,7 +18,6 @@ import torch
 
 from engine_core.config.assemble import load_config, plugins_for
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
-from engine_core.data import load_tokenizer
 from engine_core.types import Batch, Prompt, Request, Sampling
 from engine_plugin_testing import reference, runtime_probe
 
@@ -31,6 +30,10 @@ ROLES = {
 TOTAL_STEPS = 10  # of the run
 PATIENCE = 30.0  # seconds within which a loss is detected
 ENDING = 10.0  # seconds within which processes end
+
+
+Started = tuple[Runtime, dict[str, WorkerGroup], Path]
+"""A runtime, its groups by role, and the folder in which its engines log."""
 
 
 class RuntimeBench:
@@ -50,8 +53,12 @@ class RuntimeBench:
         self.backend, self.options, self.plugins = backend, dict(options), plugins
         self.world_size, self.root = world_size, root
         self.folder = Path(tempfile.mkdtemp(prefix="engine-runtime-"))
-        reference.write_model(self.folder / "model", {}, 0, True)
-        self._shared: tuple[Runtime, dict[str, WorkerGroup], Path] | None = None
+        self.tokenizer = reference.tokenizer()
+        self.tokenizer.save_pretrained(self.folder / "model")
+        config = json.dumps(dict(reference.SHAPE))  # no engine reads the model, so it has no weights
+        (self.folder / "model" / "config.json").write_text(config)
+        self._shared: Started | None = None
+        self._plain = True  # whether every contract may use the shared runtime
         self._count = 0
 
     def close(self) -> None:
@@ -66,31 +73,48 @@ class RuntimeBench:
             shared[0].close()
 
     @property
-    def shared(self) -> tuple[Runtime, dict[str, WorkerGroup], Path]:
-        """The runtime, groups and journals of all contracts that do not break them."""
-        if self._shared is None:
-            self._shared = self._start({}, {})
+    def shared(self) -> Started:
+        """The runtime, groups and journals of all contracts that do not break them; its workers load the tokenizer."""
+        if self._shared is None or not self._plain:
+            self.end_shared()
+            self._shared = self._start({}, {}, {"tokenizer": self.tokenizer})
+            self._plain = True
+        return self._shared
+
+    @property
+    def last(self) -> Started:
+        """The runtime that was started last, for a contract that uses it up; it may have other pools, or be closed."""
+        found = self._shared or self.shared
+        self._plain = False
+        return found
+
+    def start_last(self, changes: Mapping[str, Any]) -> Started:
+        """Start the runtime of ``last`` with these keys of the run file; the shared one is ended first."""
+        self.end_shared()
+        self._shared, self._plain = self._start(changes, {}, {}), False
         return self._shared
 
     @contextmanager
-    def started(
-        self, changes: Mapping[str, Any] | None = None, engine: Mapping[str, Any] | None = None
-    ) -> Iterator[tuple[Runtime, dict[str, WorkerGroup], Path]]:
+    def started(self, engine: Mapping[str, Any] | None = None) -> Iterator[Started]:
         """Start a separate runtime for the contract and close it after the block; the shared one is ended first.
 
         Args:
-            changes: keys of the run file.
             engine: options of the actor's engine.
         """
         self.end_shared()
-        found = self._start(changes or {}, engine or {})
+        found = self._start({}, engine or {}, {})
         try:
             yield found
         finally:
             found[0].close()
 
     def make(
-        self, changes: Mapping[str, Any], engine: Mapping[str, Any], journal: Path, size: int
+        self,
+        changes: Mapping[str, Any],
+        engine: Mapping[str, Any],
+        live: Mapping[str, Any],
+        journal: Path,
+        size: int,
     ) -> Runtime:
         """Build a runtime without starting it."""
         settings = {
@@ -109,7 +133,7 @@ class RuntimeBench:
         }
         config = load_config(settings, allow_code=True)
         runtime: Runtime = plugins_for(config).resolve("runtimes", self.backend)(
-            config, plugins_for(config), {"tokenizer": load_tokenizer(config.model)}
+            config, plugins_for(config), live
         )
         return runtime
 
@@ -117,13 +141,13 @@ class RuntimeBench:
         return self.options if self.world_size == 1 and size == 1 else {**self.options, "processes": size}
 
     def _start(
-        self, changes: Mapping[str, Any], engine: Mapping[str, Any]
-    ) -> tuple[Runtime, dict[str, WorkerGroup], Path]:
+        self, changes: Mapping[str, Any], engine: Mapping[str, Any], live: Mapping[str, Any]
+    ) -> Started:
         journal = self.new_journal()
         pools = changes.get("placement.pools")
         size = sum(pools.values()) if pools else self.world_size
         with contextlib.chdir(self.root):
-            runtime = self.make(changes, engine, journal, size)
+            runtime = self.make(changes, engine, live, journal, size)
             try:
                 return runtime, runtime.start(ROLES, TOTAL_STEPS), journal
             except BaseException:

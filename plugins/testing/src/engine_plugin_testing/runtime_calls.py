@@ -1,4 +1,4 @@
-"""Contracts of a runtime: calls, their order, their receivers and the bytes that are sent."""
+"""Contracts of a runtime: its start, calls, their order, their receivers and the bytes that are sent."""
 
 from __future__ import annotations
 
@@ -10,14 +10,45 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine_core.errors import ConfigError
 from engine_core.types import Batch, LossCall, Sampling, TrainOutput
 from engine_plugin_testing.contracts import contract
 from engine_plugin_testing.runtime_probe import METRICS, WEIGHTS, described, full_rollout
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from engine_plugin_testing.runtime_bench import RuntimeBench
 
 LENGTHS = [7, 1, 12, 3, 3, 9, 5]
+
+
+def raised(
+    do: Callable[[], Any], kind: type[BaseException] | tuple[type[BaseException], ...]
+) -> BaseException:
+    """Return the error of these kinds that a call raises."""
+    try:
+        do()
+    except kind as error:
+        return error
+    raise AssertionError(f"no {kind} was raised")
+
+
+@contract()
+def a_start_that_fails_tells_why(bench: RuntimeBench) -> None:
+    """``start`` raises the error of an engine that cannot be built.
+
+    Another runtime starts afterwards.
+    """
+
+    def start() -> None:
+        """Start a runtime whose engine fails to build."""
+        with bench.started({"fail": "ConfigError"}):
+            pass
+
+    assert "requested failure" in str(raised(start, ConfigError))
+    _, groups, _ = bench.shared
+    assert groups["actor"].call("optimizer_step").result().lr == 0.25
 
 
 @contract(catches=("steps in which a role is idle counted",))

@@ -1,7 +1,7 @@
 """Contracts of a runtime: errors, lost workers, leftover processes and pools.
 
-Starting a runtime is what takes time. Contracts that leave it whole come first, and the one that needs a new runtime
-is followed by one that uses it up.
+Starting a runtime is what takes time. Contracts that leave it whole come first, and the last ones use up what was
+started.
 """
 
 from __future__ import annotations
@@ -12,26 +12,15 @@ import time
 import traceback
 from typing import TYPE_CHECKING
 
-from engine_core.errors import ConfigError, DataError, PluginError, WorkerLost
+from engine_core.errors import DataError, PluginError, WorkerLost
 from engine_plugin_testing.contracts import contract
-from engine_plugin_testing.runtime_calls import LENGTHS
+from engine_plugin_testing.runtime_calls import LENGTHS, raised
 from engine_plugin_testing.runtime_probe import WEIGHTS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Any
 
     from engine_plugin_testing.runtime_bench import RuntimeBench
-
-
-def _raised(
-    do: Callable[[], Any], kind: type[BaseException] | tuple[type[BaseException], ...]
-) -> BaseException:
-    try:
-        do()
-    except kind as error:
-        return error
-    raise AssertionError(f"no {kind} was raised")
 
 
 @contract(catches=("the notes of an error lost", "the traceback of a worker lost"))
@@ -48,7 +37,7 @@ def an_error_comes_back_as_itself_and_the_workers_go_on(bench: RuntimeBench) -> 
             outputs = (f"raise:{name}",)
             return groups["actor"].call("infer", bench.batch(LENGTHS), outputs=outputs).result()
 
-        error = _raised(ask, (kind, PluginError))
+        error = raised(ask, (kind, PluginError))
         named = kind is KeyError and type(error) is PluginError and "KeyError" in str(error)
         assert type(error) is kind or named, f"{type(error)}: {error}"
         assert "requested failure" in str(error), error
@@ -73,7 +62,7 @@ def an_error_on_one_rank_alone_comes_back(bench: RuntimeBench) -> None:
             """Call ``infer`` on engines of which one raises."""
             return groups["actor"].call("infer", bench.batch(LENGTHS), outputs=outputs).result()
 
-        assert "requested failure" in str(_raised(ask, DataError))
+        assert "requested failure" in str(raised(ask, DataError))
         found = groups["actor"].call("infer", bench.batch([2, 3]), split="all", outputs=("double",)).result()
         assert found["double"].tolist() == [0.0, 2.0, 4.0, 6.0, 8.0], found
         assert [lines[-1]["lengths"] for lines in bench.written(journal, "actor", "infer")] == [
@@ -94,7 +83,7 @@ def a_save_that_fails_later_raises_its_error(bench: RuntimeBench) -> None:
             """Save the actor and wait for its files."""
             return groups["actor"].call("save", folder=bench.folder / name).result().result()
 
-        error = _raised(save, OSError)
+        error = raised(save, OSError)
         assert isinstance(error, OSError)
         assert error.errno == errno.ENOSPC, f"errno is {error.errno} of {error!r}; expected {errno.ENOSPC}."
         assert "requested failure" in str(error), error
@@ -110,47 +99,22 @@ def who_stops_waiting_for_samples_stops_the_samplers(bench: RuntimeBench) -> Non
     next(stream)
     began = time.monotonic()
     stream.close()
-    try:
-        groups["ref"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
-        assert time.monotonic() - began < 30
-    finally:
-        bench.end_shared()
-
-
-@contract()
-def a_start_that_fails_tells_why(bench: RuntimeBench) -> None:
-    """``start`` raises the error of an engine that cannot be built.
-
-    Another runtime starts afterwards.
-    """
-
-    def start() -> None:
-        """Start a runtime whose engine fails to build."""
-        with bench.started(engine={"fail": "ConfigError"}):
-            pass
-
-    assert "requested failure" in str(_raised(start, ConfigError))
-    _, groups, _ = bench.shared
-    assert groups["actor"].call("optimizer_step").result().lr == 0.25
+    groups["ref"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
+    assert time.monotonic() - began < 30
 
 
 @contract(capability="processes")
-def nothing_is_left_once_it_is_closed(bench: RuntimeBench) -> None:
-    """No process of a rank outlives ``close``."""
-    _, groups, journal = bench.shared
-    groups["actor"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
-    pids = bench.processes(journal)
-    assert os.getpid() not in pids
-    bench.end_shared()
-    assert bench.gone(pids), "processes are left"
+def a_rank_that_fails_while_others_wait_for_it_ends_the_call(bench: RuntimeBench) -> None:
+    """If one rank raises before a collective in which the others wait, the call raises its error.
 
-
-@contract()
-def closing_twice_is_closing_once(bench: RuntimeBench) -> None:
-    """``close`` may be called twice, also after a start that failed."""
-    runtime, _, _ = bench.shared
-    runtime.close()
-    runtime.close()
+    No rank waits for ever.
+    """
+    if bench.world_size == 1:
+        return
+    _, groups, _ = bench.last
+    batch = bench.batch(LENGTHS)
+    waiting = groups["actor"].call("infer", batch, outputs=("raise:DataError@0", "meet@"))
+    assert "requested failure" in str(raised(waiting.result, DataError))
     bench.end_shared()
 
 
@@ -168,28 +132,14 @@ def a_worker_that_is_killed_is_told_within_seconds(bench: RuntimeBench) -> None:
         last = bench.world_size - 1
         began = time.monotonic()
         waiting = groups["actor"].call("infer", bench.batch(LENGTHS), outputs=(f"kill@{last}", "sleep:1"))
-        error = _raised(waiting.result, WorkerLost)
+        error = raised(waiting.result, WorkerLost)
         assert time.monotonic() - began < PATIENCE
         assert isinstance(error, WorkerLost)
         assert (error.role, error.rank) == ("actor", last), error
         assert error.cause
         again = groups["rollout"].call("generate", requests=bench.requests(1))
-        assert _raised(again.result, WorkerLost)
+        assert raised(again.result, WorkerLost)
     assert bench.gone(pids), "processes are left"
-
-
-@contract(capability="processes")
-def a_rank_that_fails_while_others_wait_for_it_ends_the_call(bench: RuntimeBench) -> None:
-    """If one rank raises before a collective in which the others wait, the call raises its error.
-
-    No rank waits for ever.
-    """
-    if bench.world_size == 1:
-        return
-    with bench.started() as (_, groups, _):
-        batch = bench.batch(LENGTHS)
-        waiting = groups["actor"].call("infer", batch, outputs=("raise:DataError@0", "meet@"))
-        assert "requested failure" in str(_raised(waiting.result, DataError))
 
 
 @contract(capability="processes")
@@ -203,21 +153,41 @@ def pools_lie_in_processes_of_their_own(bench: RuntimeBench) -> None:
         "placement.actor": "train",
         "placement.rollout": "serve",
     }
-    with bench.started(changes) as (runtime, groups, journal):
-        batch = bench.batch(LENGTHS)
-        worlds = {
-            role: groups[role].call("infer", batch, outputs=("world",)).result()["world"].unique().tolist()
-            for role in ("actor", "ref")
-        }
-        assert worlds == {"actor": [bench.world_size], "ref": [bench.world_size]}, worlds
-        assert groups["rollout"].world_size == 1
-        result = runtime.push_weights("actor", "rollout", 3)
-        assert result.bytes == 4 * sum(WEIGHTS.values()), result
-        groups["rollout"].call("generate", requests=bench.requests(3)).result()
-        pids = {
-            role: {line["pid"] for lines in bench.written(journal, role) for line in lines}
-            for role in ("actor", "ref", "rollout")
-        }
-        assert pids["actor"] == pids["ref"]
-        assert len(pids["actor"]) == bench.world_size
-        assert not pids["actor"] & pids["rollout"], pids
+    runtime, groups, journal = bench.start_last(changes)
+    batch = bench.batch(LENGTHS)
+    worlds = {
+        role: groups[role].call("infer", batch, outputs=("world",)).result()["world"].unique().tolist()
+        for role in ("actor", "ref")
+    }
+    assert worlds == {"actor": [bench.world_size], "ref": [bench.world_size]}, worlds
+    assert groups["rollout"].world_size == 1
+    result = runtime.push_weights("actor", "rollout", 3)
+    assert result.bytes == 4 * sum(WEIGHTS.values()), result
+    groups["rollout"].call("generate", requests=bench.requests(3)).result()
+    pids = {
+        role: {line["pid"] for lines in bench.written(journal, role) for line in lines}
+        for role in ("actor", "ref", "rollout")
+    }
+    assert pids["actor"] == pids["ref"]
+    assert len(pids["actor"]) == bench.world_size
+    assert not pids["actor"] & pids["rollout"], pids
+
+
+@contract(capability="processes")
+def nothing_is_left_once_it_is_closed(bench: RuntimeBench) -> None:
+    """No process of a rank outlives ``close``."""
+    runtime, groups, journal = bench.last
+    groups["actor"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
+    pids = bench.processes(journal)
+    assert os.getpid() not in pids
+    runtime.close()
+    assert bench.gone(pids), "processes are left"
+
+
+@contract()
+def closing_twice_is_closing_once(bench: RuntimeBench) -> None:
+    """``close`` may be called twice, also after a start that failed."""
+    runtime, _, _ = bench.last
+    runtime.close()
+    runtime.close()
+    bench.end_shared()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from torch import Tensor
 from engine_core.contracts.weight_transport import TransportEndpoint, WeightTransport, WeightUpdate
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes import buckets
+from engine_plugin_testing import forking
 from engine_plugin_testing.bench import EngineBench
 from engine_plugin_testing.transport_damage import WAYS
 from engine_plugin_testing.worker import Place, resolve
@@ -247,16 +249,28 @@ class TransportBench(EngineBench):
         return found[0]
 
     def dies(self, label: str) -> None:
-        """Start a process in place of this rank that joins a link and is killed in the middle of its first update."""
+        """Start a process in place of this rank that joins a link and is killed in the middle of its first update.
+
+        It is a fork of this process where workers are forks, too, and has no accelerator; else a fresh interpreter.
+        """
         order = {
             "settings": dict(self.settings), "label": label, "path": sys.path, "rank": self.rank,
             "world_size": self.place.world_size, "cache": str(self.place.cache), "folder": str(self.folder),
         }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-c", CHILD, json.dumps(order)],
-            capture_output=True, text=True, timeout=MEET_SECONDS, check=False,
-        )  # fmt: skip
-        assert done.returncode == -signal.SIGKILL, f"It was to be killed in its update: {done.stderr[-2000:]}"
+        if forking.wanted() and self.device.type == "cpu":
+            process = multiprocessing.get_context("fork").Process(target=die, args=(order,), daemon=True)
+            process.start()
+            process.join(MEET_SECONDS)
+            code, printed = process.exitcode, ""  # its lines are among those of this worker
+        else:
+            done = subprocess.run(
+                [sys.executable, "-c", CHILD, json.dumps(order)],
+                capture_output=True, text=True, timeout=MEET_SECONDS, check=False,
+            )  # fmt: skip
+            code, printed = done.returncode, done.stderr[-2000:]
+        assert code == -signal.SIGKILL, (
+            f"It was to be killed in its update; its exit code is {code}. {printed}"
+        )
 
 
 CHILD = """

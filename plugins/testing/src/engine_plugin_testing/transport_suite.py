@@ -35,7 +35,7 @@ class TransportSuite(Suite, modules=(imports, transport_updates, transport_value
 
     backend: str = "tcp"
     options: Mapping[str, Any] = {}
-    soon: Mapping[str, Any] = {"timeout_seconds": 5.0}
+    soon: Mapping[str, Any] = {"timeout_seconds": 3.0}
     damage: str = DAMAGE
     device: str = ""
     world_size: int = 4
