@@ -23,6 +23,7 @@ from unittest.mock import patch
 
 VARIABLE = "ENGINE_TEST_FORK"
 IMPORTED = (
+    "peft",  # skipped where it is not installed
     "torch.distributed",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",

@@ -6,6 +6,7 @@ sequences, and compares with values computed from the whole.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,9 @@ PROMPT = 2  # tokens of each sequence before its loss tokens
 
 MEASURE = {"lr": 1.0, "eps": 1.0, "betas": (0.9, 0.999), "weight_decay": 0.0, "max_grad_norm": 0.0}
 """AdamW whose first step reveals the gradient: ``w0 - w1 = lr g / (|g| + eps)``; so does SGD with ``lr`` 1."""
+
+
+_COMMON: dict[str, TrainEngine] = {}  # by settings; of one suite at a time
 
 
 class TrainBench(EngineBench):
@@ -73,7 +77,29 @@ class TrainBench(EngineBench):
         """Whether a resumed run must continue bit for bit."""
         return bool(self.settings["bit_exact"])
 
-    def engine(
+    def engine(self, **changes: Any) -> TrainEngine:
+        """Build an engine as ``_built`` describes, which is closed after the contract."""
+        made = self._built(**changes)
+        self.stack.callback(made.close)
+        return made
+
+    def common_engine(self, budget: int = 4096) -> TrainEngine:
+        """Return an engine on the tiny model for contracts that call ``infer`` alone: they share it.
+
+        Args:
+            budget: tokens of a micro-batch, set in each call.
+        """
+        values = {name: value for name, value in self.settings.items() if name != "shared"}
+        key = json.dumps([values, str(self.place.cache)], sort_keys=True, default=str)
+        if key not in _COMMON:
+            for engine in _COMMON.values():
+                engine.close()
+            _COMMON.clear()
+            _COMMON[key] = self._built()
+        _COMMON[key].set_token_budget(budget)
+        return _COMMON[key]
+
+    def _built(
         self,
         *,
         path: str | None = None,
@@ -84,7 +110,7 @@ class TrainBench(EngineBench):
         total_steps: int = 10,
         lora: LoRAConfig | None = None,
     ) -> TrainEngine:
-        """Build an engine on the tiny model (or ``path``) that is closed after the contract."""
+        """Build an engine on the tiny model (or ``path``)."""
         plugins = self.load_plugins(losses="ppo_clip")
         offer(plugins)
         config = RoleConfig(
@@ -105,7 +131,6 @@ class TrainBench(EngineBench):
         made: TrainEngine = plugins.resolve(self.kind, self.name)(
             config, ModelConfig(path=path or self.model()), context, trainable=trainable
         )
-        self.stack.callback(made.close)
         if trainable and self.settings["gradients"]:
             self._record_gradients(made)
         return made

@@ -19,7 +19,7 @@ def _vocabulary(bench: TrainBench) -> int:
 
 
 def _expected(bench: TrainBench, temperature: float) -> None:
-    engine, batch = bench.engine(), bench.batch(temperature=temperature)
+    engine, batch = bench.common_engine(), bench.batch(temperature=temperature)
     found = bench.infer(engine, batch)["log_probs"]
     with torch.no_grad():
         expected = outputs_of(bench.reference(), batch)["log_probs"]
@@ -45,7 +45,7 @@ def log_probs_are_over_the_support(bench: TrainBench) -> None:
 
     A row of -1 means the whole vocabulary.
     """
-    engine, batch = bench.engine(), bench.batch(temperature=0.8)
+    engine, batch = bench.common_engine(), bench.batch(temperature=0.8)
     vocabulary = _vocabulary(bench)
     generator = torch.Generator().manual_seed(0)
     ids = torch.rand(batch.num_tokens, vocabulary, generator=generator).argsort(-1)[:, :6].int()
@@ -68,7 +68,7 @@ def log_probs_are_over_the_support(bench: TrainBench) -> None:
 @contract(catches=("entropy in bits",))
 def entropy_equals_its_definition(bench: TrainBench) -> None:
     """``entropy[t]`` is ``-sum_v p_v log p_v`` of the distribution of token t, at its temperature."""
-    engine, batch = bench.engine(), bench.batch(temperature=0.8)
+    engine, batch = bench.common_engine(), bench.batch(temperature=0.8)
     found = bench.infer(engine, batch, ("log_probs", "entropy"))["entropy"]
     with torch.no_grad():
         expected = outputs_of(bench.reference(), batch)["entropy"]
@@ -86,7 +86,7 @@ def log_probs_at_candidates_equal_the_reference(bench: TrainBench) -> None:
 
     ``log_rest[t]`` is that of all other tokens, also where the candidates have all but e^-30 of the probability.
     """
-    engine, batch = bench.engine(), bench.batch(temperature=0.8)
+    engine, batch = bench.common_engine(), bench.batch(temperature=0.8)
     vocabulary = _vocabulary(bench)
     generator = torch.Generator().manual_seed(0)
     candidates = torch.rand(batch.num_tokens, vocabulary, generator=generator).argsort(-1)[:, :5]
@@ -121,7 +121,7 @@ def top_tokens_are_the_likeliest(bench: TrainBench) -> None:
 
     They differ, and ``log_rest[t]`` is that of all other tokens.
     """
-    engine, batch = bench.engine(), bench.batch(temperature=1.3)
+    engine, batch = bench.common_engine(), bench.batch(temperature=1.3)
     batch.top_k = 4
     found = bench.infer(engine, batch, ("top_ids", "top_log_probs", "top_log_rest"))
     mask = batch["loss_mask"]
@@ -145,7 +145,7 @@ def outputs_of_the_whole_vocabulary_leave_no_rest(bench: TrainBench) -> None:
 
     ``top_ids`` are then all tokens.
     """
-    engine, batch = bench.engine(), bench.batch((4, 6))
+    engine, batch = bench.common_engine(), bench.batch((4, 6))
     batch.top_k = _vocabulary(bench)
     found = bench.infer(engine, batch, ("top_ids", "top_log_probs", "top_log_rest"))
     mask = batch["loss_mask"]
@@ -165,7 +165,7 @@ def outputs_of_the_whole_vocabulary_leave_no_rest(bench: TrainBench) -> None:
 @contract(catches=("attention across packed sequences",))
 def a_sequence_does_not_see_its_neighbours(bench: TrainBench) -> None:
     """A sequence has the same log-probs alone and packed with others."""
-    engine, batch = bench.engine(), bench.batch()
+    engine, batch = bench.common_engine(), bench.batch()
     packed = bench.infer(engine, batch)["log_probs"].split(batch.lengths.tolist())
     for i in range(len(batch)):
         alone = bench.infer(engine, batch.select([i]))["log_probs"]
@@ -178,7 +178,7 @@ def results_come_in_the_order_of_the_batch(bench: TrainBench) -> None:
 
     A batch in another order gives the same results in that order.
     """
-    engine, batch = bench.engine(budget=24), bench.batch()
+    engine, batch = bench.common_engine(24), bench.batch()
     order = [3, 0, 7, 1, 5, 2, 6, 4]
     pieces = bench.infer(engine, batch)["log_probs"].split(batch.lengths.tolist())
     moved = bench.infer(engine, batch.select(order))["log_probs"]
@@ -193,7 +193,7 @@ def results_come_in_the_order_of_the_batch(bench: TrainBench) -> None:
 @contract(catches=("outputs at prompt tokens",))
 def outputs_are_zero_where_nothing_is_learned(bench: TrainBench) -> None:
     """Outputs are exactly 0 except at loss tokens that have a token before them."""
-    engine, batch = bench.engine(), bench.batch((5, 1, 9))
+    engine, batch = bench.common_engine(), bench.batch((5, 1, 9))
     batch.tokens["loss_mask"][:6] = True  # the first sequence whole, and a sequence of one token
     batch.tokens["loss_mask"][6:] = False
     found = bench.infer(engine, batch, ("log_probs", "entropy"))
@@ -229,7 +229,7 @@ def infer_leaves_no_trace(bench: TrainBench) -> None:
 @contract()
 def an_unknown_output_is_refused(bench: TrainBench) -> None:
     """An output that the engine does not know raises an error that names it."""
-    engine, batch = bench.engine(), bench.batch()
+    engine, batch = bench.common_engine(), bench.batch()
     with refused("infer of 'log_prob'", "log_prob"):
         engine.infer(bench.share(engine, batch)[1], ["log_prob"])
 

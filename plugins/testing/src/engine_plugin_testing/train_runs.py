@@ -153,24 +153,33 @@ def _compare_steps(bench: TrainBench, optim: dict[str, Any], steps: int) -> None
         expected, slopes, rate, norm = reference.step(weights, gradient)
         near(step.grad_norm, norm, bench.gradient_tolerance, f"grad_norm of step {number + 1}")
         near(step.lr, rate, 1e-5, f"lr of step {number + 1}")
-        _compare_moves(bench, engine, (weights, expected), gradient, slopes, rate, f"step {number + 1}")
-        weights = bench.weights(engine)
+        before, weights = weights, bench.weights(engine)
+        moved = before, weights, expected
+        _compare_moves(bench, moved, gradient, slopes, rate, f"step {number + 1}")
 
 
 def _compare_moves(
     bench: TrainBench,
-    engine: Any,
-    moved: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    moved: tuple[Mapping[str, Tensor], Mapping[str, Tensor], Mapping[str, Tensor]],
     gradient: Mapping[str, Tensor],
     slopes: Mapping[str, Tensor],
     rate: float,
     what: str,
 ) -> None:
-    """Assert that weights moved as expected, within what the rounding of a gradient moves them."""
-    before, expected = moved
+    """Assert that weights moved as expected, within what the rounding of a gradient moves them.
+
+    Args:
+        bench: the bench.
+        moved: weights [D_1, D_2, ...] by name: before the step, after it, and as expected after it.
+        gradient: the gradient [D_1, D_2, ...] by name.
+        slopes: how much each weight moves per unit of its gradient, by name.
+        rate: the learning rate.
+        what: context for the failure's message.
+    """
+    before, found, expected = moved
     adam = bench.settings["optimizer"] == "adamw"
     whole = sum(float(g.pow(2).sum()) for g in gradient.values()) / sum(g.numel() for g in gradient.values())
-    for name, after in bench.weights(engine).items():
+    for name, after in found.items():
         past = (
             float(slopes[name].pow(-2).mean()) if adam else 0.0
         )  # moments keep the rounding of larger gradients
