@@ -115,6 +115,7 @@ ELSEWHERE = {
     "path": "model_name model_name_or_path pretrained name",
     "train": "dataset dataset_name train_files",
     "validation": "eval_dataset val_files",
+    "loss_aggregation": "loss_type loss_agg_mode",
     "kl_coef": "beta kl_beta kl_loss_coef init_kl_coef",
     "clip_ratio": "epsilon cliprange clip_range clip_eps",
     "clip_ratio_high": "epsilon_high clip_high",

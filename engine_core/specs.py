@@ -119,7 +119,9 @@ class TrainBackend(Spec):
 
     kind = "train_engines"
     noun = "train engine"
-    capabilities: frozenset[str] = frozenset()  #: see the table Capabilities in docs/plugins.md
+    capabilities: frozenset[str] = (
+        frozenset()
+    )  #: those of "Capabilities and their methods" in the hook reference
     frozen_only: bool = False
     remote: bool = False
     own_model: bool = False
@@ -143,7 +145,9 @@ class RolloutBackend(Spec):
 
     kind = "rollout_engines"
     noun = "rollout engine"
-    capabilities: frozenset[str] = frozenset()  #: see the table Capabilities in docs/plugins.md
+    capabilities: frozenset[str] = (
+        frozenset()
+    )  #: those of "Capabilities and their methods" in the hook reference
     sampling: frozenset[str] = BASE_SAMPLING
 
 
@@ -184,8 +188,8 @@ class Advantage(Spec):
 
     Args:
         needs: columns that must be in the batch; the core has them computed (``ref_log_probs``,
-            ``old_log_probs``, ``greedy_rewards``, ...) and refuses a run that cannot compute one of
-            them. Without ``rewards`` a KL in the reward is refused: it would have no effect.
+            ``old_log_probs``, ``greedy_rewards``, ...) and refuses a run that cannot. A set replaces the default, so
+            name ``rewards`` too if they are read: without them a KL in the reward is refused.
         makes: the columns that it returns; as a mapping if there are others than ``advantages``.
         min_group_size: the smallest group size with advantages other than 0; 2 if the estimator compares the
             responses of a group. A run with a smaller `rollout.group_size` would learn nothing and is refused.
@@ -209,8 +213,8 @@ class Loss(Spec):
         needs: columns read from the batch. In addition to those of an advantage: ``current_log_probs`` and
             ``current_entropy``, of the policy just before the update of a mini-batch.
         aggregation: the value of `algorithm.loss_aggregation = "auto"` with this loss.
-        ratio: the loss itself weighs each token by the ratio to ``old_log_probs``. If it does not,
-            the correction does, also with `algorithm.correction.bypass`.
+        ratio: whether the loss multiplies by ``p / p_old``. With `algorithm.correction.bypass` that ratio corrects for
+            the sampler; a loss without one is weighed by the correction.
     """
 
     kind = "losses"
@@ -280,7 +284,7 @@ class Stage(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Environment(Spec):
-    """An environment ``async def f(episode, **options) -> Rollout``; see docs/environments.md.
+    """An environment ``async def f(episode, **options) -> Rollout``; the guide is "Multi-turn episodes and tools".
 
     It may be a class, created once per run with the options as keyword arguments, whose instances have ``async def
     __call__(self, episode)``. Its method ``close``, if any, is called at the end of the run.

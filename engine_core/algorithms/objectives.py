@@ -121,7 +121,7 @@ def make_policy(
     plugins: PluginSet,
     *,
     loss: str,
-    loss_options: Mapping[str, Any],
+    loss_options: Mapping[str, Any] | None = None,
     correction: Mapping[str, Any] | None = None,
     **parameters: Any,
 ) -> Objective:
@@ -130,12 +130,12 @@ def make_policy(
     Args:
         plugins: plugins of the worker, which offer the policy loss.
         loss: name of the policy loss.
-        loss_options: its option table.
+        loss_options: its option table; None: the defaults of the function.
         correction: fields of ``Correction``.
         parameters: the other keyword arguments of ``policy``.
     """
     plugins.require("losses", loss)  # a trainer may name one that the run file does not
-    found = partial(plugins.function("losses", loss), **loss_options)
+    found = partial(plugins.function("losses", loss), **loss_options or {})
     spec: Any = plugins.spec("losses", loss)
     declared = {"log_probs", *spec.outputs}
 

@@ -11,7 +11,7 @@ workers. A function whose value for a sample depends on other samples must name 
 with all samples, and a failure is one of all samples.
 
 Texts are always strings, also for conversations: the response as decoded, the prompt as rendered. The messages
-after the prompt are in ``dialogues``.
+after the prompt are in ``dialogues``, and what the policy wrote last, without answers of tools, in ``last_turns``.
 """
 
 from __future__ import annotations
@@ -47,10 +47,13 @@ OFFERED: Mapping[str, Callable[[Rollout], Any]] = {
     "finish_reasons": lambda r: r.finish_reason,
     "group_ids": lambda r: r.group_id,
     "dialogues": lambda r: r.messages or [{"role": "assistant", "content": r.text}],
+    "last_turns": lambda r: _last_turn(r),
 }
 """What the engine offers besides the columns of the data, which may not take these names."""
 
-PLURAL = frozenset({"completions", "prompts", "response_lengths", "finish_reasons", "group_ids", "dialogues"})
+PLURAL = frozenset(
+    {"completions", "prompts", "response_lengths", "finish_reasons", "group_ids", "dialogues", "last_turns"}
+)
 SINGULAR = {
     "completion": "completions",
     "solution_str": "completions",  # verl
@@ -58,6 +61,7 @@ SINGULAR = {
     "response_length": "response_lengths",
     "finish_reason": "finish_reasons",
     "dialogue": "dialogues",
+    "last_turn": "last_turns",
 }
 COLUMN_ALIASES = {"ground_truth": "answer"}  # verl; used where the data has no column of that name
 TRL_NAMES = ("prompts", "completions", "completion_ids")  # passed to **columns with the columns
@@ -65,6 +69,14 @@ TRL_NAMES = ("prompts", "completions", "completion_ids")  # passed to **columns 
 ASYNC_GRACE_SECONDS = 0.5  # the event loop times out single samples; the guard acts only if the loop hangs
 TRACE_CHARACTERS = 3000
 ANSWER_CHARACTERS = 1000
+
+
+def _last_turn(rollout: Rollout) -> str:
+    """Return the policy's last turn as text; "" if the episode does not end with one."""
+    if not rollout.messages:
+        return rollout.text
+    last = rollout.messages[-1]
+    return str(last["content"] or "") if last["role"] == "assistant" else ""
 
 
 @dataclass(frozen=True)

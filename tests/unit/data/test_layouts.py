@@ -55,10 +55,10 @@ def test_a_plain_row_keeps_its_other_columns():
     assert row == Row("2+2=", None, {"answer": "4", "info": {"level": 1}})
 
 
-def test_named_columns_are_mapped_and_the_answer_keeps_its_own_name_too():
+def test_named_columns_are_mapped_and_they_keep_their_names_too():
     columns = ColumnsConfig(prompt="question", answer="solution")
     row = convert({"question": "2+2=", "solution": "4"}, "prompt", columns, learn=False)
-    assert row == Row("2+2=", None, {"solution": "4", "answer": "4"})
+    assert row == Row("2+2=", None, {"question": "2+2=", "solution": "4", "answer": "4"})
 
 
 def test_verl_ground_truth_becomes_the_answer():

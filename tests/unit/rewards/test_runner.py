@@ -298,3 +298,17 @@ def test_rewards_see_what_was_said_by_whom(runner, rollouts):
     runner(live=[look, last]).score(made, step=1)
     assert [r.rewards for r in made] == [{"look": 3.0, "last": 1.0}, {"look": 1.0, "last": 0.0}]
     assert seen[1] == [{"role": "assistant", "content": "plain"}]
+
+
+def test_the_last_turn_is_the_policys_and_never_the_answer_of_a_tool(runner, rollouts):
+    seen = []
+
+    def look(last_turns):
+        seen.extend(last_turns)
+        return [0.0] * len(last_turns)
+
+    made = rollouts("2+2 is 4", "<call> 4", "plain")
+    made[0].messages = [{"role": "tool", "content": "4"}, {"role": "assistant", "content": "is 4"}]
+    made[1].messages = [{"role": "assistant", "content": "<call>"}, {"role": "tool", "content": "4"}]
+    runner(live=[look]).score(made, step=1)
+    assert seen == ["is 4", "", "plain"]

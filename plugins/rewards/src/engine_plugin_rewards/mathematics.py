@@ -16,7 +16,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warnings about th
 
 
 def same_mathematics(
-    completion: str, answer: object, *, precision: int, strict: bool
+    last_turn: str, answer: object, *, precision: int, strict: bool
 ) -> dict[str, float | str | None] | None:
     r"""Return 1 if the response's final expression equals the answer, else 0; None for a row without answer.
 
@@ -24,7 +24,7 @@ def same_mathematics(
     same ``pred``.
 
     Args:
-        completion: the response; the last ``\boxed{}``, formula or number is taken.
+        last_turn: the response, in an episode the policy's last turn; the last ``\boxed{}``, formula or number is taken.
         answer: LaTeX with or without dollars, a plain number, or a solution that ends in ``#### answer``.
         precision: decimals to which floating-point results are compared.
         strict: compare names of variables and kinds of brackets, too.
@@ -37,7 +37,7 @@ def same_mathematics(
     expected = _expected(str(answer))
     if not expected:
         raise ValueError(f"the answer {str(answer)[:60]!r} is no mathematics")
-    got = parse(completion, parsing_timeout=None)
+    got = parse(last_turn, parsing_timeout=None)
     same = bool(got) and verify(expected, got, float_rounding=precision, strict=strict, timeout_seconds=None)
     pred = (expected if same else got)[:1]
     return {"score": float(same), "pred": str(pred[0]) if pred else None}

@@ -22,7 +22,7 @@ _WIDE = Context(Emax=MAX_EMAX, Emin=MIN_EMIN)  # a million digits are a wrong an
 
 
 def numeric(
-    completion: str, answer: object, *, tolerance: float, relative_tolerance: float, boxed: str
+    last_turn: str, answer: object, *, tolerance: float, relative_tolerance: float, boxed: str
 ) -> dict[str, float | str | None] | None:
     r"""Return 1 if both texts end in the same number, else 0; None for a row without answer. ``pred`` is the number.
 
@@ -30,7 +30,7 @@ def numeric(
     ``\frac{3}{4}``).
 
     Args:
-        completion: the response.
+        last_turn: the response; in an episode the policy's last turn.
         answer: a number, or a text whose last number is the answer (``... #### 72``).
         tolerance: largest absolute difference.
         relative_tolerance: largest difference as a share of the answer.
@@ -45,10 +45,10 @@ def numeric(
         expected = last_number(str(answer))
         if expected is None:
             raise ValueError(f"the answer {str(answer)[:60]!r} holds no number")
-        inside = last_boxed(completion) if boxed != "ignore" else None
+        inside = last_boxed(last_turn) if boxed != "ignore" else None
         got = last_number(inside) if inside is not None else None
         if got is None and boxed != "only":
-            got = last_number(completion)
+            got = last_number(last_turn)
         if got is None:
             return {"score": 0.0, "pred": None}
         allowed = max(Decimal(tolerance), Decimal(relative_tolerance) * abs(expected))

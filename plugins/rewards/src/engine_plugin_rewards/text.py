@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 
 def exact_match(
-    completion: str, answer: object, *, after: str | None, ignore_case: bool, strip: bool
+    last_turn: str, answer: object, *, after: str | None, ignore_case: bool, strip: bool
 ) -> dict[str, float | str | None] | None:
     """Return 1 if the response is the answer, else 0; None for a row without answer. ``pred`` is the compared text.
 
     Args:
-        completion: the response.
+        last_turn: the response; in an episode the policy's last turn.
         answer: the column, compared as text.
         after: compare only what follows its last occurrence in the response.
         ignore_case: compare case-folded.
@@ -21,10 +21,10 @@ def exact_match(
     if answer is None:
         return None
     if after is not None:
-        _, found, completion = completion.rpartition(after)
+        _, found, last_turn = last_turn.rpartition(after)
         if not found:
             return {"score": 0.0, "pred": None}
-    texts = [completion, str(answer)]
+    texts = [last_turn, str(answer)]
     if strip:
         texts = [text.strip() for text in texts]
     if ignore_case:
