@@ -1,5 +1,6 @@
 """Rollout engines, each with one mistake of later tokens, seeds, checksums, adapters, ends or shared modules."""
 
+import dataclasses
 import hashlib
 import uuid
 from unittest import mock
@@ -88,6 +89,27 @@ class ShortTail(Batches):
         batch = self.whole(requests, ends, positions, device)
         batch.tail = max((len(stop) for stops in batch.stops for stop in stops), default=0)
         return batch
+
+
+class KeepsStoppedRows(HFRolloutEngine):
+    def abort(self, ids):
+        stopped = super().abort(ids)
+        self.stale = {rollout.request_id: rollout for rollout in stopped if self._batch}
+        return stopped
+
+    def step(self):
+        done, stale = super().step(), getattr(self, "stale", {})
+        for id in self._queue.keys() & stale.keys():
+            del self._queue[id]
+            done.append(stale.pop(id))
+        return done
+
+
+class LosesBegunInQueue(HFRolloutEngine):
+    def abort(self, ids):
+        for id in self._queue.keys() - {request.id for request in self._batch.values()}:
+            self._queue[id] = dataclasses.replace(self._queue[id], begun=None)
+        return super().abort(ids)
 
 
 class KeepsSharedCache(HFRolloutEngine):

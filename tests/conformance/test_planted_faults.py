@@ -219,6 +219,8 @@ FAULTS = [
     (Rollout, "CleansUp", "text cleaned up", "stop_strings_cross_the_borders_of_tokens"),
     (Rollout, "OneByOne", "tokens decoded one by one", "stop_strings_cross_the_borders_of_tokens"),
     (Rollout, "BeginsNumbersAgain", "the random numbers of the first tokens again", "a_stopped_response_goes_on"),
+    (Rollout, "KeepsStoppedRows", "an id that still has its stopped row", "a_stopped_response_goes_on"),
+    (Rollout, "LosesBegunInQueue", "the tokens of begun lost by a stop in the queue", "a_stopped_response_goes_on"),
     (Rollout, "CutsEarly", "a response cut one token before the last position", "a_response_fits_into_the_model"),
     (Rollout, "ShortTail", "as many tokens decoded as the longest stop string has characters", "stop_strings_cross_the_borders_of_tokens"),
     (Rollout, "KeepsSharedCache", "keys and values of a shared module kept over its steps", "a_shared_module_changes_under_responses_in_flight"),

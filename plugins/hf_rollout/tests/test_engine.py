@@ -1,6 +1,7 @@
 """The engine with real models, alone and beside a real train engine."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,10 +29,12 @@ def context(role, **live):
 def make_engine(make_model, tokenizer):
     """``make_engine(model, batch_size=2)``: an engine around a copy of the model."""
 
-    def make(model=None, **options):
+    def make(model=None, config=None, **options):
         live = {"tokenizer": tokenizer, "model": make_model() if model is None else model}
         return HFRolloutEngine(
-            RolloutConfig(options=HFOptions(**options)), ModelConfig(), context("rollout", **live)
+            RolloutConfig(options=HFOptions(**options), **(config or {})),
+            ModelConfig(),
+            context("rollout", **live),
         )
 
     return make
@@ -192,6 +195,26 @@ def test_abort_gives_back_what_was_not_sampled(make_engine, make_requests):
     assert {r.request_id for r in engine.step()} == {"r0", "r2"}
 
 
+def test_the_id_of_a_stopped_request_is_free_at_once(make_engine, make_requests):
+    first, second, other = make_requests([[5, 6], [7], [8]], max_response_tokens=40)
+    engine = make_engine(tokens_per_step=2, config={"request_timeout_seconds": 3600.0})
+    engine.add([first, second])
+    done = engine.step()
+    (begun,) = engine.abort(["r0"])
+    engine.add([replace(first, begun=begun)])
+    while engine.num_unfinished:
+        done += engine.step()
+    whole = {rollout.request_id: rollout for rollout in done}
+    assert (len(done), set(whole)) == (2, {"r0", "r1"})
+    assert whole["r0"].finish_reason != "abort"
+    assert whole["r0"].token_ids[: len(begun.token_ids)].tolist() == begun.token_ids.tolist()
+    engine.add([first])
+    engine.step()
+    engine.abort(["r0"])
+    engine.add([replace(other, id="r0")])
+    assert engine.abort(["r0"])[0].token_ids.tolist() == [8]
+
+
 def test_pause_drain_finishes_what_waits(make_engine, make_requests, ragged):
     engine = make_engine(batch_size=2)
     engine.add(make_requests(ragged))
@@ -199,6 +222,8 @@ def test_pause_drain_finishes_what_waits(make_engine, make_requests, ragged):
     with pytest.raises(RuntimeError, match=r"The sampler is paused; call resume\(\) first"):
         engine.step()
     assert engine.num_unfinished == 9
+    with pytest.raises(ValueError, match="is queued already"):  # until its rollout is returned
+        engine.add(make_requests([[5]]))
     engine.resume()
     done = engine.step()
     assert len(done) == 9

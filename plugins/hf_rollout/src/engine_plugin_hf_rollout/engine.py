@@ -71,7 +71,9 @@ class HFRolloutEngine(RolloutEngine):
             self._own = self._build()
         self._queue: dict[str, Request] = {}
         self._steps = self.options.tokens_per_step if config.steps_are_short else 0
-        self._batch: list[Request] = []  # in progress; unfinished ones are in the queue too
+        self._batch: dict[
+            int, Request
+        ] = {}  # in progress, by number; those not yet returned, also in the queue
         self._decoding: Decoding | None = None
         self._done: list[Rollout] = []  # finished while pausing, returned by the next step
         self._paused = self._asleep = False
@@ -92,7 +94,7 @@ class HFRolloutEngine(RolloutEngine):
     def add(self, requests: Sequence[Request]) -> None:
         """Queue all requests; raise an error and queue none if one is malformed."""
         vocabulary, positions = self._limits()
-        taken = set(self._queue)
+        taken = {*self._queue, *(rollout.request_id for rollout in self._done)}
         for request in requests:
             check_request(request, taken, vocabulary, positions)
             taken.add(request.id)
@@ -115,14 +117,15 @@ class HFRolloutEngine(RolloutEngine):
         wanted = set(ids)
         stopped = [rollout for rollout in self._done if rollout.request_id in wanted]
         self._done = [rollout for rollout in self._done if rollout.request_id not in wanted]
-        under_way = {request.id: number for number, request in enumerate(self._batch)}
+        under_way = {request.id: number for number, request in self._batch.items()}
         requests = [self._queue.pop(id) for id in dict.fromkeys(ids) if id in self._queue]
         numbers = [under_way[request.id] for request in requests if request.id in under_way]
         stopped += [request.unsampled() for request in requests if request.id not in under_way]
         if self._decoding is not None and numbers:
             self._decoding.stop(numbers)
             results = self._decoding.results(numbers)
-            stopped += [self._rollout(self._batch[at], r) for at, r in zip(numbers, results, strict=True)]
+            # the rows leave the batch: their ids may be queued again at once
+            stopped += [self._rollout(self._batch.pop(at), r) for at, r in zip(numbers, results, strict=True)]
         return stopped
 
     def pause(self, mode: str = "drain") -> None:
@@ -156,25 +159,23 @@ class HFRolloutEngine(RolloutEngine):
         try:
             with self._generation() as module:
                 if decoding is None or decoding.over:
-                    self._batch = self._next_batch()
+                    requests = self._next_batch()
+                    self._batch = dict(enumerate(requests))
                     ends = frozenset([self.tokenizer.eos_token_id])
-                    decoding = Decoding(module, self._batch, ends, self._decode, self._limits()[1])
+                    decoding = Decoding(module, requests, ends, self._decode, self._limits()[1])
                     self._decoding = decoding
                 decoding.advance(module, self._steps)
         except BaseException:  # the requests are still in the queue and start again
             self._drop_batch()
             raise
-        ended = [
-            number
-            for number, runs in enumerate(decoding.running())
-            if not runs and self._batch[number].id in self._queue
-        ]
+        running = decoding.running()
+        ended = [number for number in self._batch if not running[number]]
         finished = [
             self._rollout(self._batch[at], result)
             for at, result in zip(ended, decoding.results(ended), strict=True)
         ]
-        for rollout in finished:
-            del self._queue[rollout.request_id]
+        for number in ended:
+            del self._queue[self._batch.pop(number).id]
         if decoding.over:
             self._drop_batch()
         return finished
@@ -185,7 +186,7 @@ class HFRolloutEngine(RolloutEngine):
         return ordered[: self.options.batch_size]
 
     def _drop_batch(self) -> None:
-        self._batch, self._decoding = [], None
+        self._batch, self._decoding = {}, None
 
     def _set_aside(self) -> None:
         """Drop the batch and its cache before weights or memory change; requests continue later from their tokens.
@@ -193,11 +194,9 @@ class HFRolloutEngine(RolloutEngine):
         The tokens so far are kept in the queue, and their keys and values are computed again.
         """
         if self._decoding is not None:
-            for request, runs, result in zip(
-                self._batch, self._decoding.running(), self._decoding.results(), strict=True
-            ):
-                if runs and request.id in self._queue:
-                    self._queue[request.id] = replace(request, begun=self._rollout(request, result))
+            results = self._decoding.results(list(self._batch))
+            for request, result in zip(self._batch.values(), results, strict=True):
+                self._queue[request.id] = replace(request, begun=self._rollout(request, result))
         self._drop_batch()
 
     def _decode(self, rows: list[list[int]]) -> list[str]:

@@ -109,6 +109,8 @@ def a_response_stopped_in_its_midst_is_what_was_sampled(bench: RolloutBench) -> 
         "the versions of a stopped response overwritten",
         "the support of what was begun lost",
         "the random numbers of the first tokens again",
+        "an id that still has its stopped row",
+        "the tokens of begun lost by a stop in the queue",
     ),
 )
 def a_stopped_response_goes_on(bench: RolloutBench) -> None:
@@ -116,9 +118,11 @@ def a_stopped_response_goes_on(bench: RolloutBench) -> None:
 
     New tokens are those of the present weights. Where the sampler can, half of the requests cut the distribution and ask
     for its support. The limit of tokens is that of the whole response. New tokens are independent of those in ``begun``.
+    The id of a stopped request is free at once, for its continuation or another prompt, while other requests run.
     """
-    _check_independence(bench)
     engine, other = bench.engine(**STOPS), bench.model(seed=1)
+    _check_independence(bench, engine)
+    _check_ids_are_free(bench, engine)
     requests = bench.requests(temperature=1.0, max_response_tokens=LONG)
     for cut in bench.supported(*CUTTING)[:1]:
         requests[1::2] = [
@@ -151,9 +155,74 @@ def a_stopped_response_goes_on(bench: RolloutBench) -> None:
         close(found, expected[count - whole.prompt_length :], bench.tolerance, f"'{request.id}', gone on")
 
 
-def _check_independence(bench: RolloutBench) -> None:
+def _check_ids_are_free(bench: RolloutBench, engine: RolloutEngine) -> None:
+    """Stop one of several requests and queue its id again at once, with ``begun`` and then with another prompt."""
+    module = bench.reference()
+    requests = bench.requests(temperature=1.0, max_response_tokens=LONG)
+    request, begun, done = _one_stopped(engine, requests)
+    again = dataclasses.replace(request, begun=begun)
+    engine.add([again])
+    (queued,) = engine.abort([again.id])  # it may have waited, or not
+    for name in ("token_ids", "loss_mask", "rollout_log_probs", "policy_versions"):
+        kept, before = getattr(queued, name)[: len(begun.token_ids)], getattr(begun, name)
+        assert torch.equal(kept, before), (
+            f"'{request.id}' was stopped again and lost {name} of what was begun."
+        )
+    again = dataclasses.replace(request, begun=queued)
+    engine.add([again])
+    whole = _all_answered(engine, requests, done)[request.id]
+    found = whole.token_ids[: len(queued.token_ids)]
+    assert torch.equal(found, queued.token_ids), f"'{request.id}' does not begin with what was begun."
+    assert whole.finish_reason != "abort", f"'{request.id}' was continued and comes back as stopped."
+    _check_log_probs(bench, module, whole, again)
+    request, _, done = _one_stopped(engine, requests)
+    other = dataclasses.replace(requests[0], id=request.id)
+    engine.add([other])
+    (stopped,) = engine.abort([other.id])
+    engine.add([other])
+    for rollout in (stopped, _all_answered(engine, requests, done)[other.id]):
+        prompt = rollout.token_ids[: rollout.prompt_length].tolist()
+        assert prompt == rollout.prompt.token_ids == other.prompt.token_ids, (
+            f"'{other.id}' was queued again with another prompt and comes back with the old one: {prompt}."
+        )
+        _check_log_probs(bench, module, rollout, other)
+
+
+def _one_stopped(
+    engine: RolloutEngine, requests: Sequence[Request]
+) -> tuple[Request, Rollout, list[Rollout]]:
+    """Queue requests and stop one in its midst: the request, its rollout, and the rollouts of those before it."""
+    for steps in 2 * STEPS:  # of an engine in another process a step may be long or short
+        engine.add(requests)
+        done = [rollout for _ in range(steps) for rollout in engine.step()]
+        for request in reversed(requests[1:]):
+            if request.id in {rollout.request_id for rollout in done}:
+                continue
+            (begun,) = engine.abort([request.id])
+            if begun.finish_reason == "abort" and 0 < begun.response_length < LONG:
+                return request, begun, done
+            done.append(begun)
+        engine.abort([request.id for request in requests])
+    raise AssertionError(
+        f"No response of {LONG} tokens was stopped in its midst after {STEPS} steps. {LIVELIER}"
+    )
+
+
+def _all_answered(
+    engine: RolloutEngine, requests: Sequence[Request], done: list[Rollout]
+) -> dict[str, Rollout]:
+    """Finish what is in flight; return each request's only rollout."""
+    while engine.num_unfinished:
+        done += engine.step()
+    assert sorted(rollout.request_id for rollout in done) == sorted(request.id for request in requests), (
+        f"One request was stopped and queued again at once, and the answers are {sorted(r.request_id for r in done)}."
+    )
+    return {rollout.request_id: rollout for rollout in done}
+
+
+def _check_independence(bench: RolloutBench, engine: RolloutEngine) -> None:
     """Assert that the place of a new token in its distribution does not depend on that of the token of ``begun`` before."""
-    module, engine, uniform = bench.reference(), bench.engine(**STOPS), torch.Generator().manual_seed(7)
+    module, uniform = bench.reference(), torch.Generator().manual_seed(7)
     requests = bench.requests(("The answer",), group=PAIRS, temperature=HOT, max_response_tokens=LONG)
     rollouts = _stopped(engine, requests)
     again = [dataclasses.replace(requests[at], begun=rollouts[at]) for at in _in_the_midst(rollouts)]

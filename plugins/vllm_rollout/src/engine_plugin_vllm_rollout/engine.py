@@ -182,7 +182,7 @@ class VLLMRolloutEngine(RolloutEngine):
         from engine_plugin_vllm_rollout.requests import HOTTEST, sampling_params, too_long
         from engine_plugin_vllm_rollout.results import Running
 
-        taken = set(self._running)
+        taken = {*self._running, *(rollout.request_id for rollout in self._done)}
         for request in requests:
             check_request(
                 request,
