@@ -128,6 +128,8 @@ class Runtime(abc.ABC):
     def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
         """Build the engines of these roles; if one fails, close those built before it.
 
+        In each process torch is seeded with ``run.seed`` before the first engine is built.
+
         Args:
             roles: what to build, by role name.
             total_steps: optimizer steps of the run, for schedules.

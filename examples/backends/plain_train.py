@@ -17,7 +17,7 @@ from engine_core.types import StepOutput, TrainOutput
 from engine_plugin_torch.export import write_model
 from engine_plugin_torch.log_probs import columns_at, gather_outputs, zero_outputs
 from engine_plugin_torch.model_loading import load_model
-from engine_plugin_torch.optimizers import build_optimizer
+from engine_plugin_torch.optimizers import build_optimizer, set_peak_lr
 from engine_plugin_torch.state import load_optimizer_state, optimizer_state
 from engine_plugin_torch.weights import published_weights, take_weights, to_own_names
 
@@ -148,8 +148,7 @@ class PlainTrain(TrainEngine):
             load_optimizer_state(self.optimizer, self.module, tensors, settings["optimizer"])
             nothing = [None] * len(self.optimizer.param_groups)
             self.lr_scheduler.load_state_dict(settings["schedule"] | {"lr_lambdas": nothing})
-            for group, lr in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
-                group["lr"] = lr
+            set_peak_lr(self.optimizer, self.lr_scheduler, self.config.optim.lr)  # the run file's
 
     def export(self, folder, adapter=False):
         write_model(folder, self.module, self.named_weights())

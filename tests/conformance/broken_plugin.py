@@ -31,7 +31,7 @@ def engine_train_engines():
     abilities = frozenset({"generation_module", "lora", "set_lr", "sleep", "support"})
     return {
         name: TrainBackend(load=f"{module}:{name}", config=TorchOptions, capabilities=abilities)
-        for module in ("broken_train", "broken_runs", "broken_steps", "broken_shares")
+        for module in ("broken_train", "broken_runs", "broken_steps", "broken_shares", "broken_states")
         for name in classes_of(module)
     }
 
@@ -107,6 +107,11 @@ def unbounded(completion):
     return float(bool(completion)) if len(completion) < 100 else float(len(completion))
 
 
+def reads_first(completion):
+    """Reads the first number, and scores the last one."""
+    return {"score": float(completion.split()[-1] == "4"), "pred": completion.split()[0]}
+
+
 def scores_failures(completion):
     """0 where scoring fails."""
     return float(bool(completion) and completion != "fail")
@@ -138,6 +143,7 @@ def engine_rewards():
         first_row,
         locks,
         unbounded,
+        reads_first,
         scores_failures,
     )
     return {

@@ -2,6 +2,7 @@
 
 import dataclasses
 from concurrent.futures import Future
+from unittest import mock
 
 import torch
 
@@ -157,6 +158,13 @@ class CountsIdle(Broken):
         return super().start(
             {name: dataclasses.replace(role, idle_steps=0) for name, role in roles.items()}, total_steps
         )
+
+
+class Unseeded(Broken):
+    def start(self, roles, total_steps):
+        torch.seed()
+        with mock.patch.object(torch, "manual_seed"):
+            return super().start(roles, total_steps)
 
 
 class SaveIsDone(Broken):

@@ -50,6 +50,11 @@ class Bounded(RewardSuite):
     bounds = (0.0, 1.0)
 
 
+class Read(RewardSuite):
+    plugins = ["broken_plugin.py"]
+    examples = [("4", 1.0, "4"), ("so 4", 1.0, "4")]
+
+
 class Rows(RewardSuite):
     plugins = ["broken_plugin.py"]
     examples = [
@@ -245,6 +250,7 @@ FAULTS = [
     (Transport, "LeavesSocket", "a socket left by every link", "nothing_is_left_once_it_is_closed"),
     (Transport, "LeavesFile", "a file left by every link", "nothing_is_left_once_it_is_closed"),
     (Rewards, "one_number", "wrong length returned", "values_are_right"),
+    (Read, "reads_first", "an answer that is not the one of its example", "values_are_right"),
     (Rewards, "draws", "a random reward", "it_is_deterministic"),
     (Rewards, "first_wins", "depends on the order of the samples", "order_and_company_do_not_matter"),
     (Rewards, "strips", "changes its inputs", "inputs_are_left_alone"),

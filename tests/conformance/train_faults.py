@@ -96,5 +96,10 @@ RUN_FAULTS = [
     (1, "FirstMetrics", "metrics of the first call again", "every_call_reports_its_own_loss_and_metrics"),
     (1, "HalfMetrics", "metrics in half precision", "every_call_reports_its_own_loss_and_metrics"),
     (1, "DropsKeptGradients", "gradients lost in a sleep that keeps them", "a_sleep_between_the_calls_of_a_step_changes_nothing"),
+    (1, "KeepsPeak", "the peak rate of the saved run kept", "a_resumed_run_continues_exactly"),
+    (1, "KeepsDecay", "the weight decay of the saved run kept", "a_resumed_run_continues_exactly"),
+    (1, "KeepsBudget", "the token budget of the first batch kept", "micro_batches_change_neither_loss_nor_gradient"),
+    (1, "DropsGradientsOfSeveral", "gradients lost in a sleep that keeps other parts too", "a_sleep_between_the_calls_of_a_step_changes_nothing"),
+    (1, "ExportsOldConfig", "the config of the model folder exported in place of the run's", "an_override_of_the_model_is_used_and_exported"),
     (1, "HalfAfterSleep", "weights in half precision after a sleep", "a_sleep_between_the_calls_of_a_step_changes_nothing"),
 ]  # fmt: skip

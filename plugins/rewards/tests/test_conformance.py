@@ -15,12 +15,22 @@ class TestExactMatch(RewardSuite):
         (FOUR | {"answer": "5"}, 0.0),
         (FOUR | {"answer": None}, None),
         (FOUR | {"completion": "4"}, 0.0),
+        (FOUR | {"completion": "x = 3, so y = 4"}, 1.0, "4"),
+        (FOUR | {"completion": "y = 4, so x = 3"}, 0.0, "3"),
     ]
 
 
 class TestNumeric(RewardSuite):
     name = "numeric"
-    examples = [(FOUR, 1.0), (FOUR | {"answer": "... #### 5"}, 0.0), (FOUR | {"answer": None}, None)]
+    examples = [
+        (FOUR, 1.0, "4"),
+        (FOUR | {"answer": "... #### 5"}, 0.0, "4"),
+        (FOUR | {"answer": None}, None),
+        (FOUR | {"completion": "8/2"}, 1.0, "4"),
+        (FOUR | {"completion": "4.00"}, 1.0, "4"),
+        (FOUR | {"completion": "-0.50"}, 0.0, "-0.5"),
+        (FOUR | {"completion": "none"}, 0.0, None),
+    ]
 
 
 class TestMath(RewardSuite):

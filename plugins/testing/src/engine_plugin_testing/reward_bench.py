@@ -37,11 +37,24 @@ class RewardBench(Bench):
     def examples(self) -> list[tuple[list[Sample], list[float | None]]]:
         """The groups of samples with their values; a single sample is a group of one."""
         found = []
-        for sample, value in self.settings["examples"]:
+        for sample, value, *_ in self.settings["examples"]:
             group = sample if isinstance(sample, list) else [sample]
             values = value if isinstance(sample, list) else [value]
             found.append(([{"completion": s} if isinstance(s, str) else s for s in group], values))
         assert found, "The suite has no `examples`; give pairs of a sample and its value."
+        return found
+
+    @property
+    def answers(self) -> list[tuple[list[Sample], list[str | None], list[str | None]]]:
+        """The groups of the examples that name answers: samples, the answers that the reward must read, those that it reads."""
+        asked = [(at, entry[2]) for at, entry in enumerate(self.settings["examples"]) if len(entry) > 2]
+        found = []
+        with contextlib.closing(self._runner()) as runner:
+            for at, answer in asked:
+                group, values = self.examples[at]
+                runner.score(self.rollouts(group, [0] * len(group)), step=1)
+                read = [outcome and outcome.answer for outcome in runner.scorers[0].runner.outcomes]
+                found.append((group, answer if len(values) > 1 else [answer], read))
         return found
 
     def samples(self) -> tuple[list[Sample], list[int]]:

@@ -44,9 +44,12 @@ def _same(found: Values, expected: Values, what: str) -> None:
         assert equal, f"{what}: sample {at} got {value}, expected {wanted}."
 
 
-@contract(catches=("wrong length returned",))
+@contract(catches=("wrong length returned", "an answer that is not the one of its example"))
 def values_are_right(bench: RewardBench) -> None:
-    """Every example gets its value in a worker process, in a separate call and in one call with all others."""
+    """Every example gets its value in a worker process, in a separate call and in one call with all others.
+
+    An example that names an answer has this answer, which votes of a group count.
+    """
     samples, groups = bench.samples()
     expected = [value for _, values in bench.examples for value in values]
     calls = [(group, [0] * len(group)) for group, _ in bench.examples]
@@ -54,6 +57,8 @@ def values_are_right(bench: RewardBench) -> None:
     for i, (found, (group, values)) in enumerate(zip(each, bench.examples, strict=True)):
         _same(found, values, f"Example {i} ({str(group[0])[:80]})")
     _same(whole, expected, "All examples in one call")
+    for group, answers, read in bench.answers:
+        assert read == answers, f"{str(group[0])[:120]}: the answers read are {read}, expected {answers}."
 
 
 @contract()

@@ -18,7 +18,9 @@ class RewardSuite(Suite, modules=(imports, reward_cases)):
         examples: pairs of a sample and its value: ``({"completion": "4", "answer": "4"}, 1.0)``; None if the reward
             does not apply. A text is a sample with that completion. Known keys: ``completion``, ``prompt``,
             ``completion_ids``, ``response_length``, ``finish_reason``; any other is a column of the data. A list of
-            samples with a list of values is one group, for rewards that compare the samples of a group.
+            samples with a list of values is one group, for rewards that compare the samples of a group. A third entry is
+            the answer that the reward reads in the response (``pred``), or the list of the group's:
+            ``({"completion": "so 4.0", "answer": "4"}, 1.0, "4")``.
         failing: samples that cannot be scored, such as those for which a server answers with an error; the reward must
             fail and give no number.
         bounds: least and largest value; None: any. Every value in every contract is compared with them.
@@ -40,7 +42,7 @@ class RewardSuite(Suite, modules=(imports, reward_cases)):
 
     name: str = ""
     options: Mapping[str, Any] = {}
-    examples: Sequence[tuple[Any, Any]] = ()
+    examples: Sequence[tuple[Any, Any] | tuple[Any, Any, Any]] = ()
     failing: Sequence[Any] = ()
     bounds: tuple[float, float] | None = None
     timeout_seconds: float = 60.0

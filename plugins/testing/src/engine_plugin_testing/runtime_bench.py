@@ -28,6 +28,7 @@ ROLES = {
     "rollout": Role("rollout"),
 }
 TOTAL_STEPS = 10  # of the run
+SEED = 20_261  # `run.seed`
 PATIENCE = 30.0  # seconds within which a loss is detected
 ENDING = 10.0  # seconds within which processes end
 
@@ -127,6 +128,7 @@ class RuntimeBench:
             "rollout.backend": "probe_sampler",
             "rollout.probe_sampler": {"folder": str(journal)},
             "rollout.weights": "own",
+            "run.seed": SEED,
             "runtime.backend": self.backend,
             f"runtime.{self.backend}": self._options(size),
             **changes,

@@ -51,13 +51,14 @@ def a_start_that_fails_tells_why(bench: RuntimeBench) -> None:
     assert groups["actor"].call("optimizer_step").result().lr == 0.25
 
 
-@contract(catches=("steps in which a role is idle counted",))
+@contract(catches=("steps in which a role is idle counted", "torch not seeded where engines are built"))
 def every_role_has_a_group_of_its_ranks(bench: RuntimeBench) -> None:
     """Each role of the run has a group with the requested number of ranks.
 
-    The ``total_steps`` of its engines are those of the run without the role's ``idle_steps``.
+    The ``total_steps`` of its engines are those of the run without the role's ``idle_steps``. Where an engine is built,
+    torch is seeded with ``run.seed``, which is also the seed of its context.
     """
-    from engine_plugin_testing.runtime_bench import IDLE, TOTAL_STEPS
+    from engine_plugin_testing.runtime_bench import IDLE, SEED, TOTAL_STEPS
 
     _, groups, journal = bench.shared
     found = {role: group.world_size for role, group in groups.items()}
@@ -66,6 +67,11 @@ def every_role_has_a_group_of_its_ranks(bench: RuntimeBench) -> None:
         steps = [line["total_steps"] for lines in bench.written(journal, role, "build") for line in lines]
         assert steps == [expected] * bench.world_size, (
             f"total_steps of '{role}': {steps}; expected {expected}."
+        )
+    for role in ("actor", "ref", "rollout"):
+        seeds = [line["seeds"] for lines in bench.written(journal, role, "build") for line in lines]
+        assert seeds == [[SEED, SEED]] * bench.world_size, (
+            f"Seeds of torch and of the context where '{role}' was built: {seeds}; expected {SEED}."
         )
 
 

@@ -120,7 +120,8 @@ class ProbeTrain(TrainEngine):
         super().__init__(config, model_config, context, trainable=trainable)
         self.module, self.steps = torch.nn.Identity(), 0
         self.journal = Journal(config.options, context.role, context.rank)
-        self.journal.write("build", total_steps=context.total_steps)
+        seeds = [torch.initial_seed(), context.seed]
+        self.journal.write("build", total_steps=context.total_steps, seeds=seeds)
 
     @property
     def layout(self):
@@ -200,6 +201,7 @@ class ProbeSampler(RolloutEngine):
     def __init__(self, config, model_config, context):
         super().__init__(config, model_config, context)
         self.queue, self.journal = {}, Journal(config.options, context.role, context.rank)
+        self.journal.write("build", seeds=[torch.initial_seed(), context.seed])
 
     @property
     def num_unfinished(self):

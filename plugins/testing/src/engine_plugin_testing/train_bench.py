@@ -109,8 +109,9 @@ class TrainBench(EngineBench):
         role: str = "actor",
         total_steps: int = 10,
         lora: LoRAConfig | None = None,
+        override: Mapping[str, Any] | None = None,
     ) -> TrainEngine:
-        """Build an engine on the tiny model (or ``path``)."""
+        """Build an engine on the tiny model (or ``path``), with an ``override`` of its config."""
         plugins = self.load_plugins(losses="ppo_clip")
         offer(plugins)
         config = RoleConfig(
@@ -129,7 +130,10 @@ class TrainBench(EngineBench):
             total_steps=total_steps,
         )
         made: TrainEngine = plugins.resolve(self.kind, self.name)(
-            config, ModelConfig(path=path or self.model()), context, trainable=trainable
+            config,
+            ModelConfig(path=path or self.model(), override=dict(override or {})),
+            context,
+            trainable=trainable,
         )
         if trainable and self.settings["gradients"]:
             self._record_gradients(made)

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine_core.config import OptimConfig
 from engine_core.contracts.engines import TrainEngine
 from engine_core.errors import EngineError
-from engine_plugin_testing.contracts import contract, identical, near
+from engine_plugin_testing.contracts import close, contract, identical, near
 from engine_plugin_testing.reference import published
+from engine_plugin_testing.train_bench import rounding
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,15 +37,40 @@ DECAY = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 0, "decay_steps": 20}
         "optimizer state not saved",
         "schedule not saved",
         "a schedule without warm-up not restored",
+        "the peak rate of the saved run kept",
+        "the weight decay of the saved run kept",
     )
 )
 def a_resumed_run_continues_exactly(bench: TrainBench) -> None:
     """After ``save``, and ``load`` into a fresh engine, two steps equal those of a run that never stopped.
 
-    Loss, learning rate and weights are compared, of a schedule with warm-up and of one without.
+    Loss, learning rate and weights are compared, of a schedule with warm-up and of one without. Another peak rate or
+    weight decay in the run file applies to the steps after ``load``.
     """
     for name, optim in (("warm-up", OPTIM), ("decay", DECAY)):
         _compare_resumed(bench, optim, bench.folder / name)
+        _compare_changed(bench, optim, bench.folder / name)
+
+
+def _compare_changed(bench: TrainBench, optim: Mapping[str, Any], folder: Path) -> None:
+    """Compare runs that resume with another peak rate, and with another weight decay."""
+    batch, path = bench.batch(), bench.model(seed=1)
+    engines = []
+    for changes in ({}, {"lr": 0.3 * optim["lr"]}, {"weight_decay": 0.9}):
+        engines.append(bench.engine(optim={**optim, **changes}, path=path))
+        engines[-1].load(folder)
+    same, _, smaller = engines
+    before = bench.weights(smaller)
+    steps = [bench.step(engine, batch) for engine in engines]
+    near(steps[1].lr, 0.3 * steps[0].lr, 1e-5, "lr of a run that resumes with 0.3 of its peak rate")
+    if bench.settings["optimizer"] != "adamw":
+        return
+    more = 0.9 - optim.get("weight_decay", OptimConfig().weight_decay)
+    plain, decayed = bench.weights(same), bench.weights(smaller)
+    for name, value in plain.items():
+        expected = value.double() - steps[0].lr * more * before[name].double() * (value.ndim > 1)
+        allowed = 1e-6 + 4 * rounding(value)
+        close(decayed[name], expected, allowed, f"'{name}' of a run that resumes with a weight decay of 0.9")
 
 
 def _compare_resumed(bench: TrainBench, optim: Mapping[str, Any], folder: Path) -> None:

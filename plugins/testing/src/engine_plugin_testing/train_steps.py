@@ -113,11 +113,11 @@ def the_loss_is_that_of_the_whole_batch(bench: TrainBench) -> None:
     near(found.metrics["actor/nll"], mean, 10 * bench.tolerance, "metric actor/nll")
 
 
-@contract(catches=("no normalisation over micro-batches",))
+@contract(catches=("no normalisation over micro-batches", "the token budget of the first batch kept"))
 def micro_batches_change_neither_loss_nor_gradient(bench: TrainBench) -> None:
     """The number of micro-batches changes neither loss nor gradient nor norm.
 
-    A small token budget gives more micro-batches.
+    A small token budget gives more micro-batches, also from a later batch on.
     """
     batch = bench.batch((9, 8, 9, 7) * 4)  # several sequences for each of up to 4 ranks
     whole = bench.measured(batch)
@@ -129,6 +129,14 @@ def micro_batches_change_neither_loss_nor_gradient(bench: TrainBench) -> None:
     near(trained.loss, whole[1].loss, 1e-4, "loss in small micro-batches")
     near(step.grad_norm, whole[2].grad_norm, bench.gradient_tolerance, "gradient norm in small micro-batches")
     same_direction(found, whole[0], bench.gradient_tolerance, "gradient in small micro-batches")
+    engine, counts = bench.engine(), []
+    for budget in (4096, 12, 4096):
+        engine.set_token_budget(budget)
+        counts.append(bench.forward_backward(engine, batch).num_micro_batches)
+    expected = [n.num_micro_batches for n in (whole[1], trained, whole[1])]
+    assert counts == expected, (
+        f"Budgets of 4096, 12 and 4096 tokens give {counts} micro-batches of one engine, and {expected} of new ones."
+    )
 
 
 @contract(catches=("a call clears the gradients of the one before",))
@@ -393,28 +401,35 @@ def an_engine_that_slept_goes_on_as_if_it_had_not(bench: TrainBench) -> None:
 
 @contract(
     capability="sleep",
-    catches=("gradients lost in a sleep that keeps them", "weights in half precision after a sleep"),
+    catches=(
+        "gradients lost in a sleep that keeps them",
+        "gradients lost in a sleep that keeps other parts too",
+        "weights in half precision after a sleep",
+    ),
 )
 def a_sleep_between_the_calls_of_a_step_changes_nothing(bench: TrainBench) -> None:
     """A step whose two calls have a sleep between them is the same, if the gradients are kept.
 
-    Weights and optimizer state sleep.
+    Weights and optimizer state sleep, both or one of them. Weights that are kept can be used meanwhile.
     """
     batch = bench.batch()
     woken, rested = bench.engine(), bench.engine()
     for engine in (woken, rested):
         bench.step(engine, batch)
-        bench.forward_backward(engine, batch.select(range(4)))
-    rested.sleep(keep=("gradients",))
-    rested.wake()
-    steps = []
-    for engine in (woken, rested):
-        bench.forward_backward(engine, batch.select(range(4, 8)))
-        steps.append(engine.optimizer_step())
-    near(steps[1].grad_norm, steps[0].grad_norm, bench.norm_tolerance, "norm of a step with a sleep in it")
-    identical(
-        bench.weights(rested), bench.weights(woken), "weights after a step with a sleep in it", bench.exact
-    )
+    for more in ((), ("optimizer",), ("weights",), ("weights", "optimizer")):
+        what = f"a step with sleep(keep={('gradients', *more)}) in it"
+        for engine in (woken, rested):
+            bench.forward_backward(engine, batch.select(range(4)))
+        rested.sleep(keep=("gradients", *more))
+        if "weights" in more:
+            bench.infer(rested, batch)
+        rested.wake()
+        steps = []
+        for engine in (woken, rested):
+            bench.forward_backward(engine, batch.select(range(4, 8)))
+            steps.append(engine.optimizer_step())
+        near(steps[1].grad_norm, steps[0].grad_norm, bench.norm_tolerance, f"norm of {what}")
+        identical(bench.weights(rested), bench.weights(woken), f"weights after {what}", bench.exact)
 
 
 @contract(capability="generation_module", catches=("module lent in training mode",))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,6 +101,31 @@ def export_is_loaded_by_from_pretrained(bench: TrainBench) -> None:
     with torch.no_grad():
         expected = outputs_of(model.eval(), batch)["log_probs"]
     close(log_probs, expected, 10 * bench.tolerance, "log_probs of the exported model")
+
+
+@contract(catches=("the config of the model folder exported in place of the run's",))
+def an_override_of_the_model_is_used_and_exported(bench: TrainBench) -> None:
+    """With a ``[model] override`` the engine computes what the changed model does, and exports the changed config.
+
+    The override is ``rms_norm_eps``; the contract is empty for models without it.
+    """
+    path, override = bench.model(), {"rms_norm_eps": 0.5}
+    config = Path(path) / "config.json"
+    if bench.settings["write_model"] or "rms_norm_eps" not in json.loads(config.read_text("utf-8")):
+        return
+    engine, batch = bench.engine(path=path, override=override), bench.batch((9, 12))
+    with torch.no_grad():
+        expected = outputs_of(bench.reference(bench.model(**override)), batch)["log_probs"]
+    close(bench.infer(engine, batch)["log_probs"], expected, bench.tolerance, "log_probs with an override")
+    engine.export(bench.folder / "export")
+    bench.barrier()
+    found = json.loads((bench.folder / "export" / "config.json").read_text("utf-8"))
+    assert found.get("rms_norm_eps") == 0.5, (
+        f"The exported config.json has rms_norm_eps {found.get('rms_norm_eps')}; [model] override says 0.5."
+    )
+    with torch.no_grad():
+        expected = outputs_of(bench.reference(str(bench.folder / "export")), batch)["log_probs"]
+    close(bench.infer(engine, batch)["log_probs"], expected, 10 * bench.tolerance, "log_probs of the export")
 
 
 @contract()
