@@ -17,6 +17,7 @@ from engine_plugin_processes.transports.table import TCPOptions
 from engine_plugin_torch.options import TorchOptions
 
 HERE = Path(__file__).parent
+TRAIN = ("broken_train", "broken_runs", "broken_steps", "broken_shares", "broken_states", "broken_adapters")
 HELD = []
 sys.path.insert(0, str(HERE))
 
@@ -31,7 +32,7 @@ def engine_train_engines():
     abilities = frozenset({"generation_module", "lora", "set_lr", "sleep", "support"})
     return {
         name: TrainBackend(load=f"{module}:{name}", config=TorchOptions, capabilities=abilities)
-        for module in ("broken_train", "broken_runs", "broken_steps", "broken_shares", "broken_states")
+        for module in TRAIN
         for name in classes_of(module)
     }
 

@@ -6,5 +6,5 @@ from engine_plugin_torch.engine import TorchEngine
 
 class AdaptedEngine(TorchEngine):
     def __init__(self, config, model_config, context, *, trainable=True):
-        config = config.model_copy(update={"lora": LoRAConfig(rank=4)})
+        config = config.model_copy(update={"lora": config.lora or LoRAConfig(rank=4)})
         super().__init__(config, model_config, context, trainable=trainable)

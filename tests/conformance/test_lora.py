@@ -35,10 +35,12 @@ class TestLoRA(TrainEngineSuite):
 @pytest.mark.slow
 class TestLoRAAboveAQuantizedBase(TestLoRA):
     reference = "rounded_reference.py:nf4"
+    lora = ({}, {"rslora": True}, {"modules_to_save": ["lm_head"]})
     options = {"quantize": "nf4", "param_dtype": "fp32", "compute_dtype": "fp32"}
     unsupported = {
         **TestLoRA.unsupported,
         "test_named_weights_are_those_of_the_model_folder": "they are those of the folder, rounded",
         "test_weights_go_from_one_engine_to_another": ROUNDED,
         "test_weights_are_mixed_in_their_share": ROUNDED,
+        "test_a_whole_model_takes_the_place_of_an_adapter": ROUNDED,
     }

@@ -9,7 +9,7 @@ from engine_plugin_fsdp.options import FSDPOptions
 
 class AdaptedEngine(FSDPEngine):
     def __init__(self, config, model_config, context, *, trainable=True):
-        config = config.model_copy(update={"lora": LoRAConfig(rank=4)})
+        config = config.model_copy(update={"lora": config.lora or LoRAConfig(rank=4)})
         super().__init__(config, model_config, context, trainable=trainable)
 
 

@@ -2,6 +2,8 @@ import pytest
 
 from engine_plugin_testing import TrainEngineSuite
 
+NO_DORA = ({}, {"rslora": True}, {"modules_to_save": ["lm_head"]})
+
 
 class FSDP(TrainEngineSuite):
     backend = "fsdp"
@@ -62,6 +64,7 @@ class TestTensorParallel(FSDP):
     world_size = 2
     resumes_on = (4,)
     options = {"tp": 2}
+    lora = NO_DORA
 
 
 @pytest.mark.slow
@@ -69,12 +72,14 @@ class TestTensorAndDataParallel(FSDP):
     world_size = 4
     resumes_on = (2,)
     options = {"tp": 2}
+    lora = NO_DORA
 
 
 @pytest.mark.slow
 class TestTensorAndSequenceParallel(FSDP):
     world_size = 4
     options = {"tp": 2, "sp": 2}
+    lora = NO_DORA
     model = {"num_key_value_heads": 4}
 
 

@@ -1,27 +1,18 @@
-"""Contracts of roles besides the actor, critic and reward model, and of LoRA adapters."""
+"""Contracts of roles besides the actor: critic and reward model."""
 
 from __future__ import annotations
-
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from engine_core.config.roles import LoRAConfig
 from engine_core.types import LossCall
-from engine_plugin_testing.contracts import close, contract, identical, near, same_direction
+from engine_plugin_testing.contracts import close, contract, near, same_direction
 from engine_plugin_testing.probes import PROBE
 from engine_plugin_testing.reference import (
     gradient_of,
-    nll_loss,
     norm_of,
-    outputs_of,
-    published,
 )
-from engine_plugin_testing.train_bench import MEASURE, NLL, TrainBench, rounding
-
-LORA = LoRAConfig(rank=4, alpha=12.0)
-PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+from engine_plugin_testing.train_bench import MEASURE, TrainBench
 
 
 @contract(
@@ -120,110 +111,3 @@ def _same_gradient(
     fine = {name for name, value in before.items() if value.dtype.itemsize >= 4}
     found, expected = ({n: v for n, v in each.items() if n in fine} for each in (found, expected))
     same_direction(found, expected, bench.gradient_tolerance, what)
-
-
-@contract(
-    capability="lora",
-    package="peft",
-    catches=(
-        "the base trained under an adapter",
-        "an adapter without its alpha",
-        "an adapter that infer cannot leave out",
-        "an adapter merged twice",
-        "one half of an adapter streamed",
-        "one half of an adapter trained at another rate",
-    ),
-)
-def an_adapter_alone_is_trained(bench: TrainBench) -> None:
-    """With ``[actor.lora]`` the adapter is trained and the base is not.
-
-    ``B`` gets ``scale G A^T`` of the model's float64 gradient ``G``, and ``A`` gets ``scale B^T G``. Merged weights are
-    ``W + scale B A``, and another engine takes the adapter.
-    """
-    batch, module = bench.batch(), bench.reference()
-    engine = bench.engine(lora=LORA, optim={**MEASURE, "weight_decay": 0.0}, budget=24)
-    scale = (engine.config.lora or LORA).alpha / (engine.config.lora or LORA).rank
-    base = {name: value.detach().clone() for name, value in module.named_parameters()}
-    first = adapter_of(engine)
-    layers = sorted(name.removeprefix(PREFIX).removesuffix(A) for name in first if name.endswith(A))
-    assert layers, f"The adapter has no tensors named '{PREFIX}...{A}': {sorted(first)[:3]}."
-    with torch.no_grad():
-        plain = outputs_of(module, batch)["log_probs"]
-    close(bench.infer(engine, batch)["log_probs"], plain, bench.tolerance, "log_probs with a new adapter")
-    gradient = gradient_of(module, nll_loss(module, batch))
-    expected = {
-        layer: scale * gradient[f"{layer}.weight"] @ first[f"{PREFIX}{layer}{A}"].double().T
-        for layer in layers
-    }
-    step = bench.step(engine, batch)
-    near(step.grad_norm, norm_of(expected), bench.gradient_tolerance, "grad_norm of an adapter")
-    second = adapter_of(engine)
-    found = _gradients(bench, first, second)
-    found = {layer: found[f"{PREFIX}{layer}{B}"] for layer in layers}
-    same_direction(found, expected, bench.gradient_tolerance, "gradient of an adapter's B")
-    bench.step(engine, batch, NLL)
-    third, merged = adapter_of(engine), bench.weights(engine)
-    same = [
-        layer for layer in layers if torch.equal(third[f"{PREFIX}{layer}{A}"], first[f"{PREFIX}{layer}{A}"])
-    ]
-    assert not same, f"A of the adapter is not trained: {same[:3]}."
-    for name, value in adapted(base, third, scale).items():
-        close(
-            merged[name], value, max(1e-5, 2 * rounding(merged[name])), f"weight '{name}' of base and adapter"
-        )
-    changed = bench.reference(weights=merged)
-    with torch.no_grad():
-        expected_ = outputs_of(changed, batch)["log_probs"]
-    close(
-        bench.infer(engine, batch)["log_probs"], expected_, 10 * bench.tolerance, "log_probs with the adapter"
-    )
-    without = bench.infer(engine, batch, adapter=False)["log_probs"]
-    close(without, plain, bench.tolerance, "log_probs with adapter=False")
-    other = bench.engine(lora=LORA, optim={**MEASURE, "weight_decay": 0.0})
-    other.load_named_weights((name, third[name]) for name in sorted(third))
-    identical(adapter_of(other), third, "adapter that was loaded")
-    engine.export(bench.folder / "adapter", adapter=True)
-    bench.barrier()
-    identical(published(bench.folder / "adapter"), third, "exported adapter")
-    gradient = gradient_of(changed, nll_loss(changed, batch))
-    halves = {}
-    for layer in layers:
-        a, b = (third[f"{PREFIX}{layer}{half}"].double() for half in (A, B))
-        halves[f"{PREFIX}{layer}{A}"] = scale * b.T @ gradient[f"{layer}.weight"]
-        halves[f"{PREFIX}{layer}{B}"] = scale * gradient[f"{layer}.weight"] @ a.T
-    bench.step(other, batch)
-    found = _gradients(bench, third, adapter_of(other))
-    same_direction(found, halves, bench.gradient_tolerance, "gradient of an adapter's halves")
-
-
-def _gradients(
-    bench: TrainBench, before: Mapping[str, Tensor], after: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the gradients [D_1, D_2, ...] that a first step with ``MEASURE`` has taken."""
-    change = {name: before[name].double() - after[name].double() for name in before}
-    if bench.settings["optimizer"] == "adamw":
-        change = {name: value / (1 - value.abs()).clamp(min=1e-6) for name, value in change.items()}
-    return change
-
-
-def adapted(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Return ``W + scale B A`` in float64, by the names of the base; weights without an adapter as they are.
-
-    Args:
-        base: weights [D_1, D_2, ...] by name.
-        adapter: ``A: [R, in]`` and ``B: [out, R]`` by their names in an adapter file.
-        scale: ``alpha / rank``.
-    """
-    found = {}
-    for name, value in base.items():
-        a, b = (adapter.get(f"{PREFIX}{name.removesuffix('.weight')}{half}") for half in (A, B))
-        found[name] = value.double()
-        if a is not None and b is not None:
-            found[name] = found[name] + scale * b.double() @ a.double()
-    return found
-
-
-def adapter_of(engine: object) -> dict[str, Tensor]:
-    """Return copies of an adapter's tensors on the CPU: ``A: [R, in]`` and ``B: [out, R]`` by name."""
-    found = engine.named_weights(adapter=True)  # type: ignore[attr-defined]
-    return {name: value.detach().to("cpu", copy=True) for name, value in found}

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from engine_plugin_testing import (
     imports,
+    train_adapters,
     train_outputs,
     train_roles,
     train_runs,
@@ -26,6 +27,7 @@ MODULES = (
     train_weights,
     train_state,
     train_roles,
+    train_adapters,
 )
 
 
@@ -60,6 +62,8 @@ class TrainEngineSuite(Suite, modules=MODULES):
         roles: roles besides the actor that the engine serves: ``critic``, ``reward_model``.
         second_model: changes to the tiny model's config for one contract; of another family, with biases and dropout. Not
             used with ``write_model`` or a ``model_type`` in ``model``; empty: no such model.
+        lora: tables of ``[actor.lora]``, besides `rank` and `alpha`, that contracts of adapters try in turn; take out those
+            that the engine refuses, which is tested. The model is untied.
         bit_exact: a resumed run continues bit for bit; False allows rounding.
     """
 
@@ -69,6 +73,7 @@ class TrainEngineSuite(Suite, modules=MODULES):
     fields = (
         "backend", "options", "plugins", "model", "second_model", "write_model", "reference", "value_reference",
         "optimizer", "gradients", "device", "tolerance", "gradient_tolerance", "norm_tolerance", "bit_exact",
+        "lora",
     )  # fmt: skip
 
     backend: str = "torch"
@@ -86,4 +91,5 @@ class TrainEngineSuite(Suite, modules=MODULES):
     gradient_tolerance: float = 2e-3
     norm_tolerance: float = 1e-6
     roles: Sequence[str] = ()
+    lora: Sequence[Mapping[str, Any]] = train_adapters.KINDS
     bit_exact: bool = True

@@ -11,8 +11,8 @@ import torch
 
 from engine_plugin_testing.contracts import close, contract, identical, near, refused, same_direction
 from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of, outputs_of, published
+from engine_plugin_testing.train_adapters import LORA, adapted, adapter_of
 from engine_plugin_testing.train_bench import MEASURE, rounding
-from engine_plugin_testing.train_roles import LORA, adapted, adapter_of
 
 if TYPE_CHECKING:
     from engine_plugin_testing.train_bench import TrainBench
