@@ -133,3 +133,22 @@ class AnyBase(WithAdapter):
     class made(Adapter):
         def base_identity(self):
             return "the base"
+
+
+class FrozenOnceOff(WithAdapter):
+    class made(Adapter):
+        @contextlib.contextmanager
+        def off(self):
+            with super().off():
+                yield
+            self.module.requires_grad_(False)
+
+
+class StaysOff(WithAdapter):
+    class made(Adapter):
+        @contextlib.contextmanager
+        def off(self):
+            self.switched = super().off()  # kept: its end would switch the adapter on
+            self.switched.__enter__()
+            yield
+            self.switched.__exit__(None, None, None)

@@ -112,6 +112,22 @@ class LosesBegunInQueue(HFRolloutEngine):
         return super().abort(ids)
 
 
+class CutsIds(HFRolloutEngine):
+    def _rollout(self, request, sampled):
+        return dataclasses.replace(super()._rollout(request, sampled), request_id=request.id[:64])
+
+
+class SleepsAll(HFRolloutEngine):
+    def sleep(self, keep=()):
+        super().sleep()
+
+
+class WakesAllOrNothing(HFRolloutEngine):
+    def wake(self, only=None):
+        if only is None:
+            super().wake()
+
+
 class KeepsSharedCache(HFRolloutEngine):
     def set_version(self, version):
         self.version = version

@@ -167,6 +167,19 @@ class Unseeded(Broken):
             return super().start(roles, total_steps)
 
 
+class PushesFirst(Broken):
+    def start(self, roles, total_steps):
+        groups = super().start(roles, total_steps)
+        named, first = groups["actor"].engine.named_weights, []
+
+        def kept(to="all", adapter=False):
+            first[:] = first or named(to, adapter)
+            return iter(first)
+
+        groups["actor"].engine.named_weights = kept
+        return groups
+
+
 class SaveIsDone(Broken):
     def start(self, roles, total_steps):
         groups = super().start(roles, total_steps)

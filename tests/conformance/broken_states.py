@@ -1,8 +1,11 @@
 """Train engines, each with one mistake of state: kept over a load, a change of an option, a sleep or an export."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
+
+import torch
 
 from engine_plugin_torch.engine import TorchEngine
 
@@ -64,3 +67,43 @@ class ExportsOldConfig(TorchEngine):
         super().export(folder, adapter)
         if not adapter:
             shutil.copy(Path(self.config.path or self.model_config.path) / "config.json", folder)
+
+
+class KeepsMark(TorchEngine):
+    def load(self, folder):
+        marked = self.store._random
+        super().load(folder)
+        self.store._random = marked
+
+
+class SavingDropsGradients(TorchEngine):
+    def save(self, folder):
+        done = super().save(folder)
+        self.module.zero_grad(set_to_none=True)
+        return done
+
+
+class FirstOptions(TorchEngine):
+    def _resolve(self, loss):
+        self.known = getattr(self, "known", {})
+        return self.known.setdefault(loss.name, super()._resolve(loss))
+
+
+class FirstTemperature(TorchEngine):
+    def _outputs(self, micro, grad, watched=()):
+        self.temperature = getattr(self, "temperature", micro.temperature)
+        return super()._outputs(dataclasses.replace(micro, temperature=self.temperature), grad, watched)
+
+
+class ShortPositions(TorchEngine):
+    def _outputs(self, micro, grad, watched=()):
+        self.longest = getattr(self, "longest", int(micro.lengths.max()))
+        places = torch.cat([torch.arange(n) for n in micro.lengths.tolist()])
+        found = super()._outputs(micro, grad, watched)
+        return {n: v * (places < self.longest).view(-1, *[1] * (v.ndim - 1)) for n, v in found.items()}
+
+
+class MeanOfNothing(TorchEngine):
+    def forward_backward(self, batch, loss):
+        found = super().forward_backward(batch, loss)
+        return found if len(batch) else dataclasses.replace(found, loss=float("nan"))

@@ -32,6 +32,7 @@ FAULTS = [
     ("Swallows", "the error of one rank swallowed", "an_error_on_one_rank_alone_comes_back"),
     ("CountsIdle", "steps in which a role is idle counted", "every_role_has_a_group_of_its_ranks"),
     ("Unseeded", "torch not seeded where engines are built", "every_role_has_a_group_of_its_ranks"),
+    ("PushesFirst", "the weights of the first push sent again", "pushed_weights_reach_every_sampler_whole"),
     ("SaveIsDone", "a save that failed later counted as done", "a_save_that_fails_later_raises_its_error"),
 ]
 

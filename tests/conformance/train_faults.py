@@ -113,5 +113,13 @@ RUN_FAULTS = [
     (1, "ForgetsMoments", "the optimizer state of an adapter not restored", "a_run_with_an_adapter_resumes_over_its_base"),
     (1, "AnyBase", "an adapter over another base", "a_run_with_an_adapter_resumes_over_its_base"),
     (1, "IgnoresKinds", "a kind of adapter that is ignored", "every_kind_of_adapter_is_that_of_peft"),
+    (1, "KeepsMark", "a mark kept over a load", "the_random_state_comes_back"),
+    (1, "SavingDropsGradients", "saving clears the gradients", "saving_changes_nothing"),
+    (1, "FirstOptions", "the options of the first loss kept", "a_batch_does_not_depend_on_those_before"),
+    (1, "FirstTemperature", "the temperature of the first batch kept", "a_batch_does_not_depend_on_those_before"),
+    (1, "ShortPositions", "positions up to the longest sequence of the first batch", "a_batch_does_not_depend_on_those_before"),
+    (1, "MeanOfNothing", "a loss of a batch without sequences that is not 0", "a_batch_does_not_depend_on_those_before"),
+    (1, "FrozenOnceOff", "an adapter that is not trained once it was off", "every_kind_of_adapter_is_that_of_peft"),
+    (1, "StaysOff", "an adapter that stays off after an error", "every_kind_of_adapter_is_that_of_peft"),
     (1, "HalfAfterSleep", "weights in half precision after a sleep", "a_sleep_between_the_calls_of_a_step_changes_nothing"),
 ]  # fmt: skip

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from engine_core.contracts.engines import RolloutEngine
     from engine_core.types import Rollout
 
+LONG_ID = 40 * "a/\u00e9 \U0001f600\n"  # no limit of an id is known
+
 
 def _finish(engine: RolloutEngine, calls: int = 2000) -> list[Rollout]:
     """Step until no request is unfinished and return the rollouts."""
@@ -160,13 +162,14 @@ def malformed_requests_are_refused(bench: RolloutBench) -> None:
     )
 
 
-@contract(catches=("requests of a later call lost",))
+@contract(catches=("requests of a later call lost", "ids cut to a length"))
 def every_request_comes_back_once(bench: RolloutBench) -> None:
     """Each request comes back exactly once, also if requests are added in two calls.
 
-    Then ``step`` returns nothing.
+    Its id is any text, also a long one. Then ``step`` returns nothing.
     """
     engine, requests = bench.engine(), bench.requests(group=2)
+    requests = [dataclasses.replace(r, id=f"{LONG_ID}{r.id}") for r in requests[::2]] + requests[1::2]
     assert engine.step() == [], "step with nothing queued gives rollouts."
     engine.add(requests[:5])
     done = engine.step()

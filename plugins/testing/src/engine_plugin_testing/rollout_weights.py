@@ -262,14 +262,35 @@ def an_engine_asleep_takes_no_update(bench: RolloutBench) -> None:
     _check_policy(bench, engine, bench.reference(other), 2, "after an update that followed sleep")
 
 
-@contract(capability="sleep", catches=("weights lost in sleep",))
+@contract(
+    capability="sleep",
+    catches=(
+        "weights lost in sleep",
+        "weights put to sleep although they are kept",
+        "a wake of one part without effect",
+    ),
+)
 def an_engine_that_slept_samples_as_before(bench: RolloutBench) -> None:
     """After ``sleep`` and ``wake`` the engine is the same policy.
 
-    It sleeps whole or with the weights kept.
+    It sleeps whole or with the weights kept. An update is taken while the weights are awake: kept, or woken alone.
     """
     engine = bench.engine()
     for keep in ((), ("weights",)):
         engine.sleep(keep=keep)
         engine.wake()
         _check_policy(bench, engine, bench.reference(), 0, f"after sleep(keep={keep})")
+    for version, keep in ((1, ("weights",)), (2, ())):
+        path = bench.model(seed=version)
+        engine.sleep(keep=keep)
+        if not keep:
+            engine.wake(only=("weights",))
+        about = f"after an update during sleep(keep={keep}), with the weights awake"
+        try:
+            engine.update_weights(bench.stream(path), version)
+        except REFUSALS as error:
+            raise AssertionError(
+                f"An update is refused {about.removeprefix('after an update ')}: {error}"
+            ) from error
+        engine.wake()
+        _check_policy(bench, engine, bench.reference(path), version, about)

@@ -334,26 +334,27 @@ def _other(name: str) -> Any:
     return values.get(name, default / 2 if isinstance(default, float) else (default or 0) + 11)
 
 
-@contract()
+@contract(catches=("the weights of the first push sent again",))
 def pushed_weights_reach_every_sampler_whole(bench: RuntimeBench) -> None:
-    """A push brings the actor's weights to every rank of the sampler bit for bit.
+    """A push brings the actor's weights to every rank of the sampler bit for bit; a second one, those of a later step.
 
     It returns version, bytes and checksum.
     """
     runtime, groups, journal = bench.shared
-    groups["actor"].call("optimizer_step").result()
-    steps = bench.written(journal, "actor", "optimizer_step")[0][-1]["number"]
-    result = runtime.push_weights("actor", "rollout", 7)
-    digest = hashlib.sha256()
-    for name, size in WEIGHTS.items():
-        digest.update(name.encode() + (torch.arange(size, dtype=torch.float32) + steps).numpy().tobytes())
-    size = 4 * sum(WEIGHTS.values())
-    assert (result.version, result.checksum) == (7, digest.hexdigest()), result
-    assert result.bytes == size * bench.world_size, result
-    for rank, lines in enumerate(bench.written(journal, "rollout", "update_weights")):
-        assert (lines[-1]["bytes"], lines[-1]["checksum"]) == (size, digest.hexdigest()), rank
-    answer = groups["rollout"].call("generate", requests=bench.requests(2)).result()
-    assert [rollout.policy_versions.tolist()[-1] for rollout in answer] == [7, 7]
+    for version in (7, 8):
+        groups["actor"].call("optimizer_step").result()
+        steps = bench.written(journal, "actor", "optimizer_step")[0][-1]["number"]
+        result = runtime.push_weights("actor", "rollout", version)
+        digest = hashlib.sha256()
+        for name, size in WEIGHTS.items():
+            digest.update(name.encode() + (torch.arange(size, dtype=torch.float32) + steps).numpy().tobytes())
+        size = 4 * sum(WEIGHTS.values())
+        assert (result.version, result.checksum) == (version, digest.hexdigest()), result
+        assert result.bytes == size * bench.world_size, result
+        for rank, lines in enumerate(bench.written(journal, "rollout", "update_weights")):
+            assert (lines[-1]["bytes"], lines[-1]["checksum"]) == (size, digest.hexdigest()), rank
+        answer = groups["rollout"].call("generate", requests=bench.requests(2)).result()
+        assert [rollout.policy_versions.tolist()[-1] for rollout in answer] == [version] * 2
 
 
 @contract()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -172,6 +173,8 @@ def _log_probs(bench: TrainBench, path: str, weights: Mapping[str, Tensor] | Non
         "modules trained whole exported as they were",
         "lengths of rows that are not trained",
         "a kind of adapter that is ignored",
+        "an adapter that is not trained once it was off",
+        "an adapter that stays off after an error",
     ),
 )
 def every_kind_of_adapter_is_that_of_peft(bench: TrainBench) -> None:
@@ -195,7 +198,14 @@ def every_kind_of_adapter_is_that_of_peft(bench: TrainBench) -> None:
         with engine.without_adapter():
             without = bench.infer(engine, batch)["log_probs"]
         close(without, plain, bench.tolerance, f"log_probs in without_adapter, {what}")
+        with contextlib.suppress(KeyError), engine.without_adapter():
+            raise KeyError("an error while the adapter is off")
         close(bench.infer(engine, batch)["log_probs"], found, bench.tolerance, f"log_probs again, {what}")
+        before = adapter_of(engine)
+        bench.step(engine, batch)
+        still = [name for name, value in adapter_of(engine).items() if torch.equal(value, before[name])]
+        assert not still, f"A step after adapter=False leaves {still[:3]} as they were, {what}."
+        found = bench.infer(engine, batch)["log_probs"]
         merged = bench.weights(engine)
         expected = _log_probs(bench, path, merged, batch)
         close(found, expected, 10 * bench.tolerance, f"log_probs of the merged weights, {what}")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from engine_core.types import LossCall
 from engine_plugin_testing.contracts import close, contract, near, same_direction
 from engine_plugin_testing.probes import PAIRS, PROBE, probed
 from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of, outputs_of, probe_outputs
-from engine_plugin_testing.train_bench import LENGTHS, MEASURE, ODD, TrainBench
+from engine_plugin_testing.train_bench import LENGTHS, MEASURE, NLL, ODD, POLICY, TrainBench
+from engine_plugin_testing.train_steps import OPTIONS
+
+if TYPE_CHECKING:
+    from engine_core.contracts.engines import TrainEngine
+    from engine_core.types import Batch
 
 LONG = (
     120,
@@ -203,3 +210,57 @@ def every_call_reports_its_own_loss_and_metrics(bench: TrainBench) -> None:
             near(found.metrics[name], value, 1e-5, f"metric '{name}' of {what}")
         if number % 2:
             engine.optimizer_step()
+
+
+@contract(
+    catches=(
+        "the options of the first loss kept",
+        "the temperature of the first batch kept",
+        "positions up to the longest sequence of the first batch",
+        "a loss of a batch without sequences that is not 0",
+    )
+)
+def a_batch_does_not_depend_on_those_before(bench: TrainBench) -> None:
+    """An engine that had other batches before gives the outputs, loss, metrics and norm of a new engine.
+
+    The batches differ in lengths, temperature, candidates and options of the loss. One of them has no sequence.
+    """
+    short, long = bench.batch((5, 4, 7, 6)), bench.batch((40, 3, 90, 17, 8), seed=1, temperature=0.6)
+    draws = torch.Generator().manual_seed(3)
+    cases = []
+    for batch, call in (
+        (short, POLICY),
+        (long, LossCall("policy", OPTIONS, outputs=("log_probs", "entropy"))),
+    ):
+        columns = {
+            name: -3 - torch.rand(batch.num_tokens, generator=draws)
+            for name in ("old_log_probs", "ref_log_probs", "rollout_log_probs")
+        }
+        width = 2 + len(cases)
+        ids = torch.arange(2, 2 + width).expand(batch.num_tokens, width).clone()
+        cases.append((batch.with_columns({**columns, "candidate_ids": ids}), call))
+    new = [_seen(bench, bench.engine(optim={"lr": 0.0}), *case) for case in cases]
+    used = bench.engine(optim={"lr": 0.0})
+    for number in (0, 1, 0):
+        empty = cases[number][0].select([])
+        found = used.infer(empty, ["log_probs"])["log_probs"]
+        assert found.shape == (0,), (
+            f"log_probs of a batch without sequences have the shape {list(found.shape)}."
+        )
+        loss = used.forward_backward(empty, NLL).loss
+        assert loss == 0, f"The loss of a batch without sequences is {loss}."
+        for what, value in _seen(bench, used, *cases[number]).items():
+            expected = new[number][what]
+            about = f"{what} of batch {number + 1} after another one"
+            if isinstance(value, float):
+                near(value, expected, max(1e-4, bench.norm_tolerance), about)
+            else:
+                close(value, expected, bench.tolerance, about)
+
+
+def _seen(bench: TrainBench, engine: TrainEngine, batch: Batch, call: LossCall) -> dict[str, Any]:
+    """Return outputs [T] and [T, K], loss, metrics and norm of one batch by name."""
+    found: dict[str, Any] = dict(bench.infer(engine, batch, ("log_probs", "entropy", "log_probs_at")))
+    trained = bench.forward_backward(engine, batch, call)
+    norm = engine.optimizer_step().grad_norm
+    return {**found, "loss": trained.loss, "grad_norm": norm, **trained.metrics}

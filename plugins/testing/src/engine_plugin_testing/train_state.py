@@ -181,11 +181,18 @@ def a_run_goes_on_on_another_number_of_ranks(bench: TrainBench) -> None:
     bench.barrier()
 
 
-@contract(catches=("random state not saved", "the random state at the last mark not saved"))
+@contract(
+    catches=(
+        "random state not saved",
+        "the random state at the last mark not saved",
+        "a mark kept over a load",
+    )
+)
 def the_random_state_comes_back(bench: TrainBench) -> None:
     """After ``load`` torch's random state on every rank is that of the time of ``save``.
 
-    If the engine has a ``mark``, it is that of the last ``mark``, also if random numbers were drawn after it.
+    If the engine has a ``mark``, it is that of the last ``mark``, also if random numbers were drawn after it. ``load`` ends
+    the time of a ``mark``.
     """
     engine = bench.engine()
     torch.manual_seed(77 + bench.place.rank)
@@ -194,6 +201,7 @@ def the_random_state_comes_back(bench: TrainBench) -> None:
         torch.manual_seed(99 + bench.place.rank)
         engine.mark()
         _compare_random(bench, engine, "mark")
+        _compare_random(bench, engine, "a save after load")
 
 
 def _compare_random(bench: TrainBench, engine: TrainEngine, since: str) -> None:
@@ -214,22 +222,25 @@ def _compare_random(bench: TrainBench, engine: TrainEngine, since: str) -> None:
     )
 
 
-@contract(catches=("saving clears the optimizer state",))
+@contract(catches=("saving clears the optimizer state", "saving clears the gradients"))
 def saving_changes_nothing(bench: TrainBench) -> None:
-    """A run that saves takes the same steps as one that does not.
+    """A run that saves, exports and streams its weights takes the same steps as one that does not.
 
-    Its files stay as they were saved.
+    It does so between two calls of a step. Its files stay as they were saved.
     """
     batch = bench.batch()
     plain, saving = bench.engine(optim=OPTIM), bench.engine(optim=OPTIM)
     for engine in (plain, saving):
         bench.step(engine, batch)
+        bench.forward_backward(engine, batch.select(range(4)))
     weights = bench.weights(saving)
     saved = saving.save(bench.folder / "state")
     saved.result()
+    saving.export(bench.folder / "export")
     bench.barrier()
     for engine in (plain, saving):
-        bench.step(engine, batch)
+        bench.forward_backward(engine, batch.select(range(4, 8)))
+        engine.optimizer_step()
     identical(bench.weights(saving), bench.weights(plain), "weights of the run that saved", bench.exact)
     saving.load(bench.folder / "state")
     identical(bench.weights(saving), weights, "weights after going back to what was saved")
