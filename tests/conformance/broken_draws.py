@@ -128,6 +128,17 @@ class WakesAllOrNothing(HFRolloutEngine):
             super().wake()
 
 
+class AbortsTwice(HFRolloutEngine):
+    def abort(self, ids):
+        return [rollout for rollout in super().abort(ids) for id in ids if id == rollout.request_id]
+
+
+class CountsQueue(HFRolloutEngine):
+    @property
+    def num_unfinished(self):
+        return len(self._queue)
+
+
 class KeepsSharedCache(HFRolloutEngine):
     def set_version(self, version):
         self.version = version

@@ -229,6 +229,8 @@ FAULTS = [
     (Rollout, "CutsIds", "ids cut to a length", "every_request_comes_back_once"),
     (Rollout, "SleepsAll", "weights put to sleep although they are kept", "an_engine_that_slept_samples_as_before"),
     (Rollout, "WakesAllOrNothing", "a wake of one part without effect", "an_engine_that_slept_samples_as_before"),
+    (Rollout, "AbortsTwice", "a rollout for each time that an id is named", "aborted_requests_come_back_at_once"),
+    (Rollout, "CountsQueue", "requests that finished in a pause not counted", "a_pause_loses_no_request"),
     (Rollout, "CutsEarly", "a response cut one token before the last position", "a_response_fits_into_the_model"),
     (Rollout, "ShortTail", "as many tokens decoded as the longest stop string has characters", "stop_strings_cross_the_borders_of_tokens"),
     (Rollout, "KeepsSharedCache", "keys and values of a shared module kept over its steps", "a_shared_module_changes_under_responses_in_flight"),

@@ -121,5 +121,6 @@ RUN_FAULTS = [
     (1, "MeanOfNothing", "a loss of a batch without sequences that is not 0", "a_batch_does_not_depend_on_those_before"),
     (1, "FrozenOnceOff", "an adapter that is not trained once it was off", "every_kind_of_adapter_is_that_of_peft"),
     (1, "StaysOff", "an adapter that stays off after an error", "every_kind_of_adapter_is_that_of_peft"),
+    (1, "ExportsAdapterOnce", "an adapter exported as it was before", "every_kind_of_adapter_is_that_of_peft"),
     (1, "HalfAfterSleep", "weights in half precision after a sleep", "a_sleep_between_the_calls_of_a_step_changes_nothing"),
 ]  # fmt: skip

@@ -181,7 +181,7 @@ def every_request_comes_back_once(bench: RolloutBench) -> None:
     assert engine.step() == [], "step after the last rollout gives more."
 
 
-@contract(catches=("aborted rollouts reported as cut",))
+@contract(catches=("aborted rollouts reported as cut", "a rollout for each time that an id is named"))
 def aborted_requests_come_back_at_once(bench: RolloutBench) -> None:
     """``abort`` returns the given requests with the finish reason ``abort`` and their whole prompt.
 
@@ -189,7 +189,7 @@ def aborted_requests_come_back_at_once(bench: RolloutBench) -> None:
     """
     engine, requests = bench.engine(), bench.requests()
     engine.add(requests)
-    stopped = engine.abort([requests[1].id, "no such request"])
+    stopped = engine.abort([requests[1].id, "no such request", requests[1].id])
     assert [r.request_id for r in stopped] == [requests[1].id], (
         f"abort gave {[r.request_id for r in stopped]}."
     )
@@ -209,7 +209,10 @@ def aborted_requests_come_back_at_once(bench: RolloutBench) -> None:
     assert engine.abort([requests[0].id]) == [], "abort of a finished request gives a rollout."
 
 
-@contract(capability="pause", catches=("finished rollouts lost in a pause",))
+@contract(
+    capability="pause",
+    catches=("finished rollouts lost in a pause", "requests that finished in a pause not counted"),
+)
 def a_pause_loses_no_request(bench: RolloutBench) -> None:
     """In each mode of ``pause`` every request comes back exactly once after ``resume``.
 
@@ -219,6 +222,9 @@ def a_pause_loses_no_request(bench: RolloutBench) -> None:
         engine, requests = bench.engine(), bench.requests()
         engine.add(requests)
         engine.pause(mode)
+        assert engine.num_unfinished == len(requests), (
+            f"num_unfinished is {engine.num_unfinished} after pause('{mode}'); no rollout of {len(requests)} was returned."
+        )
         engine.resume()
         done = _finish(engine)
         assert sorted(r.request_id for r in done) == sorted(r.id for r in requests), (

@@ -175,6 +175,7 @@ def _log_probs(bench: TrainBench, path: str, weights: Mapping[str, Tensor] | Non
         "a kind of adapter that is ignored",
         "an adapter that is not trained once it was off",
         "an adapter that stays off after an error",
+        "an adapter exported as it was before",
     ),
 )
 def every_kind_of_adapter_is_that_of_peft(bench: TrainBench) -> None:
@@ -202,6 +203,7 @@ def every_kind_of_adapter_is_that_of_peft(bench: TrainBench) -> None:
             raise KeyError("an error while the adapter is off")
         close(bench.infer(engine, batch)["log_probs"], found, bench.tolerance, f"log_probs again, {what}")
         before = adapter_of(engine)
+        engine.export(bench.folder / f"before-{number}", adapter=True)
         bench.step(engine, batch)
         still = [name for name, value in adapter_of(engine).items() if torch.equal(value, before[name])]
         assert not still, f"A step after adapter=False leaves {still[:3]} as they were, {what}."
