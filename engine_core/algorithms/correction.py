@@ -1,37 +1,37 @@
 """The gap between the sampling policy and the trained policy: metrics, importance weights and masks.
 
 The two policies are the same weights in two programs (or, off policy, two versions of the weights). With
-``r = pi / pi_rollout`` at each sampled token and pi the trained policy before this step's updates:
+``s = p_old / p_rollout`` at each sampled token and p_old the trained policy before this step's updates:
 
 ==================== ===================================================== ================================
 key                  formula                                               paper
 ==================== ===================================================== ================================
-level = token        weight ``min(r, cap)``                                TIS, https://fengyao.notion.site/off-policy-rl
-level = sequence     weight ``min(prod_t r_t, cap)``                       TIS, https://fengyao.notion.site/off-policy-rl
-mask = token         only tokens with ``low <= r <= high``                 IcePop, arXiv:2510.18855
-mask = sequence      only sequences with ``low <= prod_t r_t <= high``
+level = token        weight ``min(s, cap)``                                TIS, https://fengyao.notion.site/off-policy-rl
+level = sequence     weight ``min(prod_t s_t, cap)``                       TIS, https://fengyao.notion.site/off-policy-rl
+mask = token         only tokens with ``low <= s <= high``                 IcePop, arXiv:2510.18855
+mask = sequence      only sequences with ``low <= prod_t s_t <= high``
 mask = geometric     only sequences with
-                     ``low <= exp(mean_t log r_t) <= high``
+                     ``low <= exp(mean_t log s_t) <= high``
 reject = k1          only sequences with
-                     ``abs(mean_t log r_t) <= log reject_ratio``
-reject = k2          only sequences with ``mean_t (log r_t)^2 / 2`` at
+                     ``abs(mean_t log s_t) <= log reject_ratio``
+reject = k2          only sequences with ``mean_t (log s_t)^2 / 2`` at
                      most its value at ``reject_ratio``
-reject = k3          only sequences with ``mean_t (r_t - 1 - log r_t)``
+reject = k3          only sequences with ``mean_t (s_t - 1 - log s_t)``
                      at most its value at ``reject_ratio``
 off_policy_threshold no token with ``A < 0`` in a sequence with            OPSM, arXiv:2512.02556
-                     ``mean_t (log pi_rollout - log pi) > threshold``
+                     ``mean_t (log p_rollout - log p) > threshold``
 ==================== ===================================================== ================================
 
-Differs (reject = k1): bounds are on r (verl tests the bounds of its k1 rejection on -log r, so there "0.5 to 4" keeps 0.25 to 2)
+Differs (reject = k1): bounds are on s (verl tests the bounds of its k1 rejection on -log s, so there "0.5 to 4" keeps 0.25 to 2)
 Differs (mask = token): a masked token keeps its place in the denominator of the mean, as an update from it would be 0
 
 With token weights, ``mask = token`` is IcePop; with sequence weights, ``mask = sequence`` is MIS. A
 weight multiplies the loss after the clip and has no gradient.
 
-If top-p or top-k cut the distribution to a support S, the sampler drew from ``q = pi_rollout / pi_rollout(S)``.
-With the column ``support_ids`` all log-probs are over S (``Batch.from_rollouts(replay=True)``): r is
-``pi(token | S) / q`` and its mean over q is 1. Without that column both log-probs are over the whole vocabulary
-(``rollout_log_probs + support_log_mass``): the mean of r is 1 if the policies agree, else ``pi(S) / pi_rollout(S)``.
+If top-p or top-k cut the distribution to a support S, the sampler drew from ``q = p_rollout / p_rollout(S)``.
+With the column ``support_ids`` all log-probs are over S (``Batch.from_rollouts(replay=True)``): s is
+``p_old(token | S) / q`` and its mean over q is 1. Without that column both log-probs are over the whole vocabulary
+(``rollout_log_probs + support_log_mass``): the mean of s is 1 if the policies agree, else ``p_old(S) / p_rollout(S)``.
 """
 
 from __future__ import annotations

@@ -262,16 +262,15 @@ class PluginSet:
         return list(dict.fromkeys([*self.named[::-1], *(self.chosen[backend][1] for backend in backends)]))
 
     def emit(self, event: str, step: int, data: Mapping[str, Any]) -> list[str]:
-        """Call every observer; a failure is logged and counted in ``observer_failures``.
-
-        Return the answers, each after the label of its plugin.
-        """
+        """Call every observer and return the answers after their plugins' labels. A failure is logged and counted."""
         answers = []
         for plugin in reversed(self.plugins):
             try:
                 answer = self._caller("engine_on_event", plugin)(
                     event=event, step=step, data=dict(data), plugin_options=plugin.options
                 )
+                if bad := [each for each in answer if not isinstance(each, str)]:
+                    raise TypeError(f"engine_on_event must return text or None; it gave {bad[0]!r}")
                 answers += [f"{plugin.label}: {each}" for each in answer]
             except (Exception, SystemExit):
                 self.observer_failures += 1

@@ -327,7 +327,7 @@ def _write_manifest(folder: Path, step: int) -> None:
 
 
 def _write_json(path: Path, value: Any, halfway: str | None = None) -> None:
-    text = json.dumps(value, indent=1, sort_keys=True)
+    text = json.dumps(value, indent=1)  # a trainer's state keeps the order of its keys
     with path.open("w", encoding="utf-8") as file:
         file.write(text[: len(text) // 2])
         if halfway:

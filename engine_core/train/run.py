@@ -81,9 +81,7 @@ class TrainingRun(abc.ABC):
         self.folder: RunFolder | None = None  #: the run folder, from the start of ``train``
         self.groups: dict[str, WorkerGroup] = {}  #: the workers by role, after ``setup``
         self.runtime: Runtime  #: starts and stops the workers; set by ``setup``
-        self.step_done = self.step_now = (
-            0  #: number of the last finished step, and of the step in work (outside of steps both are equal)
-        )
+        self.step_done = self.step_now = 0  #: number of the last finished step, and of the step in work
         self.skipped_in_a_row: dict[str, int] = {}  # optimizer steps, by role
         self.signals = StopSignals()  # takes signals only within ``train``
         self.times: dict[str, float] = {}  #: seconds in each phase of this step

@@ -2,12 +2,15 @@
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from variants import variants
 
 from engine_core import load_config
+from engine_core.config import ModelConfig
 from engine_core.config.assemble import plugins_for
 from engine_core.errors import DataError
 from engine_core.runs.rollout_files import read_rollouts
@@ -157,6 +160,20 @@ def wide_heads(world):
 )
 def test_vllm_gets_merged_weights_or_an_architecture_of_the_plugin(train, wide_heads, plugins, way):
     train("adapter_lm", way, plugins=plugins, **VLLM)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm: what the run samples with")
+def test_vllm_starts_from_an_export_of_a_changed_model(train, wide_heads, world, tmp_path):
+    from engine_plugin_custom_model.adapter_lm import WithAdapter, build
+
+    changed = build(ModelConfig(path=str(world / "model")))
+    for part in changed.modules():
+        if isinstance(part, WithAdapter):
+            torch.nn.init.normal_(part.up.weight, std=0.1)
+    export = shutil.copytree(world / "model", tmp_path / "export")
+    changed.save_pretrained(export)
+    train("adapter_lm", "process", plugins=["adapter_lm"], **VLLM, **{"model.path": str(export)})
 
 
 def test_a_hook_that_leaves_the_sampler_out_is_told_what_to_do(train, tmp_path):

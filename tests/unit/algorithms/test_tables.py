@@ -99,7 +99,7 @@ def test_the_reference_has_every_algorithm_by_its_name(tables):
 def test_a_row_that_goes_on_and_a_difference_are_read(tables):
     rows = tables["listed"](correction)
     assert rows["reject = k2"]["Formula"] == (
-        "only sequences with `mean_t (log r_t)^2 / 2` at most its value at `reject_ratio`"
+        "only sequences with `mean_t (log s_t)^2 / 2` at most its value at `reject_ratio`"
     )
     assert rows["mask = token"]["Paper"] == "IcePop, [2510.18855](https://arxiv.org/abs/2510.18855)"
-    assert rows["reject = k1"]["Differs"].startswith("bounds are on r (verl tests")
+    assert rows["reject = k1"]["Differs"].startswith("bounds are on s (verl tests")

@@ -14,7 +14,7 @@ from engine_core.contracts.engines import TrainEngine
 from engine_core.contracts.weight_sync import ADAPTER_CONFIG
 from engine_core.errors import EngineError
 from engine_plugin_testing.contracts import close, contract, identical, near, refused, same_direction
-from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of, outputs_of, published
+from engine_plugin_testing.reference import VOCABULARY, gradient_of, nll_loss, norm_of, outputs_of, published
 from engine_plugin_testing.train_bench import MEASURE, NLL, rounding
 
 if TYPE_CHECKING:
@@ -26,12 +26,8 @@ if TYPE_CHECKING:
     from engine_plugin_testing.train_bench import TrainBench
 
 LORA = LoRAConfig(rank=4, alpha=12.0)
-KINDS: tuple[Mapping[str, Any], ...] = (
-    {},
-    {"rslora": True},
-    {"dora": True},
-    {"modules_to_save": ["lm_head"]},
-)
+WHOLE_HEAD: Mapping[str, Any] = {"modules_to_save": ["lm_head"]}
+KINDS: tuple[Mapping[str, Any], ...] = ({}, {"rslora": True}, {"dora": True}, WHOLE_HEAD)
 """Tables of ``[actor.lora]``, besides rank and alpha."""
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
@@ -54,6 +50,8 @@ def an_adapter_alone_is_trained(bench: TrainBench) -> None:
     ``B`` gets ``scale G A^T`` of the model's float64 gradient ``G``, and ``A`` gets ``scale B^T G``. Merged weights are
     ``W + scale B A``, and another engine takes the adapter.
     """
+    if not takes_adapters(bench):
+        return
     batch, module = bench.batch(), bench.reference()
     engine = bench.engine(lora=LORA, optim={**MEASURE, "weight_decay": 0.0}, budget=24)
     scale = (engine.config.lora or LORA).alpha / (engine.config.lora or LORA).rank
@@ -143,9 +141,19 @@ def adapter_of(engine: object) -> dict[str, Tensor]:
     return {name: value.detach().to("cpu", copy=True) for name, value in found}
 
 
+def takes_adapters(bench: TrainBench) -> bool:
+    """Return whether the model has a linear layer besides its head; a model of the suite's own may have none."""
+    from torch import nn
+
+    layers = bench.reference().named_modules()
+    return any(isinstance(layer, nn.Linear) and layer.out_features != VOCABULARY for _, layer in layers)
+
+
 def _tables(bench: TrainBench) -> Iterator[tuple[LoRAConfig, str]]:
-    """Yield the tables of the suite's ``lora``, each with its name in messages."""
-    for keys in bench.settings["lora"]:
+    """Yield the tables of the suite's ``lora`` that fit its model, each with its name in messages."""
+    for keys in bench.settings["lora"] if takes_adapters(bench) else ():
+        if bench.settings["write_model"] and keys == WHOLE_HEAD:
+            continue  # the head of such a model may have another name
         yield LORA.model_copy(update=dict(keys)), f"with [actor.lora] {json.dumps(keys)}"
 
 
@@ -186,7 +194,7 @@ def every_kind_of_adapter_is_that_of_peft(bench: TrainBench) -> None:
     """
     batch, path = bench.batch(), bench.model(tied=False)
     plain = _log_probs(bench, path, None, batch)
-    for keys in KINDS:
+    for keys in () if bench.settings["write_model"] else KINDS:
         if keys not in bench.settings["lora"]:
             with refused(f"[actor.lora] {json.dumps(keys)}, which `lora` of the suite lacks,"):
                 bench.engine(path=path, lora=LORA.model_copy(update=dict(keys)))
@@ -320,6 +328,8 @@ def the_tensors_of_an_adapter_are_mixed_in_their_share(bench: TrainBench) -> Non
 
     Tensors that are unknown, missing or of another shape are refused.
     """
+    if not takes_adapters(bench):
+        return
     batch, path = bench.batch(), bench.model(tied=False)
     for lora, what in _tables(bench):
         engine, noise = _trained(bench, path, lora), torch.Generator().manual_seed(5)
@@ -353,6 +363,8 @@ def a_run_with_an_adapter_resumes_over_its_base(bench: TrainBench) -> None:
     The loading engine has trained otherwise before. Over another base, with or without an adapter, ``load`` is refused, or
     brings the saved model back.
     """
+    if not takes_adapters(bench):
+        return
     batch, path = bench.batch(), bench.model(tied=False)
     for number, (lora, what) in enumerate(_tables(bench)):
         folder, optim = (

@@ -11,7 +11,7 @@ import torch
 
 from engine_plugin_testing.contracts import close, contract, identical, near, refused, same_direction
 from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of, outputs_of, published
-from engine_plugin_testing.train_adapters import LORA, adapted, adapter_of
+from engine_plugin_testing.train_adapters import LORA, adapted, adapter_of, takes_adapters
 from engine_plugin_testing.train_bench import MEASURE, rounding
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def weights_are_mixed_in_their_share(bench: TrainBench) -> None:
     for name, value in bench.weights(engine).items():
         mixed = 0.75 * before[name].double() + 0.25 * other[name]
         close(value, mixed, 2 * rounding(value), f"mixed weight '{name}'")
-    if "lora" in bench.capabilities and importlib.util.find_spec("peft"):
+    if "lora" in bench.capabilities and importlib.util.find_spec("peft") and takes_adapters(bench):
         _compare_mixed_adapter(bench, other)
 
 

@@ -223,7 +223,7 @@ def _refuse_unfit(path: str, built: nn.Module, found: Mapping[str, Collection[st
     if problems := [f"{wrong}: {_some(sorted(names))}" for wrong, names in found.items() if names]:
         raise DataError(
             f"The weights of '{path}' do not fit {type(built).__name__}: {'; '.join(problems)}. "
-            "Is model.override right, or is it a folder of another model?"
+            "Is model.override right, is it a folder of another model, or does a plugin build the model (plugins = [...])?"
         )
 
 

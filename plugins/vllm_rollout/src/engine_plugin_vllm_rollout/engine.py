@@ -115,7 +115,7 @@ class VLLMRolloutEngine(RolloutEngine):
                 self._full,
                 self.context.world_size,
             ),
-            load_weights=module is None and not registered and not has_no_weights(self.model_config.path),
+            load_weights=module is None and not registered and self._reads_folder(),
             override=architecture(hf_config) | head | self.model_config.override | registered,
             trust_remote_code=self.model_config.trust_remote_code,
             key=self.where,
@@ -130,6 +130,12 @@ class VLLMRolloutEngine(RolloutEngine):
         self.memory = Memory(self._llm, self.options.sleep_level if device.type == "cuda" else 0)
         if module is not None:
             self._updater.take(published(module), 0)
+
+    def _reads_folder(self) -> bool:
+        """Return whether vLLM reads the folder's weights: not if a plugin maps them, as they may not fit before."""
+        plugins: Any = self.context.plugins
+        mapped = self.step_hooks is not None and plugins.overrides("engine_map_weights")
+        return not has_no_weights(self.model_config.path) and (self.options.adapter or not mapped)
 
     def _registered(self) -> dict[str, Any]:
         """Return changes to the model's config for an architecture that a plugin registers with vLLM; empty without one.
