@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from engine_core.contracts.engines import Layout
@@ -15,7 +17,6 @@ from engine_plugin_torch.state import random_state, set_random_state
 
 if TYPE_CHECKING:
     import torch
-    import torch.distributed as dist
 
     from engine_core.contracts.engines import WorkerContext
     from engine_plugin_fsdp.options import FSDPOptions
@@ -55,12 +56,10 @@ class Ranks(RankGroup):
         self.sequence: dist.ProcessGroup | None = None
         self.slice: dist.ProcessGroup | None = None
         if options.sp > 1:
-            axes = init_device_mesh(
-                device.type, (slices, options.sp, options.tp), mesh_dim_names=("dp", "sp", "tp")
-            )
+            axes = _shared(device, (slices, options.sp, options.tp), ("dp", "sp", "tp"))
             self.sequence = axes.get_group("sp")
         if together > 1:
-            axes = init_device_mesh(device.type, (slices, together), mesh_dim_names=("dp", "slice"))
+            axes = _shared(device, (slices, together), ("dp", "slice"))
             self.slice = axes.get_group("slice")
         self.layout = Layout(self.rank // together, slices, self.rank % together == 0)
 
@@ -123,4 +122,17 @@ def _mesh(device: torch.device, replicas: int, shards: int, sharding: str, tp: i
     if tp > 1:
         axes.append(("tp", tp))
     names, shape = zip(*axes, strict=True)
-    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+    return _shared(device, shape, names)
+
+
+def _shared(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return the mesh of this shape, which all roles of the process share: each group costs threads or device memory."""
+    return _made(dist.group.WORLD, device.type, shape, names)
+
+
+@functools.cache
+def _made(
+    world: dist.ProcessGroup | None, device_type: str, shape: tuple[int, ...], names: tuple[str, ...]
+) -> DeviceMesh:
+    """Build a mesh over ``world``, the default group. Collective."""
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
