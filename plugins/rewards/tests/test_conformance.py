@@ -30,11 +30,51 @@ class TestNumeric(RewardSuite):
         (FOUR | {"completion": "4.00"}, 1.0, "4"),
         (FOUR | {"completion": "-0.50"}, 0.0, "-0.5"),
         (FOUR | {"completion": "none"}, 0.0, None),
+        (FOUR | {"completion": r"\boxed{4} of 5"}, 1.0, "4"),
+        (FOUR | {"completion": r"4, so \boxed{unknown}"}, 1.0, "4"),
+    ]
+    failing = [FOUR | {"answer": "unknown"}]
+
+
+class TestNumericTolerances(RewardSuite):
+    """The larger one of the two tolerances is allowed, not their sum."""
+
+    name = "numeric"
+    options = {"tolerance": 0.5, "relative_tolerance": 0.01}
+    examples = [
+        ({"completion": "126.2", "answer": "125"}, 1.0, "125"),
+        ({"completion": "126.4", "answer": "125"}, 0.0, "126.4"),
+        ({"completion": "123.6", "answer": "125"}, 0.0, "123.6"),
+        (FOUR | {"completion": "4.5"}, 1.0, "4"),
+        (FOUR | {"completion": "4.52"}, 0.0, "4.52"),
+        (FOUR | {"completion": "-4"}, 0.0, "-4"),
+        ({"completion": "-126.2", "answer": "-125"}, 1.0, "-125"),
+    ]
+
+
+class TestNumericInTheBox(RewardSuite):
+    name = "numeric"
+    options = {"boxed": "only"}
+    examples = [
+        (FOUR | {"completion": r"5 or \boxed{4}, not 3"}, 1.0, "4"),
+        (FOUR | {"completion": r"\boxed{4} or \boxed{5}"}, 0.0, "5"),
+        (FOUR | {"completion": r"It is 4. \boxed{unknown}"}, 0.0, None),
+        (FOUR, 0.0, None),
+    ]
+
+
+class TestNumericWithoutTheBox(RewardSuite):
+    name = "numeric"
+    options = {"boxed": "ignore"}
+    examples = [
+        (FOUR | {"completion": r"\boxed{4}, not 3"}, 0.0, "3"),
+        (FOUR | {"completion": r"\boxed{3}, so 4"}, 1.0, "4"),
     ]
 
 
 class TestMath(RewardSuite):
     name = "math"
+    failing = [FOUR | {"answer": ""}, FOUR | {"answer": "#### "}]
     examples = [
         ({"completion": r"so \boxed{\frac{2}{4}}", "answer": r"\frac12"}, 1.0),
         (FOUR | {"answer": "5"}, 0.0),
