@@ -59,6 +59,19 @@ def built(trainer, world_size, weights="auto", sharing=True):
     return host
 
 
+def test_engines_built_before_one_that_fails_are_closed(monkeypatch):
+    closed = []
+
+    def fails(self, config, model_config, context):
+        raise ConfigError("no such sampler")
+
+    monkeypatch.setattr(OnRanks, "close", lambda self: closed.append(self.context.role))
+    monkeypatch.setattr(Sampler, "__init__", fails)
+    with pytest.raises(ConfigError, match="no such sampler"):
+        built(OnRanks, 1)
+    assert closed == ["actor"]
+
+
 def test_a_backend_that_knows_no_ranks_is_refused_on_several():
     with pytest.raises(
         ConfigError, match=r"actor\.backend = 'torch' trains in one process, and the pool of 'actor' has 2"
