@@ -75,7 +75,7 @@ def test_each_token_has_its_own_log_prob_whatever_is_told_beside_it(beside):
     assert rollout.rollout_log_probs.tolist() == [0.0, 0.0, -0.5, -1.25, -2.0]
     assert rollout.rollout_log_probs.dtype == torch.float32
     assert rollout.loss_mask.tolist() == [False, False, True, True, True]
-    assert rollout.policy_versions.tolist()[2:] == [3, 3, 3]
+    assert rollout.policy_versions.tolist() == [0, 0, 3, 3, 3]
 
 
 def test_without_log_probs_there_are_zeros_and_nothing_sampled_is_an_empty_response():

@@ -90,7 +90,7 @@ class GRUSampler(RolloutEngine):
             token_ids=torch.tensor(prompt + tokens),
             loss_mask=torch.tensor([False] * len(prompt) + [True] * len(tokens)),
             rollout_log_probs=torch.tensor([0.0] * len(prompt) + log_probs),
-            policy_versions=torch.full((len(prompt) + len(tokens),), self.version, dtype=torch.int32),
+            policy_versions=torch.tensor([0] * len(prompt) + [self.version] * len(tokens), dtype=torch.int32),
             finish_reason=reason,
             group_id=request.group_id,
             index=request.index,

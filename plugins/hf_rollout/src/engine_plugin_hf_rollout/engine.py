@@ -206,7 +206,7 @@ class HFRolloutEngine(RolloutEngine):
         if not all(map(math.isfinite, sampled.log_probs)):
             raise logits_not_finite(request.id, self.version)
         prompt, count = request.prompt.token_ids, len(sampled.tokens)
-        versions = torch.full((len(prompt) + count,), self.version, dtype=torch.int32)
+        versions = torch.tensor([0] * len(prompt) + [self.version] * count, dtype=torch.int32)
         if request.begun is not None:
             versions[: len(request.begun.policy_versions)] = request.begun.policy_versions
         zeros = [0.0] * len(prompt)

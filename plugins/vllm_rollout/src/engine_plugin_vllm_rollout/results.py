@@ -162,9 +162,9 @@ def _reason(output: CompletionOutput | None) -> str:
 
 
 def _policy_versions(prompt: int, count: int, ends: Sequence[tuple[int, int]]) -> Tensor:
-    """[count] int32. ``ends``: (tokens sampled until then, version) in order."""
-    versions = torch.empty(count, dtype=torch.int32)
-    start = 0
+    """[count] int32, 0 at the prompt. ``ends``: (tokens sampled until then, version) in order."""
+    versions = torch.zeros(count, dtype=torch.int32)
+    start = prompt
     for end, version in ends:
         at = prompt + end
         versions[start:at] = version
