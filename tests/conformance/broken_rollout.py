@@ -2,9 +2,11 @@
 
 import dataclasses
 import itertools
+import math
 
 import torch
 
+from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import DataError
 from engine_plugin_hf_rollout.engine import HFRolloutEngine
 
@@ -218,6 +220,42 @@ class NewVersions(Changed):
     def change(self, rollout):
         rollout.policy_versions[:] = self.version
         return rollout
+
+
+class VersionsAtPrompt(Changed):
+    def change(self, rollout):
+        rollout.policy_versions[: rollout.prompt_length] = self.version
+        return rollout
+
+
+class NewerOnly(HFRolloutEngine):
+    def update_weights(self, stream, version):
+        if 0 < version <= self.version:
+            stream = own_weights(self._module()).items()
+        return super().update_weights(stream, version)
+
+
+class NaNIsZero(HFRolloutEngine):
+    def _rollout(self, request, sampled):
+        sampled.log_probs = [value if math.isfinite(value) else 0.0 for value in sampled.log_probs]
+        return super()._rollout(request, sampled)
+
+
+class NewText(Changed):
+    def change(self, rollout):
+        rollout.text = self.tokenizer.decode(rollout.token_ids[self.begun[rollout.request_id] :].tolist())
+        return rollout
+
+    def add(self, requests):
+        counts = {r.id: len(r.begun.token_ids if r.begun else r.prompt.token_ids) for r in requests}
+        self.begun = getattr(self, "begun", {}) | counts
+        super().add(requests)
+
+
+class AbortLosesDone(HFRolloutEngine):
+    def abort(self, ids):
+        self._done = [rollout for rollout in self._done if rollout.request_id not in ids]
+        return super().abort(ids)
 
 
 class LosesSupport(Changed):

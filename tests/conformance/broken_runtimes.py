@@ -95,6 +95,16 @@ class LosesBegun(Asked):
         return {"begun": None}
 
 
+class PromptOfId(Broken):
+    def given(self, batch, plain):
+        prompts = {request.prompt.id: request.prompt for request in plain.get("requests", ())}
+        if prompts:
+            plain["requests"] = [
+                dataclasses.replace(r, prompt=prompts[r.prompt.id]) for r in plain["requests"]
+            ]
+        return (batch,)
+
+
 class Returned(Broken):
     def back(self, result):
         return [self.returned(rollout) for rollout in result] if isinstance(result, list) else result

@@ -1,4 +1,4 @@
-"""Train engines, each with one mistake of state: kept over a load, a change of an option, a sleep or an export."""
+"""Train engines, each with one mistake of state: kept over a load, a change of an option, a sleep, an export or what a folder has."""
 
 import dataclasses
 import json
@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from engine_plugin_torch.engine import TorchEngine
+from engine_plugin_torch.value_models import HEAD, reset_head
 
 
 class KeepsGroups(TorchEngine):
@@ -67,6 +68,27 @@ class ExportsOldConfig(TorchEngine):
         super().export(folder, adapter)
         if not adapter:
             shutil.copy(Path(self.config.path or self.model_config.path) / "config.json", folder)
+
+
+class NoBuffers(TorchEngine):
+    def named_weights(self, to="all", adapter=False):
+        learned = dict(self.module.named_parameters())
+        return ((n, value) for n, value in super().named_weights(to, adapter) if n in learned)
+
+
+class FreshHead(TorchEngine):
+    def _finish(self, module):
+        if hasattr(module, HEAD):
+            reset_head(getattr(module, HEAD), 0)
+        super()._finish(module)
+
+
+class CutsAlpha(TorchEngine):
+    def _finish(self, module):
+        super()._finish(module)
+        for layer in self.module.modules():
+            if getattr(layer, "scaling", None) and isinstance(layer.scaling, dict):
+                layer.scaling["default"] = int(self.config.lora.alpha) / self.config.lora.rank
 
 
 class KeepsMark(TorchEngine):

@@ -1,4 +1,4 @@
-"""A model that is not of transformers: embeddings, a running mean over the past, a head."""
+"""A model that is not of transformers: embeddings, a running mean over the past, a head, and a saved buffer that shifts the logits."""
 
 import json
 
@@ -14,10 +14,11 @@ class RunningMean(nn.Module):
         super().__init__()
         self.embed, self.mix = nn.Embedding(vocab_size, size), nn.Linear(size, size)
         self.head = nn.Linear(size, vocab_size)
+        self.register_buffer("shift", torch.zeros(vocab_size))
 
     def forward(self, input_ids, position_ids):
         seen = self.embed(input_ids).cumsum(1) / (position_ids[..., None] + 1)
-        return self.head(torch.tanh(self.mix(seen)))
+        return self.head(torch.tanh(self.mix(seen))) + self.shift
 
 
 def write(folder, model, seed, tied):
@@ -28,6 +29,7 @@ def write(folder, model, seed, tied):
         module = RunningMean(size, model["vocab_size"])
         nn.init.normal_(module.mix.weight, std=model["initializer_range"] * 5)
         nn.init.normal_(module.head.weight, std=model["initializer_range"] * 4)
+        nn.init.normal_(module.shift, std=model["initializer_range"])
     folder.mkdir()
     save_file(module.state_dict(), folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"size": size, "vocab_size": model["vocab_size"]}))

@@ -17,6 +17,7 @@ class TestRunningMean(TrainEngineSuite):
     plugins = ["custom_model_plugin.py"]
     write_model = "custom_model_plugin.py:write"
     reference = "custom_model_plugin.py:load"
+    lora = ({}, {"rslora": True}, {"dora": True})  # it has no lm_head
     unsupported = {
         "test_export_is_loaded_by_from_pretrained": NOT_OF_TRANSFORMERS,
         "test_hooks_load_without_heavy_imports": ONE_FILE,

@@ -25,6 +25,12 @@ class Train(TrainEngineSuite):
     plugins = ["broken_plugin.py"]
 
 
+class Buffered(TrainEngineSuite):
+    plugins = ["broken_plugin.py", "custom_model_plugin.py"]
+    write_model = "custom_model_plugin.py:write"
+    reference = "custom_model_plugin.py:load"
+
+
 class Heavy(TrainEngineSuite):
     plugins = ["heavy_plugin.py"]
 
@@ -114,6 +120,7 @@ FAULTS = [
     (Train, "ForgetsRandom", "random state not saved", "the_random_state_comes_back"),
     (Train, "LoadsAnything", "another model's state loaded", "the_state_of_another_model_is_refused"),
     (Train, "DropsWeight", "a weight left out of named_weights", "named_weights_are_those_of_the_model_folder"),
+    (Buffered, "NoBuffers", "a saved buffer left out of named_weights", "named_weights_are_those_of_the_model_folder"),
     (Train, "TiedTwice", "a tied weight given twice", "a_tied_weight_comes_once"),
     (Train, "TakesPart", "a missing weight accepted", "weights_that_do_not_fit_are_refused"),
     (Rollout, "Swapped", "sequences of a group swapped", "groups_are_complete_and_in_order"),
@@ -134,6 +141,11 @@ FAULTS = [
     (Rollout, "OneSeed", "one seed for all", "different_seeds_differ"),
     (Rollout, "SeedOfBatch", "the batch decides what is sampled", "a_seed_does_not_depend_on_the_batch"),
     (Rollout, "Stale", "stale weights after an update", "sampling_follows_new_weights"),
+    (Rollout, "NewerOnly", "an update left out whose version is not newer", "sampling_follows_new_weights"),
+    (Rollout, "VersionsAtPrompt", "the version of the weights at tokens of the prompt", "sampling_follows_new_weights"),
+    (Rollout, "NaNIsZero", "log-probs that are no numbers replaced", "sampling_follows_new_weights"),
+    (Rollout, "NewText", "text without the tokens of begun", "a_stopped_response_goes_on"),
+    (Rollout, "AbortLosesDone", "requests that finished in a pause lost where they are aborted", "a_pause_loses_no_request"),
     (Rollout, "TakesPart", "an incomplete update accepted", "an_update_that_does_not_fit_is_refused"),
     (Rollout, "UpdatesAsleep", "an update taken while asleep", "an_engine_asleep_takes_no_update"),
     (Rollout, "OtherSupport", "the support of another token", "the_support_is_what_top_p_and_top_k_left"),

@@ -122,5 +122,8 @@ RUN_FAULTS = [
     (1, "FrozenOnceOff", "an adapter that is not trained once it was off", "every_kind_of_adapter_is_that_of_peft"),
     (1, "StaysOff", "an adapter that stays off after an error", "every_kind_of_adapter_is_that_of_peft"),
     (1, "ExportsAdapterOnce", "an adapter exported as it was before", "every_kind_of_adapter_is_that_of_peft"),
+    (1, "FreshHead", "a fresh head in place of the folder's", "the_value_gradient_equals_the_reference"),
+    (1, "FreshHead", "a fresh head in place of the folder's", "scores_and_their_gradient_equal_the_reference"),
+    (1, "CutsAlpha", "an alpha cut to a whole number", "an_adapter_alone_is_trained"),
     (1, "HalfAfterSleep", "weights in half precision after a sleep", "a_sleep_between_the_calls_of_a_step_changes_nothing"),
 ]  # fmt: skip

@@ -180,7 +180,7 @@ def policy_loss(module: nn.Module, batch: Batch, options: Mapping[str, Any]) -> 
 
 
 def gradient_of(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """Return the gradient [D_1, D_2, ...] of each parameter by name; tied ones once, zeros if it has none.
+    """Return the gradient [D_1, D_2, ...] of each parameter by name; tied ones once, zeros if it has none. So have saved buffers.
 
     Args:
         module: module of the parameters, whose gradients are cleared first.
@@ -188,7 +188,9 @@ def gradient_of(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     """
     module.zero_grad(set_to_none=True)
     loss.backward()
-    return {
+    saved = module.state_dict().keys()
+    buffers = {name: torch.zeros_like(value) for name, value in module.named_buffers() if name in saved}
+    return buffers | {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in module.named_parameters()
     }

@@ -11,7 +11,7 @@ import torch
 from engine_core.types import SUPPORT, padded_support
 from engine_plugin_testing.contracts import close, contract, refused
 from engine_plugin_testing.reference import LIVELIER
-from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, response
+from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, plain_text, response
 from engine_plugin_testing.rollout_cuts import CUTTING
 from engine_plugin_testing.rollout_draws import SIGMAS, places_of, rows_of_response
 
@@ -111,13 +111,14 @@ def a_response_stopped_in_its_midst_is_what_was_sampled(bench: RolloutBench) -> 
         "the random numbers of the first tokens again",
         "an id that still has its stopped row",
         "the tokens of begun lost by a stop in the queue",
+        "text without the tokens of begun",
     ),
 )
 def a_stopped_response_goes_on(bench: RolloutBench) -> None:
     """A request with ``begun`` returns the whole response, in which the tokens of ``begun`` keep their columns and extras.
 
     New tokens are those of the present weights. Where the sampler can, half of the requests cut the distribution and ask
-    for its support. The limit of tokens is that of the whole response. New tokens are independent of those in ``begun``.
+    for its support. The limit of tokens, and the text, are those of the whole response. New tokens are independent of those in ``begun``.
     The id of a stopped request is free at once, for its continuation or another prompt, while other requests run.
     """
     engine, other = bench.engine(**STOPS), bench.model(seed=1)
@@ -142,6 +143,8 @@ def a_stopped_response_goes_on(bench: RolloutBench) -> None:
             assert torch.equal(kept, before), f"'{request.id}': {name} of what was begun have changed."
         _check_extras(whole, begun)
         assert whole.prompt == request.prompt, f"'{request.id}' carries another prompt."
+        text = plain_text(bench, response(whole))
+        assert whole.text in (text, ""), f"'{request.id}' has the text {whole.text!r}; expected {text!r}."
         assert count < len(whole.token_ids), f"'{request.id}' did not continue."
         assert whole.response_length <= LONG, (
             f"'{request.id}' has {whole.response_length} tokens, with those of before; {LONG} were asked for."

@@ -211,12 +211,17 @@ def aborted_requests_come_back_at_once(bench: RolloutBench) -> None:
 
 @contract(
     capability="pause",
-    catches=("finished rollouts lost in a pause", "requests that finished in a pause not counted"),
+    catches=(
+        "finished rollouts lost in a pause",
+        "requests that finished in a pause not counted",
+        "requests that finished in a pause lost where they are aborted",
+    ),
 )
 def a_pause_loses_no_request(bench: RolloutBench) -> None:
     """In each mode of ``pause`` every request comes back exactly once after ``resume``.
 
-    The mode ``abort`` returns unfinished requests as aborted.
+    The mode ``abort`` returns unfinished requests as aborted. ``abort`` after a pause returns the rollouts of all that it
+    names, also of those that finished in the pause.
     """
     for mode in ("drain", "keep", "abort"):
         engine, requests = bench.engine(), bench.requests()
@@ -233,6 +238,18 @@ def a_pause_loses_no_request(bench: RolloutBench) -> None:
         if mode != "abort":
             reasons = {rollout.finish_reason for rollout in done}
             assert "abort" not in reasons, f"pause('{mode}') aborted requests."
+        engine.add(requests)
+        engine.pause(mode)
+        engine.resume()
+        named = sorted(request.id for request in requests[::2])
+        stopped = engine.abort(named)
+        assert sorted(rollout.request_id for rollout in stopped) == named, (
+            f"abort after pause('{mode}') returned {len(stopped)} rollouts; it named {len(named)} requests."
+        )
+        done = stopped + _finish(engine)
+        assert sorted(r.request_id for r in done) == sorted(r.id for r in requests), (
+            f"pause('{mode}') and abort lost requests."
+        )
     with refused("pause('no such mode')"):
         bench.engine().pause("no such mode")
 

@@ -36,19 +36,34 @@ def _check_policy(
         )
         versions = set(rollout.policy_versions[rollout.loss_mask].tolist())
         assert versions == {version}, f"policy_versions {what} are {sorted(versions)}; expected {version}."
+        prompt = rollout.policy_versions[: rollout.prompt_length]
+        assert not prompt.any(), f"policy_versions at the prompt {what} are {prompt.tolist()}; expected 0."
 
 
-@contract(catches=("stale weights after an update",))
+@contract(
+    catches=(
+        "stale weights after an update",
+        "an update left out whose version is not newer",
+        "the version of the weights at tokens of the prompt",
+        "log-probs that are no numbers replaced",
+    )
+)
 def sampling_follows_new_weights(bench: RolloutBench) -> None:
     """After ``update_weights`` new tokens have the log-probs of the new weights and the new version.
 
-    This holds also for a prompt that was sampled before.
+    This holds also for a prompt that was sampled before, and for a version that came before or is older. At tokens of the
+    prompt the version is 0. Weights that are not finite are not sampled from.
     """
-    engine, other = bench.engine(), bench.model(seed=1)
+    engine, first, other = bench.engine(), bench.model(), bench.model(seed=1)
     _check_policy(bench, engine, bench.reference(), 0, "before the update")
-    engine.update_weights(bench.stream(other), 7)
-    assert engine.version == 7, f"version is {engine.version} after an update to 7."
-    _check_policy(bench, engine, bench.reference(other), 7, "after the update")
+    for version, path in ((7, other), (7, first), (5, other)):
+        engine.update_weights(bench.stream(path), version)
+        assert engine.version == version, f"version is {engine.version} after an update to {version}."
+        _check_policy(bench, engine, bench.reference(path), version, f"after an update to version {version}")
+    broken = {name: torch.full_like(weight, torch.nan) for name, weight in bench.stream(other)}
+    with refused("sampling from weights that are not finite"):
+        engine.update_weights(iter(broken.items()), 8)
+        engine.generate(bench.requests(("2+2=",)))
 
 
 @contract(

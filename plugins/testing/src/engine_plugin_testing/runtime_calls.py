@@ -288,19 +288,21 @@ def rollouts_come_in_the_order_of_their_requests(bench: RuntimeBench) -> None:
         "extras of rollouts lost",
         "the failure of a rollout lost",
         "what was begun lost",
+        "the prompt of another request with its id",
     )
 )
 def every_field_of_requests_and_rollouts_crosses(bench: RuntimeBench) -> None:
     """Every field of a request reaches the sampler, and every field of a rollout its caller, bit for bit.
 
-    The request has every option set and a response in ``begun``. The rollout has text, rewards, answers, messages,
-    failure and extras of every type.
+    The request has every option set and a response in ``begun``. The prompts have one id and differ. The rollout
+    has text, rewards, answers, messages, failure and extras of every type.
     """
     _, groups, journal = bench.shared
     before = [len(lines) for lines in bench.written(journal, "rollout", "add")] or [0] * bench.world_size
     options: dict[str, Any] = {field.name: _other(field.name) for field in dataclasses.fields(Sampling)}
     requests = []
     for request in bench.requests(4, do="full", row={"deep": [None, 0.1, {"\u00e9": True}]}):
+        request.prompt.id = "p"
         full = dataclasses.replace(request, sampling=Sampling(**options))
         requests.append(dataclasses.replace(full, begun=full_rollout(full)))
     found = groups["rollout"].call("generate", requests=requests).result()

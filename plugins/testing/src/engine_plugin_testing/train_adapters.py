@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine_core.types import Batch
     from engine_plugin_testing.train_bench import TrainBench
 
-LORA = LoRAConfig(rank=4, alpha=12.0)
+LORA = LoRAConfig(rank=4, alpha=11.5)  # no whole number
 WHOLE_HEAD: Mapping[str, Any] = {"modules_to_save": ["lm_head"]}
 KINDS: tuple[Mapping[str, Any], ...] = ({}, {"rslora": True}, {"dora": True}, WHOLE_HEAD)
 """Tables of ``[actor.lora]``, besides rank and alpha."""
@@ -38,6 +38,7 @@ PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
     catches=(
         "the base trained under an adapter",
         "an adapter without its alpha",
+        "an alpha cut to a whole number",
         "an adapter that infer cannot leave out",
         "an adapter merged twice",
         "one half of an adapter streamed",

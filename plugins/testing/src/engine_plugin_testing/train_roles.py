@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from engine_core.types import LossCall
+from engine_core.types import Batch, LossCall
 from engine_plugin_testing.contracts import close, contract, near, same_direction
 from engine_plugin_testing.probes import PROBE
 from engine_plugin_testing.reference import (
@@ -14,6 +16,9 @@ from engine_plugin_testing.reference import (
 )
 from engine_plugin_testing.train_bench import MEASURE, TrainBench
 
+if TYPE_CHECKING:
+    from engine_core.contracts.engines import TrainEngine
+
 
 @contract(
     role="critic",
@@ -21,12 +26,14 @@ from engine_plugin_testing.train_bench import MEASURE, TrainBench
         "a value head that is not trained",
         "a value loss without its half",
         "the old value without its clip",
+        "a fresh head in place of the folder's",
     ),
 )
 def the_value_gradient_equals_the_reference(bench: TrainBench) -> None:
     """A critic's values, its clipped value loss and the gradient equal those of the reference.
 
-    ``values`` are the head on the hidden state of the token before, in float64. A saved critic is loaded.
+    ``values`` are the head on the hidden state of the token before, in float64. A saved critic is loaded, and an exported one is
+    built from its folder.
     """
     batch = bench.batch()
     engine = bench.engine(role="critic", optim=MEASURE, budget=24)
@@ -70,13 +77,35 @@ def the_value_gradient_equals_the_reference(bench: TrainBench) -> None:
         bench.tolerance / 10,
         "values of a loaded critic",
     )
+    close(
+        _exported(bench, engine, batch, "critic", "values"),
+        after,
+        10 * bench.tolerance,
+        "values of a critic built from its export",
+    )
 
 
-@contract(role="reward_model", catches=("scores read at the token before", "scores of the last token alone"))
+def _exported(bench: TrainBench, engine: TrainEngine, batch: Batch, role: str, output: str) -> Tensor:
+    """Export an engine, build another one of the role from that folder, and return its output [T]."""
+    folder = bench.folder / f"exported-{role}"
+    engine.export(folder)
+    bench.barrier()
+    return bench.infer(bench.engine(role=role, path=str(folder), optim=MEASURE), batch, (output,))[output]
+
+
+@contract(
+    role="reward_model",
+    catches=(
+        "scores read at the token before",
+        "scores of the last token alone",
+        "a fresh head in place of the folder's",
+    ),
+)
 def scores_and_their_gradient_equal_the_reference(bench: TrainBench) -> None:
     """A reward model's ``scores[t]`` and their gradient are those of its head on the hidden state of token t.
 
-    This holds at every loss token, also the first of a sequence.
+    This holds at every loss token, also the first of a sequence. A trained model that is exported and built from its folder
+    gives the same scores.
     """
     batch = bench.batch((9, 1, 12, 5))
     batch["loss_mask"][:3] = True
@@ -98,6 +127,12 @@ def scores_and_their_gradient_equal_the_reference(bench: TrainBench) -> None:
     step = bench.step(engine, batch, LossCall(PROBE, outputs=("scores",)))
     near(step.grad_norm, norm_of(gradient), bench.gradient_tolerance, "norm of the gradient of scores")
     _same_gradient(bench, bench.gradient(engine, before), gradient, before, "gradient of scores")
+    close(
+        _exported(bench, engine, batch, "reward_model", "scores"),
+        bench.infer(engine, batch, ("scores",))["scores"],
+        10 * bench.tolerance,
+        "scores of a reward model built from its export",
+    )
 
 
 def _same_gradient(

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from engine_plugin_testing.train_bench import TrainBench
 
 
-@contract(catches=("a weight left out of named_weights",))
+@contract(catches=("a weight left out of named_weights", "a saved buffer left out of named_weights"))
 def named_weights_are_those_of_the_model_folder(bench: TrainBench) -> None:
     """Before any step ``named_weights`` gives every tensor of the model folder, with its name and value.
 
-    Shapes are whole.
+    Shapes are whole. Saved buffers are weights, too.
     """
     for tied in (True, False):
         path = bench.model(tied=tied)
