@@ -54,7 +54,7 @@ def result_of(run):
         "lines": lines,
         "metrics": [{k: v for k, v in line.items() if not k.startswith(TIMED)} for line in lines],
         "samples": [
-            [(r.request_id, r.group_id, r.token_ids.tolist(), r.policy_versions.tolist(), r.rewards)
+            [(r.request_id, r.group_id, r.token_ids.tolist(), r.policy_versions[r.loss_mask].tolist(), r.rewards)
              for r in read_rollouts(file)]
             for file in sorted((run / "rollouts").glob("*.parquet"))
         ],
