@@ -119,9 +119,7 @@ class TrainBackend(Spec):
 
     kind = "train_engines"
     noun = "train engine"
-    capabilities: frozenset[str] = (
-        frozenset()
-    )  #: those of "Capabilities and their methods" in the hook reference
+    capabilities: frozenset[str] = frozenset()  #: the hook reference has their methods
     frozen_only: bool = False
     remote: bool = False
     own_model: bool = False
@@ -145,9 +143,7 @@ class RolloutBackend(Spec):
 
     kind = "rollout_engines"
     noun = "rollout engine"
-    capabilities: frozenset[str] = (
-        frozenset()
-    )  #: those of "Capabilities and their methods" in the hook reference
+    capabilities: frozenset[str] = frozenset()  #: the hook reference has their methods
     sampling: frozenset[str] = BASE_SAMPLING
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 
 import torch
 
@@ -233,12 +232,6 @@ class NewerOnly(HFRolloutEngine):
         if 0 < version <= self.version:
             stream = own_weights(self._module()).items()
         return super().update_weights(stream, version)
-
-
-class NaNIsZero(HFRolloutEngine):
-    def _rollout(self, request, sampled):
-        sampled.log_probs = [value if math.isfinite(value) else 0.0 for value in sampled.log_probs]
-        return super()._rollout(request, sampled)
 
 
 class NewText(Changed):

@@ -163,7 +163,7 @@ class InFlight(HFRolloutEngine):
     """Keeps the batch and its cache over updates; each token has the version that drew it."""
 
     def update_weights(self, stream, version):
-        before = [(r.id, len(s.tokens)) for r, s in zip(self._batch, self._results(), strict=True)]
+        before = [(r.id, len(s.tokens)) for r, s in zip(self._batch.values(), self._results(), strict=True)]
         self.drawn = getattr(self, "drawn", {})
         for id, count in before:
             self.drawn.setdefault(id, []).append((count, self.version))
@@ -174,7 +174,7 @@ class InFlight(HFRolloutEngine):
             self._set_aside = keep
 
     def _results(self):
-        return self._decoding.results() if self._decoding else []
+        return self._decoding.results(list(self._batch)) if self._decoding else []
 
     def _rollout(self, request, sampled):
         rollout, start = super()._rollout(request, sampled), len(request.prompt.token_ids)
@@ -213,8 +213,9 @@ class BeginsAgain(HFRolloutEngine):
 
 class SleepLoses(HFRolloutEngine):
     def sleep(self, keep=()):
-        for request in self._batch:
+        for request in self._batch.values():
             self._queue.pop(request.id, None)
+        self._drop_batch()
         super().sleep(keep)
 
 

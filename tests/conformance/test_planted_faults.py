@@ -143,7 +143,6 @@ FAULTS = [
     (Rollout, "Stale", "stale weights after an update", "sampling_follows_new_weights"),
     (Rollout, "NewerOnly", "an update left out whose version is not newer", "sampling_follows_new_weights"),
     (Rollout, "VersionsAtPrompt", "the version of the weights at tokens of the prompt", "sampling_follows_new_weights"),
-    (Rollout, "NaNIsZero", "log-probs that are no numbers replaced", "sampling_follows_new_weights"),
     (Rollout, "NewText", "text without the tokens of begun", "a_stopped_response_goes_on"),
     (Rollout, "AbortLosesDone", "requests that finished in a pause lost where they are aborted", "a_pause_loses_no_request"),
     (Rollout, "TakesPart", "an incomplete update accepted", "an_update_that_does_not_fit_is_refused"),

@@ -18,7 +18,7 @@ from engine_plugin_torch.options import TorchOptions
 def adapted(bench, alone=False, path=None):
     """The bench's engine with an adapter over the tiny model; ``alone``: the reference engine in each process."""
     plugins = bench.load_plugins()
-    lora = LoRAConfig(**{"rank": 3, **bench.settings.get("lora", {})})
+    lora = LoRAConfig(**{"rank": 3, **bench.settings.get("adapter", {})})
     kind = TorchEngine if alone else plugins.resolve("train_engines", bench.name)
     options = TorchOptions() if alone else bench.checked_options(plugins)
     config = RoleConfig(backend=bench.name, lora=lora, optim=OptimConfig(lr=1e-2, eps=1e-3), options=options)

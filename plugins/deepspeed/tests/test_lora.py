@@ -56,7 +56,7 @@ def test_an_adapter_learns_as_in_one_process(ranks, options):
 )
 @pytest.mark.parametrize("options", [{"stage": 2}, IN_PARTS], ids=["2", "3"])
 def test_other_adapters_learn_as_in_one_process(ranks, options, lora):
-    ranks(2, "an_adapter_learns_as_alone", options, lora=lora, tied=False)
+    ranks(2, "an_adapter_learns_as_alone", options, adapter=lora, tied=False)
 
 
 @pytest.mark.slow
@@ -69,7 +69,7 @@ def test_only_the_adapter_is_trained_and_saved(ranks, stage):
 @pytest.mark.parametrize("options", [{"stage": 2}, IN_PARTS], ids=["2", "3"])
 @pytest.mark.parametrize("lora", [{}, {"dora": True}, {"modules_to_save": ["norm"]}], ids=str)
 def test_weights_that_come_are_taken(ranks, options, lora):
-    ranks(2, "weights_that_come_are_taken", options, lora=lora)
+    ranks(2, "weights_that_come_are_taken", options, adapter=lora)
 
 
 @pytest.mark.slow

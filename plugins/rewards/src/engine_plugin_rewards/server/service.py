@@ -110,6 +110,8 @@ def read_service(
 def _arguments(name: str, signature: Any, samples: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
     """Select the arguments of the reward's function from the columns that were sent."""
     wanted = [*signature.names, *(samples if signature.all_columns else ())]
+    if "completions" in samples:  # a client sends the whole response alone
+        samples = {"last_turns": samples["completions"], **samples}
     found = {argument: samples.get(SINGULAR.get(argument, argument)) for argument in dict.fromkeys(wanted)}
     missing = [argument for argument in signature.required if found[argument] is None]
     if missing:
