@@ -480,7 +480,7 @@ def engine_on_event(event: str, step: int, data: Mapping[str, Any], plugin_optio
     :param data: the values of the event, from the list below.
     :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
     :returns: None, or from ``step_finished`` the reason (text) to end the run: it is logged, and the run ends after this
-        step with a checkpoint and exit code 0. What is returned for other events is ignored.
+        step with a checkpoint and exit code 0. A text for another event is ignored, any other value is a failure.
 
     Events in their order, with their data. A trainer that samples nothing has no ``weights_synced`` and ``rollouts_finished``:
 

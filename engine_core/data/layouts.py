@@ -85,11 +85,8 @@ def convert(row: Mapping[str, Any], layout: str, columns: ColumnsConfig, learn: 
             if layout == "trl" and response == ColumnsConfig().response:
                 response = "completion"
             result.response = text_or_messages(column(row, response, "response"), response)
-    if (
-        name != columns.prompt or name == ColumnsConfig().prompt
-    ):  # rewards receive the rendered prompt by this name
-        row = {key: value for key, value in row.items() if key != name}
-    result.columns |= {key: _plain(value) for key, value in row.items()}
+    renamed = name == columns.prompt != ColumnsConfig().prompt  # as "prompt" rewards receive the rendered one
+    result.columns |= {key: _plain(value) for key, value in row.items() if renamed or key != name}
     if tools := tools_of(row, columns):
         result.columns["tools"] = tools
     if columns.answer in row:

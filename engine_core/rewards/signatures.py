@@ -37,6 +37,15 @@ if TYPE_CHECKING:
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.types import Rollout
 
+
+def _last_turn(rollout: Rollout) -> str:
+    """Return the policy's last turn as text; "" if the episode does not end with one."""
+    if not rollout.messages:
+        return rollout.text
+    last = rollout.messages[-1]
+    return last["content"] if last["role"] == "assistant" else ""
+
+
 OFFERED: Mapping[str, Callable[[Rollout], Any]] = {
     "completions": lambda r: r.text,
     "prompts": lambda r: r.prompt.text,
@@ -47,7 +56,7 @@ OFFERED: Mapping[str, Callable[[Rollout], Any]] = {
     "finish_reasons": lambda r: r.finish_reason,
     "group_ids": lambda r: r.group_id,
     "dialogues": lambda r: r.messages or [{"role": "assistant", "content": r.text}],
-    "last_turns": lambda r: _last_turn(r),
+    "last_turns": _last_turn,
 }
 """What the engine offers besides the columns of the data, which may not take these names."""
 
@@ -69,14 +78,6 @@ TRL_NAMES = ("prompts", "completions", "completion_ids")  # passed to **columns 
 ASYNC_GRACE_SECONDS = 0.5  # the event loop times out single samples; the guard acts only if the loop hangs
 TRACE_CHARACTERS = 3000
 ANSWER_CHARACTERS = 1000
-
-
-def _last_turn(rollout: Rollout) -> str:
-    """Return the policy's last turn as text; "" if the episode does not end with one."""
-    if not rollout.messages:
-        return rollout.text
-    last = rollout.messages[-1]
-    return str(last["content"] or "") if last["role"] == "assistant" else ""
 
 
 @dataclass(frozen=True)

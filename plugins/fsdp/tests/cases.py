@@ -405,6 +405,12 @@ def an_adapter_learns_as_alone(bench):
         PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model.path), bench.folder / "adapter")
 
 
+def roles_share_their_groups(bench):
+    first, other = bench.engine(), bench.engine(trainable=False, role="ref")
+    assert first.ranks.mesh is other.ranks.mesh
+    assert first.ranks.slice is other.ranks.slice
+
+
 def another_model_on_a_rank(bench):
     with refused(
         "a model that differs between ranks", "other weights on rank 1", "embed_tokens.weight", "model.seed"

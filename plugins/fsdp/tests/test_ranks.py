@@ -251,6 +251,11 @@ def test_an_adapter_learns_as_in_one_process(ranks, settings):
     ranks(2, "an_adapter_learns_as_alone", **settings)
 
 
+@pytest.mark.parametrize("options", [{}, {"sp": 2}], ids=str)
+def test_the_roles_of_a_process_share_the_groups_of_their_layout(ranks, options):
+    ranks(2, "roles_share_their_groups", options)
+
+
 def test_a_model_that_differs_between_ranks_is_refused(ranks):
     ranks(2, "another_model_on_a_rank", plugins=["unequal_model.py"])
 

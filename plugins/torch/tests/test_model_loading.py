@@ -83,6 +83,30 @@ def test_a_changed_model_is_built_from_the_ordinary_one_and_from_its_own_export(
         assert torch.equal(weight, own_weights(built)[name].bfloat16())
 
 
+@pytest.mark.parametrize("wider", [False, True])
+def test_a_module_that_replaces_another_has_the_weights_of_its_names(weights_folder, tmp_path, wider):
+    def with_other_norm(module):
+        size = module.config.hidden_size
+        module.model.norm = torch.nn.LayerNorm(size, bias=False)
+        if wider:
+            module.lm_head = torch.nn.Linear(size, 3 * module.config.vocab_size, bias=False)
+
+    with torch.no_grad():
+        plain = load(weights_folder)
+        plain.model.norm.weight.add_(0.5)
+        plain.save_pretrained(weights_folder)
+    built = load_changed_model(ModelConfig(path=str(weights_folder)), with_other_norm)
+    assert torch.equal(built.model.norm.weight, plain.model.norm.weight)
+    with torch.no_grad():
+        built.model.norm.weight.add_(1.0)
+    save_file(
+        {name: w.detach() for name, w in own_weights(built).items()}, weights_folder / "model.safetensors"
+    )
+    again = load_changed_model(ModelConfig(path=str(weights_folder)), with_other_norm)
+    assert torch.equal(again.model.norm.weight, built.model.norm.weight)
+    assert torch.equal(again.lm_head.weight, built.lm_head.weight)
+
+
 def test_weights_that_fit_neither_the_ordinary_nor_the_changed_model_are_named(weights_folder, tmp_path):
     built = load_changed_model(ModelConfig(path=str(weights_folder)), with_scales)
     saved = {name: weight.detach().clone() for name, weight in own_weights(built).items()}

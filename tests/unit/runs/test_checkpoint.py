@@ -27,6 +27,11 @@ def test_a_saved_checkpoint_verifies_and_gives_its_state_back(store):
     assert store.latest() == path
 
 
+def test_a_state_comes_back_with_its_keys_in_order(store):
+    state = read_state(store.save(3, writer(), {"sums": {"b": 1.0, "a": 2.0}}))
+    assert list(state["sums"]) == ["b", "a"]
+
+
 def test_a_failure_while_writing_leaves_what_was_there_and_no_rubbish(store):
     good = store.save(1, writer(), {})
 

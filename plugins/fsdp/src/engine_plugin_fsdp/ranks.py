@@ -56,10 +56,10 @@ class Ranks(RankGroup):
         self.sequence: dist.ProcessGroup | None = None
         self.slice: dist.ProcessGroup | None = None
         if options.sp > 1:
-            axes = _shared(device, (slices, options.sp, options.tp), ("dp", "sp", "tp"))
+            axes = _shared_mesh(device, (slices, options.sp, options.tp), ("dp", "sp", "tp"))
             self.sequence = axes.get_group("sp")
         if together > 1:
-            axes = _shared(device, (slices, together), ("dp", "slice"))
+            axes = _shared_mesh(device, (slices, together), ("dp", "slice"))
             self.slice = axes.get_group("slice")
         self.layout = Layout(self.rank // together, slices, self.rank % together == 0)
 
@@ -122,16 +122,16 @@ def _mesh(device: torch.device, replicas: int, shards: int, sharding: str, tp: i
     if tp > 1:
         axes.append(("tp", tp))
     names, shape = zip(*axes, strict=True)
-    return _shared(device, shape, names)
+    return _shared_mesh(device, shape, names)
 
 
-def _shared(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+def _shared_mesh(device: torch.device, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return the mesh of this shape, which all roles of the process share: each group costs threads or device memory."""
-    return _made(dist.group.WORLD, device.type, shape, names)
+    return _build_mesh(dist.group.WORLD, device.type, shape, names)
 
 
 @functools.cache
-def _made(
+def _build_mesh(
     world: dist.ProcessGroup | None, device_type: str, shape: tuple[int, ...], names: tuple[str, ...]
 ) -> DeviceMesh:
     """Build a mesh over ``world``, the default group. Collective."""

@@ -71,9 +71,7 @@ class HFRolloutEngine(RolloutEngine):
             self._own = self._build()
         self._queue: dict[str, Request] = {}
         self._steps = self.options.tokens_per_step if config.steps_are_short else 0
-        self._batch: dict[
-            int, Request
-        ] = {}  # in progress, by number; those not yet returned, also in the queue
+        self._batch: dict[int, Request] = {}  # rows of the batch that run, by number; the queue has them too
         self._decoding: Decoding | None = None
         self._done: list[Rollout] = []  # finished while pausing, returned by the next step
         self._paused = self._asleep = False

@@ -62,9 +62,11 @@ def load_changed_model(
 ) -> nn.Module:
     """Load the ordinary model of ``[model]`` and change its modules, or load what ``engine export`` wrote of such a model.
 
+    As with ``from_pretrained``, a weight whose name the folder has is loaded, also into a module that replaces another.
+
     Args:
         model: the ``[model]`` table. Its folder has the weights of the ordinary model, none, or those of the changed model.
-        change: adds or replaces modules in place. First weights that it draws are those of `model.seed`.
+        change: adds or replaces modules in place. New weights that it draws are those of `model.seed`.
         device: the device of the model.
         dtype: type of the parameters.
 
@@ -75,20 +77,30 @@ def load_changed_model(
     files = sorted(Path(model.path).glob("*.safetensors"))
     if damaged := damaged_file(model.path):
         raise ConfigError(damaged)
-    saved = {name for file in files for name in _names(file)}
+    saved = {name: shape for file in files for name, shape in _shapes(file).items()}
     config = load_hf_config(model)
     chosen = with_attention(model, config, device)
     with torch.device("meta"):
         ordinary = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
-    exported = not saved <= ordinary.state_dict().keys()
+    exported = not saved.items() <= _state_shapes(ordinary).items()
     built: Any = random_model(config, chosen, device) if exported else load_model(model, device, dtype)
+    loaded = built.state_dict()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)
         change(built)
-    if exported:
-        unknown = {name for file in files for name in built.load_state_dict(load_file(file), strict=False)[1]}
-        missing = {name for name, _ in built.named_parameters()} - saved
-        _refuse_unfit(model.path, built, {"not in the folder": missing, "not in the model": unknown})
+    shapes = _state_shapes(built)
+    if not exported:
+        same = {name: weight for name, weight in loaded.items() if shapes.get(name) == weight.shape}
+        built.load_state_dict(same, strict=False)
+        return cast_parameters(built, dtype).to(device)
+    unfit = {
+        "not in the folder": {name for name, _ in built.named_parameters()} - saved.keys(),
+        "not in the model": saved.keys() - shapes.keys(),
+        "of another shape": {name for name in saved.keys() & shapes.keys() if saved[name] != shapes[name]},
+    }
+    _refuse_unfit(model.path, built, unfit)
+    for file in files:
+        built.load_state_dict(load_file(file), strict=False)
     return cast_parameters(built, dtype).to(device)
 
 
@@ -227,9 +239,13 @@ def _refuse_unfit(path: str, built: nn.Module, found: Mapping[str, Collection[st
         )
 
 
-def _names(file: Path) -> list[str]:
+def _shapes(file: Path) -> dict[str, torch.Size]:
     with safe_open(str(file), "pt") as opened:
-        return list(opened.keys())
+        return {name: torch.Size(opened.get_slice(name).get_shape()) for name in list(opened.keys())}
+
+
+def _state_shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in module.state_dict().items()}
 
 
 def _module(name: object) -> str:
