@@ -4,9 +4,9 @@
     python docs/scoreboard.py --check            change nothing; exit 1 where it is out of date
     python docs/scoreboard.py --record [NAME]    run the suites (of one backend, or of all: half an hour), then write the page
 
-What it says is what was seen: ``docs/reference/contracts.json``, which ``engine_plugin_testing.recorder`` writes while the suites
-run, with day and versions. A suite whose settings changed since is `not run`, as is one that is new. A suite over a
-plugin of its own file, as those with LoRA, is left out.
+The page shows recorded outcomes: ``engine_plugin_testing.recorder`` writes them into ``docs/reference/contracts.json`` while the
+suites run, with the day and the versions. A suite that is new, or whose settings changed since, is shown as `not run`. Suites that
+load a plugin of the same file, such as those of LoRA, are left out.
 """
 
 from __future__ import annotations
@@ -40,22 +40,32 @@ INTRO = """<!-- Written by docs/scoreboard.py from docs/reference/contracts.json
 
 # Test results by backend
 
-Which promises of the [conformance kit](../conformance.md) each backend kept, on real ranks on a CPU over gloo, against an unsharded
-reference. Nothing here was run on GPUs: see [what has run where](compatibility.md#what-has-run-where). A setting is one layout of ranks and options; what stands here is what its last run
-gave, on the day and with the versions below. `passes`: in every setting of the backend. Else the settings are listed by number: `cannot` is a gap that the suite
-declares, with its reason; `not yet` a capability that the backend does not declare, so that a run file that needs it is refused;
-`not tested` has no other number of ranks to resume with; `not run` has no outcome yet."""
+This page shows which contracts of the [conformance kit](../conformance.md) each train engine passed. The suites run on CPUs, with real
+ranks over gloo, and compare each engine with an unsharded reference. They were not run on GPUs here:
+[what has run where](compatibility.md#what-has-run-where) lists the runs on GPUs.
 
-BESIDE_INTRO = """What no contract asks. `tested`: by tests of the plugin, on CPUs. `experimental`: a run file can ask for it, and no run of it is known for this
-project. `refused`: with what to do instead. `no option`: nothing in the table asks for it."""
-BESIDE = {
+A setting is one layout of ranks and options. The tables show the last run of each setting. `passes` alone means that the contract passed in every
+setting of the backend. Otherwise a cell lists the settings by number:
+
+- `cannot`: a gap that the suite declares, with the reason.
+- `not yet`: the backend does not declare this capability, so a run file that needs it is refused.
+- `not tested`: the setting has no second number of ranks to resume with.
+- `not run`: the contract is newer than the last run of the setting."""
+
+FEATURES_INTRO = """These features have no contract.
+
+- `tested`: the plugin's tests cover the feature, on CPUs.
+- `experimental`: a run file can select the feature, but this project has not run it.
+- `refused`: the engine refuses the feature and names an alternative.
+- `no option`: no key of the run file selects it."""
+FEATURES = {
     "float16 with a scaled loss": ["no option", "tested", "tested", "tested: stages 1 to 3"],
-    "LoRA": ["tested", "tested", "refused: its layers are joined and cut over ranks", "tested"],
-    "products in 8 bits (fp8)": ["no option", "tested: `fp8`, with torchao", "no option", "no option"],
+    "LoRA": ["tested", "tested", "refused: its linear layers are fused and split over ranks", "tested"],
+    "matrix products in 8 bits (fp8)": ["no option", "tested: `fp8`, with torchao", "no option", "no option"],
     "kernels of Transformer Engine and apex": [
         "no option",
         "no option",
-        "experimental: the fused AdamW that megatron-core takes where they are; no layer of them",
+        "experimental: megatron-core uses their fused AdamW if installed, and none of their layers",
         "no option",
     ],
     "tokens of a sequence on several ranks": ["no option", "tested: `sp`", "tested: `cp`", "no option"],
@@ -63,14 +73,14 @@ BESIDE = {
         "no option",
         "no option",
         "no option",
-        "no option: pieces of weights would pass for whole ones",
+        "no option: the engine would take a part of a weight for the whole",
     ],
 }
 """State by backend, in the order of ``SUITES``."""
 
 
 def suites_of(backend: str) -> Iterator[type[TrainEngineSuite]]:
-    """The suites of a backend, in the order of their file."""
+    """Yield the suites of a backend, in the order of their file."""
     path = ROOT / SUITES[backend]
     spec = importlib.util.spec_from_file_location(f"scoreboard_{backend}", path)
     assert spec is not None
@@ -85,15 +95,15 @@ def suites_of(backend: str) -> Iterator[type[TrainEngineSuite]]:
 
 
 def run_of(suite: type[TrainEngineSuite], record: Record) -> Mapping[str, Any] | None:
-    """The entry of a suite; None where it has none, or has other settings now."""
+    """Return the recorded run of a suite, or None if there is none or its settings have changed since."""
     found = record.get(f"{SUITES[suite.backend]}::{suite.__name__}")
     if found is None or any(found.get(name) != value for name, value in settings(suite).items()):
         return None
     return found
 
 
-def told(suite: type[TrainEngineSuite], number: int, record: Record) -> list[str]:
-    """A row of the table of settings."""
+def setting_row(suite: type[TrainEngineSuite], number: int, record: Record) -> list[str]:
+    """Return a row of the table of settings."""
     shown = {**suite.options, **{key: value for key, value in suite.model.items() if key == "model_type"}}
     options = ", ".join(f"`{name} = {value}`".lower() for name, value in shown.items()) or "defaults"
     others = ", ".join(map(str, suite.resumes_on)) or "-"
@@ -112,7 +122,7 @@ def told(suite: type[TrainEngineSuite], number: int, record: Record) -> list[str
 
 
 def state(contract: Contract, run: Mapping[str, Any] | None) -> str:
-    """What a setting makes of a contract."""
+    """Return the text of one outcome of a contract."""
     outcome = run["contracts"].get(contract.name) if run else None
     if outcome is None:
         return NOT_RUN
@@ -128,7 +138,7 @@ def state(contract: Contract, run: Mapping[str, Any] | None) -> str:
 
 
 def cell(contract: Contract, suites: list[type[TrainEngineSuite]], record: Record) -> str:
-    """What a backend makes of a contract: settings of one state together, by number."""
+    """Return the cell of a contract and a backend, which groups its settings by outcome."""
     found: dict[str, list[str]] = {}
     for number, suite in enumerate(suites, 1):
         found.setdefault(state(contract, run_of(suite, record)), []).append(str(number))
@@ -138,7 +148,7 @@ def cell(contract: Contract, suites: list[type[TrainEngineSuite]], record: Recor
 
 
 def ran_with(record: Record) -> list[list[str]]:
-    """The versions of the runs of each backend."""
+    """Return the rows of the versions that each backend ran with."""
     found = []
     for backend in SUITES:
         runs = [run for suite in suites_of(backend) if (run := run_of(suite, record))]
@@ -154,7 +164,9 @@ def rows(header: list[str], body: list[list[str]]) -> str:
 def page() -> str:
     suites, record = {backend: list(suites_of(backend)) for backend in SUITES}, read(RECORD)
     layouts = [
-        told(suite, number, record) for found in suites.values() for number, suite in enumerate(found, 1)
+        setting_row(suite, number, record)
+        for found in suites.values()
+        for number, suite in enumerate(found, 1)
     ]
     contracts = [
         [contract.promise.replace("``", "`"), *(cell(contract, found, record) for found in suites.values())]
@@ -177,15 +189,15 @@ def page() -> str:
         rows(["backend", "ran with"], ran_with(record)),
         "## Contracts",
         rows(["contract", *suites], contracts),
-        "## In addition to the contracts",
-        BESIDE_INTRO,
-        rows(["what", *suites], [[what, *states] for what, states in BESIDE.items()]),
+        "## Features without a contract",
+        FEATURES_INTRO,
+        rows(["feature", *suites], [[what, *states] for what, states in FEATURES.items()]),
     ]
     return "\n\n".join(parts) + "\n"
 
 
 def run_suites(backends: list[str]) -> int:
-    """Run the suites' tests of these backends, all of them if none is named; pytest's exit code."""
+    """Run the suites of these backends (of all if none is given); return pytest's exit code."""
     tests = [
         f"{SUITES[backend]}::{suite.__name__}"
         for backend in backends or SUITES
