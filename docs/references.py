@@ -47,8 +47,8 @@ def hooks_page() -> str:
             part = hook_part(f"engine_{name}", getattr(table_module(name), f"engine_{name}"))
             found["of plugins"].append(f"{part}\n\nDefined by `{offer.distribution.name}`.")
     titles = {
-        "step": "Step hooks",
-        "table": "Table hooks",
+        "step": f"Step hooks\n\n{STEP_HOOKS}",
+        "table": f"Table hooks\n\n{TABLE_HOOKS}",
         "of plugins": "Table hooks of plugins",
         "observer": "Observers, and options of plugins",
     }
@@ -58,8 +58,8 @@ def hooks_page() -> str:
         for kind, methods in CAPABILITIES.items()
         for capability, method in methods.items()
     ]
-    methods = table(["of a", "capability", "method"], rows)
-    parts += [OWN_TABLE.strip(), f"## Capabilities and their methods\n\n{methods}"]
+    methods = table(["engine", "capability", "method"], rows)
+    parts += [OWN_TABLE.strip(), f"## Capabilities and their methods\n\n{CAPABILITY}\n\n{methods}"]
     return page(
         "Hook reference",
         "For authors of plugins: every point that a plugin can change. [Write a plugin](../plugins.md) shows the main ones at work.\n"
@@ -68,10 +68,18 @@ def hooks_page() -> str:
     )
 
 
+STEP_HOOKS = """\
+A step hook decides one step of building a model, or of handing its weights to a sampler. Plugins are asked in
+[order](../plugins.md#which-plugins-a-run-uses) until one answers with something other than None. Only a collective hook may wait for other ranks."""
+TABLE_HOOKS = """\
+A table hook offers names for run files. Its first line shows where a run file uses the name. It returns a dict with a spec for each name. The engine calls it
+in every process that loads plugins, before models are built, and collects the dicts of all plugins that the run uses."""
+CAPABILITY = """\
+An engine's class must override the method of each capability that its spec declares. [What a run gains](../rollout_engine.md#capabilities) from each."""
 OWN_TABLE = '''\
 ## A table of your own: `engine.tables`
 
-A plugin with a new kind of names defines a table: a module with the class of its entries, `SPECS`, and the hook's specification.
+A plugin can let other plugins offer names of a new kind. For this it defines a table: a module with the class of its entries, `SPECS`, and the hook's specification.
 
 ```py
 from collections.abc import Mapping
@@ -97,7 +105,7 @@ def engine_graders() -> Mapping[str, Grader]:
     """Offer graders: ``[reward.school] grader = "NAME"``."""
 ```
 
-The entry point names the module. Other plugins offer their names in a group of the table's name, `engine.graders`:
+Its entry point names that module. Other plugins then offer their names in the entry-point group `engine.graders`, called after the table:
 
 ```toml
 [project]
@@ -107,7 +115,7 @@ name = "engine-plugin-school"
 graders = "engine_plugin_school.tables"
 ```
 
-`PluginSet.load({"graders": [name]})` loads a name; `find("graders", name)` of `engine_core.plugins.metadata` gives the distributions that offer it.
+`PluginSet.load({"graders": [name]})` loads a name. `find("graders", name)` of `engine_core.plugins.metadata` gives the distributions that offer the name.
 '''
 
 

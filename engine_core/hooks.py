@@ -76,25 +76,27 @@ def engine_build_model(
 ) -> nn.Module | None:
     """Build the module of one role: a custom architecture, a value head, a modified checkpoint.
 
-    :param role: ``actor``, ``ref``, ``critic``, ``reward_model`` (a trained one, or a reward's), ``judge``; ``rollout``
-        for a sampler with separate weights (capability ``custom_model``), in any process.
-    :param model_config: the ``[model]`` table, or a reward's equivalent of it; ``model_config.path`` is a folder in the
-        layout of ``save_pretrained``, ``model_config.override`` holds changes to its config.
-    :param options: the role's backend table (``[actor.torch]`` and the like).
-    :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
-    :returns: a module with its weights loaded. Its ``forward`` takes ``input_ids`` and ``position_ids`` of shape [1, T]
-        and returns logits [1, T, V], or an object with ``logits``; a ``PreTrainedModel`` may also take ``use_cache`` and
-        ``past_key_values``. For ``critic`` and ``reward_model``: a transformers
-        model with a head ``score`` (hidden size to 1), or a module that returns values [1, T], or an object with
-        ``values``. Each value is computed from its token and those before it. The engine moves a critic's value to
-        the next token: the output ``values[t]`` is the value before token t is sampled. For ``rollout``: the actor's module; the first update
-        replaces its weights.
+    :param role: ``actor``, ``ref``, ``critic``, ``reward_model`` (trained, or used by a reward), ``judge`` or ``rollout``. The last one is for
+        a sampler with separate weights and the capability ``custom_model``, in whatever process it runs.
+    :param model_config: the ``[model]`` table, or its equivalent for a model of a reward. ``model_config.path`` is a folder in the
+        layout of ``save_pretrained``, and ``model_config.override`` has the changes to that folder's config.
+    :param options: the options of the role's backend, such as ``[actor.torch]``.
+    :param plugin_options: the plugin's options, ``[plugin.NAME]``, see ``engine_options``.
+    :returns: a module with its weights loaded. Its ``forward`` takes ``input_ids`` and ``position_ids`` of shape [1, T].
 
-    Stops at the first answer. Default: ``AutoModelForCausalLM`` from ``[model]``; its decoder with a new or loaded head
-    for ``critic`` and ``reward_model``.
+    What ``forward`` returns depends on the role:
 
-    Called once for each role, in the worker, before anything is wrapped or sharded, on every rank; for ``rollout`` in
-    the sampler's process, unless the sampler uses the actor's module. Not collective.
+    - ``critic`` and ``reward_model``: values [1, T], or an object with ``values``. Compute each value from its own token and those before it.
+      The engine moves a critic's values to the next token: its output ``values[t]`` is the value before token t is sampled.
+      A transformers model with a head ``score`` (hidden size to 1) also works.
+    - All others: logits [1, T, V], or an object with ``logits``. A ``PreTrainedModel`` may also take ``use_cache`` and ``past_key_values``.
+      For ``rollout``, build the actor's module; the first update replaces its weights.
+
+    Stops at the first answer. Default: ``AutoModelForCausalLM`` from ``[model]``. A ``critic`` or
+    ``reward_model`` has its decoder with a new or loaded head.
+
+    Called once for each role, in the worker, on every rank, before anything is wrapped or sharded. For ``rollout`` it is
+    called in the sampler's process, unless the sampler uses the actor's module. Not collective.
     """
 
 
@@ -108,24 +110,24 @@ def engine_map_weights(
 ) -> Iterable[tuple[str, Tensor]] | None:
     """Map the actor's weights for the sampler: rename, merge or omit weights.
 
-    Example: one prefix is removed, and a value head left out::
+    This example removes a prefix and leaves out a value head::
 
         @hookimpl
         def engine_map_weights(weights):
             return ((name.removeprefix("policy."), w) for name, w in weights if name != "value.weight")
 
-    :param sampler: the backend of ``[rollout]``.
-    :param weights: names as ``save_pretrained`` writes them and full (unsharded) tensors, gathered on iteration: a
-        generator keeps few in memory, a list keeps the whole model. Do not change them in place: some are the actor's.
+    :param sampler: the sampler's backend, ``rollout.backend``.
+    :param weights: pairs of a name, as ``save_pretrained`` writes it, and a full (unsharded) tensor. Tensors are gathered as you iterate, so
+        a generator keeps few in memory and a list the whole model. Do not change tensors in place: some belong to the actor.
     :param model_config: the ``[model]`` table.
-    :param options: the sampler's backend table (``[rollout.NAME]``).
-    :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
-    :returns: names and tensors that the sampler loads; return ``weights`` itself if the names are right.
+    :param options: the options of the sampler's backend, ``[rollout.NAME]``.
+    :param plugin_options: the plugin's options, ``[plugin.NAME]``, see ``engine_options``.
+    :returns: the names and tensors for the sampler to load. If the names are right, return ``weights`` itself.
 
     Stops at the first answer. Default: the weights unchanged.
 
-    Called for each update of a sampler with separate weights that takes whole models (not an adapter alone), in the
-    actor's workers, on the ranks that send. Reading ``weights`` is collective: the engine reads what the hook left.
+    Called in the actor's workers, on the ranks that send, for each update of a sampler with separate weights; not if the update is an
+    adapter alone. Reading ``weights`` is collective: the engine reads what the hook left.
     """
 
 
@@ -135,17 +137,17 @@ def engine_register_model(
 ) -> Mapping[str, Any] | None:
     """Register the actor's architecture with the library of a sampler that builds its models itself.
 
-    :param sampler: the backend of ``[rollout]``.
+    :param sampler: the sampler's backend, ``rollout.backend``.
     :param model_config: the ``[model]`` table.
-    :param options: the sampler's backend table (``[rollout.NAME]``).
-    :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
-    :returns: changes to the model's config for this sampler, such as ``{"architectures": ["MyModel"]}``. None: the
-        library knows the model, or ``engine_map_weights`` maps it to a model that the library knows.
+    :param options: the options of the sampler's backend, ``[rollout.NAME]``.
+    :param plugin_options: the plugin's options, ``[plugin.NAME]``, see ``engine_options``.
+    :returns: changes to the model's config for this sampler, such as ``{"architectures": ["MyModel"]}``. Return None if the library
+        knows the model, or if ``engine_map_weights`` maps its weights to a model that the library knows.
 
-    Stops at the first answer. Default: the library finds the architecture that the model's config names.
+    Stops at the first answer. Default: the library uses the architecture that the model's config names.
 
-    Called once in such a sampler's process, before its library starts, on every rank of its pool; not for a sampler that
-    calls ``engine_build_model``. Not collective.
+    Called once in the sampler's process, on every rank of its pool, before its library starts. Samplers that call
+    ``engine_build_model`` do not call this hook. Not collective.
     """
 
 
@@ -155,9 +157,9 @@ def engine_wrap_policy(role: str, module: nn.Module, options: Any, plugin_option
 
     :param role: as in ``engine_build_model``.
     :param module: the role's module, not yet wrapped.
-    :param options: the role's backend table.
-    :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
-    :returns: names as in ``module.named_modules()``, none inside another.
+    :param options: the options of the role's backend.
+    :param plugin_options: the plugin's options, ``[plugin.NAME]``, see ``engine_options``.
+    :returns: names as in ``module.named_modules()``. No unit may contain another.
 
     Stops at the first answer. Default: the decoder layers (the longest ``ModuleList``).
 
@@ -171,16 +173,16 @@ def engine_shard_model(
 ) -> nn.Module | None:
     """Shard the model over ranks, as FSDP does.
 
-    An implementation keeps this order: tensor-parallel plan, activation checkpointing, compile, sharding.
+    Apply these in order: tensor-parallel plan, activation checkpointing, compilation, sharding.
 
     :param role: as in ``engine_build_model``.
     :param module: the role's module, not yet wrapped.
     :param units: the names that ``engine_wrap_policy`` returned.
-    :param options: the role's backend table (``[actor.fsdp]`` and the like).
-    :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
-    :returns: the module to train, the same object or a wrapper of it.
+    :param options: the options of the role's backend, such as ``[actor.fsdp]``.
+    :param plugin_options: the plugin's options, ``[plugin.NAME]``, see ``engine_options``.
+    :returns: the module to train, either the same object or a wrapper around it.
 
-    Stops at the first answer. Default: activation checkpointing if the backend's table asks for it, no sharding.
+    Stops at the first answer. Default: no sharding, and activation checkpointing if the backend's options ask for it.
 
     Called once for each role, on every rank. Collective: it may communicate.
     """
@@ -192,20 +194,19 @@ def engine_build_optimizer(
 ) -> tuple[Optimizer, LRScheduler | None] | None:
     """Build the optimizer and the learning-rate schedule of one role.
 
-    :param role: as in ``engine_build_model``; a reference model has no optimizer.
+    :param role: as in ``engine_build_model``, but only a trained role.
     :param module: the result of ``engine_shard_model``.
-    :param optim_config: the role's ``optim`` table (``[actor.optim]``). Its ``decay_steps`` is the number of optimizer
-        steps after which a schedule ends: if the run file has 0, the run's length (0 only if that is unknown).
-    :param options: the role's backend table.
-    :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
-    :returns: ``(optimizer, lr_scheduler)``. The optimizer holds every parameter that requires gradients; its groups may
-        have different rates, the largest being ``optim_config.lr``. The engine steps the scheduler once after each
-        optimizer step that was not skipped. A scheduler of None keeps the rates constant.
+    :param optim_config: the role's optimizer table, such as ``[actor.optim]``. A schedule ends after ``decay_steps`` optimizer steps. If
+        the run file has 0, the engine puts the run's length there, and leaves 0 only if that length is unknown.
+    :param options: the options of the role's backend.
+    :param plugin_options: the plugin's options, ``[plugin.NAME]``, see ``engine_options``.
+    :returns: ``(optimizer, lr_scheduler)``. The optimizer must hold every parameter that requires gradients. Its groups may have
+        different rates, the largest of which is ``optim_config.lr``. After each optimizer step that was not skipped, the engine
+        steps the scheduler once. If the scheduler is None, the rates stay constant.
 
     Stops at the first answer. Default: AdamW, with the schedule that ``optim_config`` names.
 
-    Called once for each trained role (not for ``ref``), after ``engine_shard_model``, on every rank.
-    Not collective.
+    Called once for each trained role (not for ``ref``), after ``engine_shard_model``, on every rank. Not collective.
     """
 
 
@@ -216,160 +217,147 @@ def engine_build_optimizer(
 
 @hookspec
 def engine_train_engines() -> Mapping[str, TrainBackend]:
-    """Offer train engines: ``[actor] backend = "NAME"``, options in ``[actor.NAME]``.
+    """Offer train engines for ``[actor] backend = "NAME"``, with options in ``[actor.NAME]``.
 
-    :returns: ``TrainBackend`` by name; its ``load`` is a subclass of
-        ``engine_core.contracts.engines.TrainEngine``, imported only in the workers that use it::
+    :returns: a ``TrainBackend`` for each name. Its ``load`` is a subclass of ``engine_core.contracts.engines.TrainEngine``,
+        imported only in the workers that use it::
 
             @hookimpl
             def engine_train_engines():
                 return {"mine": TrainBackend(load="my_plugin.engine:MyEngine", config=MyOptions)}
 
-    Collects the tables of the plugins that the run uses; a name in the plugin's metadata that the table lacks is an
-    error. Entry-point group ``engine.train_engines``.
-
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins. A name in a plugin's metadata must be in its table. Entry-point group ``engine.train_engines``.
+    Called once in every process. Not collective.
     """
 
 
 @hookspec
 def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
-    """Offer rollout engines: ``[rollout] backend = "NAME"``, options in ``[rollout.NAME]``.
+    """Offer rollout engines for ``[rollout] backend = "NAME"``, with options in ``[rollout.NAME]``.
 
-    :returns: ``RolloutBackend`` by name; its ``load`` is a subclass of
-        ``engine_core.contracts.engines.RolloutEngine``, imported only in the workers that use it.
+    :returns: a ``RolloutBackend`` for each name. Its ``load`` is a subclass of ``engine_core.contracts.engines.RolloutEngine``,
+        imported only in the workers that use it.
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.rollout_engines``.
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins; entry-point group ``engine.rollout_engines``. Called once in every process. Not collective.
     """
 
 
 @hookspec
 def engine_rewards() -> Mapping[str, Reward]:
-    """Offer rewards: ``[[reward]] name = "NAME"``, options in ``[reward.NAME]``.
+    """Offer rewards for ``[[reward]] name = "NAME"``, with options in ``[reward.NAME]``.
 
-    A reward receives what its parameters name: ``completion`` of one sample or ``completions`` of many, columns, options.
+    A reward gets what its parameters name: ``completion`` of one sample or ``completions`` of many, columns, and options.
 
-    :returns: ``Reward`` by name; its ``load`` returns a float for each sample, or None where it does not apply.
+    :returns: a ``Reward`` for each name. Its ``load`` returns a float for each sample, or None where the reward does not apply.
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.rewards``.
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins; entry-point group ``engine.rewards``. Called once in every process. Not collective.
     """
 
 
 @hookspec
 def engine_advantages() -> Mapping[str, Advantage]:
-    """Offer advantage estimators: ``[algorithm] advantage = "NAME"``, options in ``[algorithm.NAME]``.
+    """Offer advantage estimators for ``[algorithm] advantage = "NAME"``, with options in ``[algorithm.NAME]``.
 
-    :returns: ``Advantage`` by name, which declares the columns that it needs.
+    :returns: an ``Advantage`` for each name, which declares the columns that the estimator needs.
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.advantages``.
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins; entry-point group ``engine.advantages``. Called once in every process. Not collective.
     """
 
 
 @hookspec
 def engine_losses() -> Mapping[str, Loss]:
-    """Offer policy losses: ``[algorithm] loss = "NAME"``, options in ``[algorithm.NAME]``.
+    """Offer policy losses for ``[algorithm] loss = "NAME"``, with options in ``[algorithm.NAME]``.
 
-    :returns: ``Loss`` by name, which declares the outputs and columns that it reads.
+    :returns: a ``Loss`` for each name, which declares the outputs and columns that the loss reads.
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.losses``.
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins; entry-point group ``engine.losses``. Called once in every process. Not collective.
     """
 
 
 @hookspec
 def engine_pair_losses() -> Mapping[str, PairLoss]:
-    """Offer losses of pairs of responses: ``[dpo] loss = "NAME"``.
+    """Offer losses of pairs of responses for ``[dpo] loss = "NAME"``.
 
-    :returns: ``PairLoss`` by name, which declares its function's arguments and the keys of ``[dpo]`` that it reads:
-        ``PairLoss(load=squared)`` with ``def squared(chosen, rejected, beta)``.
+    :returns: a ``PairLoss`` for each name, such as ``PairLoss(load=squared)`` for a function ``def squared(chosen, rejected, beta)``.
+        It declares the other keys of ``[dpo]`` that the function reads.
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.pair_losses``.
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins; entry-point group ``engine.pair_losses``. Called once in every process. Not collective.
     """
 
 
 @hookspec
 def engine_stages() -> Mapping[str, Stage]:
-    """Offer stages between rewards and advantages: ``[[stage]] name = "NAME"``, options in ``[stage.NAME]``.
+    """Offer stages between rewards and advantages for ``[[stage]] name = "NAME"``, with options in ``[stage.NAME]``.
 
-    :returns: ``Stage`` by name; its function is called with the step's scored rollouts, the step and its options. It
-        returns the rollouts to train on (some, all, repeated, in any order) and numbers that are logged as
-        ``stage/NAME/...``. A stage that keeps state between steps is a class; its ``state`` is saved in checkpoints.
+    :returns: a ``Stage`` for each name. Its function gets the step's scored rollouts, the step and the stage's options. It returns the
+        rollouts to train on (some, all, repeated, in any order) and numbers that are logged as ``stage/NAME/...``. A stage
+        that keeps state between steps is a class, and checkpoints save its ``state``.
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.stages``.
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins; entry-point group ``engine.stages``. Called once in every process. Not collective.
     """
 
 
 @hookspec
 def engine_environments() -> Mapping[str, Environment]:
-    """Offer multi-turn environments: ``[environment] name = "NAME"``, options in ``[environment.NAME]``.
+    """Offer multi-turn environments for ``[environment] name = "NAME"``, with options in ``[environment.NAME]``.
 
-    An environment is an ``async def`` that receives an episode (the prompt and its row, the tokenizer, the policy), samples
+    An environment is an ``async def`` that gets an episode: the prompt and its row, the tokenizer, and the policy. It samples
     turns of the policy, appends observations, and returns the rollout.
 
-    :returns: ``Environment`` by name.
+    :returns: an ``Environment`` for each name.
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.environments``.
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins; entry-point group ``engine.environments``. Called once in every process. Not collective.
     """
 
 
 @hookspec
 def engine_trackers() -> Mapping[str, TrackerSpec]:
-    """Offer trackers: ``[tracking] trackers = ["NAME"]``, options in ``[tracking.NAME]``.
+    """Offer trackers for ``[tracking] trackers = ["NAME"]``, with options in ``[tracking.NAME]``.
 
-    :returns: ``TrackerSpec`` by name.
+    :returns: a ``TrackerSpec`` for each name.
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.trackers``.
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins; entry-point group ``engine.trackers``. Called once in every process. Not collective.
     """
 
 
 @hookspec
 def engine_trainers() -> Mapping[str, TrainerSpec]:
-    """Offer training loops: ``trainer = "NAME"``, options in ``[NAME]``.
+    """Offer training loops for ``trainer = "NAME"``, with options in ``[NAME]``.
 
-    :returns: ``TrainerSpec`` by name, which declares the tables of the run file that it reads.
+    :returns: a ``TrainerSpec`` for each name, which declares the tables of the run file that the trainer reads.
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.trainers``.
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins; entry-point group ``engine.trainers``. Called once in every process. Not collective.
     """
 
 
 @hookspec
 def engine_runtimes() -> Mapping[str, RuntimeSpec]:
-    """Offer runtimes: ``[runtime] backend = "NAME"``, options in ``[runtime.NAME]``.
+    """Offer runtimes for ``[runtime] backend = "NAME"``, with options in ``[runtime.NAME]``.
 
-    :returns: ``RuntimeSpec`` by name; its ``check`` validates the options and ``[placement]`` from the run file alone.
+    :returns: a ``RuntimeSpec`` for each name. Its ``check`` validates the options and ``[placement]`` from the run file alone.
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.runtimes``.
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins; entry-point group ``engine.runtimes``. Called once in every process. Not collective.
     """
 
 
 @hookspec
 def engine_weight_transports() -> Mapping[str, TransportSpec]:
-    """Offer weight transports between processes: ``[rollout] transport = "NAME"``, options in ``[rollout.NAME]``.
+    """Offer weight transports between processes for ``[rollout] transport = "NAME"``, with options in ``[rollout.NAME]``.
 
-    :returns: ``TransportSpec`` by name, which declares the topologies that it supports; its ``load`` is a subclass of
-        ``engine_core.contracts.weight_transport.WeightTransport``, imported in the controller if the run file names it
-        and in the workers that use it.
+    :returns: a ``TransportSpec`` for each name, which declares the supported topologies. Its ``load`` is a subclass of
+        ``engine_core.contracts.weight_transport.WeightTransport``. It is imported in the workers that use it, and in the
+        controller if the run file names it.
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.weight_transports``.
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins; entry-point group ``engine.weight_transports``. Called once in every process. Not collective.
     """
 
 
 @hookspec
 def engine_objectives() -> Mapping[str, Objective]:
-    """Offer objectives, which train engines differentiate: ``LossCall("NAME", {...})``.
+    """Offer objectives, which train engines differentiate, for ``LossCall("NAME", {...})``.
 
-    :returns: ``Objective`` by name; its function is called in the worker with the outputs of the forward pass, the
-        micro-batch and the parameters of the call::
+    :returns: an ``Objective`` for each name. The worker calls its function with the outputs of the forward pass, the micro-batch and
+        the parameters of the ``LossCall``::
 
             def squared(outputs, batch, scale):
                 losses = scale * outputs["log_probs"] ** 2  # [T]
@@ -381,8 +369,7 @@ def engine_objectives() -> Mapping[str, Objective]:
             def engine_objectives():
                 return {"squared": Objective(load=squared)}
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.objectives``.
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins; entry-point group ``engine.objectives``. Called once in every process. Not collective.
     """
 
 
@@ -390,7 +377,7 @@ def engine_objectives() -> Mapping[str, Objective]:
 def engine_columns() -> Mapping[str, Column]:
     """Offer columns that estimators and losses may need, with the role or function that computes them.
 
-    :returns: ``Column`` by name: an output of a role's ``infer``, or a function of columns that exist already::
+    :returns: a ``Column`` for each name, which is an output of a role's ``infer`` or a function of columns that exist already::
 
             def surprise(batch):
                 return -batch["old_log_probs"]  # [T]
@@ -400,16 +387,15 @@ def engine_columns() -> Mapping[str, Column]:
             def engine_columns():
                 return {"surprise": Column(load=surprise, needs=frozenset({"old_log_probs"}))}
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.columns``.
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins; entry-point group ``engine.columns``. Called once in every process. Not collective.
     """
 
 
 @hookspec
 def engine_data_sources() -> Mapping[str, DataSource]:
-    """Offer data sources: ``[data] source = "NAME"``, options in ``[data.NAME]``.
+    """Offer data sources for ``[data] source = "NAME"``, with options in ``[data.NAME]``.
 
-    :returns: ``DataSource`` by name; its function returns the rows of a split::
+    :returns: a ``DataSource`` for each name. Its function returns the rows of a split::
 
             def squares(split, count):
                 first = 0 if split == "train" else count
@@ -420,8 +406,7 @@ def engine_data_sources() -> Mapping[str, DataSource]:
             def engine_data_sources():
                 return {"squares": DataSource(load=squares, config=SquaresOptions, license="CC0-1.0")}
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.data_sources``.
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins; entry-point group ``engine.data_sources``. Called once in every process. Not collective.
     """
 
 
@@ -429,10 +414,9 @@ def engine_data_sources() -> Mapping[str, DataSource]:
 def engine_commands() -> Mapping[str, Command]:
     """Offer commands of the command line: ``engine NAME``.
 
-    :returns: ``Command`` by name; its function is a Typer command. ``"group.name"`` is a command of a group.
+    :returns: a ``Command`` for each name. Its function is a Typer command. ``"group.name"`` is a command of a group.
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.commands``; only the plugin of the command that is
-    used is imported; ``engine --help`` imports all of them.
+    Collects from the plugin of the command in use, or for ``engine --help`` from all; entry-point group ``engine.commands``.
     Called in the process of the command line. Not collective.
     """
 
@@ -441,9 +425,9 @@ def engine_commands() -> Mapping[str, Command]:
 def engine_parts() -> Mapping[str, Part]:
     """Offer parts of a run that plugins provide: worker pools of rewards, episodes, samplers in another process.
 
-    :returns: ``Part`` by name; ``engine_core.contracts.parts`` lists the names and what each must implement.
+    :returns: a ``Part`` for each name. ``engine_core.contracts.parts`` lists the names and what each must implement.
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.parts``.
+    Collects from all plugins; entry-point group ``engine.parts``.
     Called once in every process that needs the part. Not collective.
     """
 
@@ -457,17 +441,17 @@ def engine_parts() -> Mapping[str, Part]:
 def engine_options() -> type[Options]:
     """Return the option model of this plugin's step hooks and observer: the keys of ``[plugin.NAME]``.
 
-    NAME is the entry in ``plugins = [...]``, of a file its name without ``.py``.
+    NAME is the plugin's entry in ``plugins = [...]``. For a file, NAME is the file's name without ``.py``.
 
-    :returns: a class derived from ``engine_core.specs.Options``; hooks receive an instance as ``plugin_options``::
+    :returns: a class derived from ``engine_core.specs.Options``. Hooks receive an instance of it as ``plugin_options``::
 
             @hookimpl
             def engine_options():
                 return NotesOptions
 
-    Default: no table. Plugins that are used only by the names of their tables have none.
+    Default: no table. A plugin that only offers names in tables has none.
 
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Called once in every process that loads plugins, before models are built. Not collective.
     """
 
 
@@ -476,24 +460,26 @@ def engine_on_event(event: str, step: int, data: Mapping[str, Any], plugin_optio
     """Receive an event of the run (a callback): for dashboards, alerts, early stopping.
 
     :param event: the name of the event, from the list below.
-    :param step: the trainer's step, counted from 1; 0 before the first; of ``checkpoint_saved`` the last finished one.
+    :param step: the trainer's step, counted from 1; 0 before the first step. For ``checkpoint_saved``, the last finished step.
     :param data: the values of the event, from the list below.
-    :param plugin_options: the plugin's own table ``[plugin.NAME]``, see ``engine_options``.
-    :returns: None, or from ``step_finished`` the reason (text) to end the run: it is logged, and the run ends after this
-        step with a checkpoint and exit code 0. A text for another event is ignored, any other value is a failure.
+    :param plugin_options: the plugin's options, ``[plugin.NAME]``, see ``engine_options``.
+    :returns: None to continue. To end the run, return the reason as text from ``step_finished``: the text is logged, and the run ends
+        after this step with a checkpoint and exit code 0. Text for another event is ignored. Any other value is a failure.
 
-    Events in their order, with their data. A trainer that samples nothing has no ``weights_synced`` and ``rollouts_finished``:
+    Events come in this order, with this data:
 
-    - ``weights_synced``: ``version`` and ``bytes``. The event also comes before the first step, as of step 0.
-    - ``run_started``: ``steps``, their number, and ``earlier``, the lines of ``metrics.jsonl`` before a resume, each with its
-      ``step`` (a line of step 0 is the evaluation of ``eval.at_start``).
+    - ``weights_synced``: ``version`` and ``bytes``. The first one comes before the first step, as of step 0.
+    - ``run_started``: ``steps`` is the number of steps. ``earlier`` has the lines of ``metrics.jsonl`` before a resume, each with its
+      ``step``. A line of step 0 is the evaluation of ``eval.at_start``.
     - ``rollouts_finished``: ``rollouts``, a list of scored ``Rollout``.
-    - ``evaluated``, if it is time: ``metrics``, from name to number.
-    - ``step_finished``: ``metrics``, with those of an evaluation after the step (``eval/...``).
-    - ``checkpoint_saved``, if it is time: ``path``.
-    - ``run_finished``: ``metrics``; ``run_failed``: ``error`` (text); ``run_stopped``, by a signal: ``signal`` (text).
+    - ``evaluated``, after an evaluation: ``metrics``, a number for each name.
+    - ``step_finished``: ``metrics``. They include those of an evaluation after the step (``eval/...``).
+    - ``checkpoint_saved``, after a checkpoint: ``path``.
+    - ``run_finished``: ``metrics``; or ``run_failed``: ``error`` (text); or ``run_stopped``, by a signal: ``signal`` (text).
 
-    Collects: every observer is called. An exception is logged and counted (``plugins/observer_failures``); training continues.
+    A trainer that samples nothing has no ``weights_synced`` and no ``rollouts_finished``.
+
+    Collects: every observer is called. If one fails, this is logged and counted in ``plugins/observer_failures``, and training continues.
 
     Called in the controller, between the parts of a step. Not collective.
     """

@@ -22,12 +22,10 @@ SPECS = {"architectures": ModelArchitecture}
 
 @hookspec
 def engine_architectures() -> Mapping[str, ModelArchitecture]:
-    """Offer architectures that the engine can build: the ``model_type`` of a Hugging Face config.
+    """Offer architectures that the engine can build, for the ``model_type`` of a Hugging Face config.
 
-    :returns: ``ModelArchitecture`` by name; its ``load`` gives an ``engine_plugin_megatron.models.architecture.Architecture``,
+    :returns: a ``ModelArchitecture`` for each name. Its ``load`` gives an ``engine_plugin_megatron.models.architecture.Architecture``,
         imported only in the workers that train such a model.
 
-    Collects, as ``engine_train_engines``. Entry-point group ``engine.architectures``.
-
-    Called once in every process that loads plugins, before any model is built. Not collective.
+    Collects from all plugins; entry-point group ``engine.architectures``. Called once in every process. Not collective.
     """
