@@ -25,7 +25,7 @@ def _of_rollouts(batch: Batch, values: Tensor) -> Tensor:
 
 @contract(catches=("advantages of the wrong sign",))
 def values_are_right(bench: AdvantageBench) -> None:
-    """Each example's groups of rewards get the given advantages."""
+    """Each example's groups of rewards get the advantages that the example gives."""
     for groups, expected in bench.examples:
         batch = bench.batch(groups)
         found = _of_rollouts(batch, bench.advantages(batch))
@@ -44,7 +44,7 @@ def tokens_outside_the_mask_get_0(bench: AdvantageBench) -> None:
 
 @contract(catches=("invalid rollouts in the statistics",))
 def invalid_rollouts_do_not_count(bench: AdvantageBench) -> None:
-    """The reward of an invalid rollout changes no other advantage.
+    """The reward of an invalid rollout does not change the advantages of others.
 
     The advantage of the invalid rollout is 0.
     """
@@ -63,7 +63,7 @@ def invalid_rollouts_do_not_count(bench: AdvantageBench) -> None:
 
 @contract(catches=("groups taken to be in order",))
 def order_does_not_matter(bench: AdvantageBench) -> None:
-    """The order of the rollouts changes no advantage.
+    """The order of the rollouts does not change their advantages.
 
     The ids of groups may be any numbers.
     """
@@ -78,7 +78,7 @@ def order_does_not_matter(bench: AdvantageBench) -> None:
 
 @contract(catches=("a division by a spread of 0",))
 def degenerate_groups_are_finite(bench: AdvantageBench) -> None:
-    """Equal rewards, groups of one, very large and very small rewards give finite advantages."""
+    """Advantages are finite for equal rewards, groups of one, and very large or small rewards."""
     for groups in ([[1.0] * 4, [0.0] * 4], [[1.0], [0.0, 2.0]], [[1e6, -1e6], [1e-6, 0.0]], [[0.3]]):
         found = bench.advantages(bench.batch(groups))
         assert bool(found.isfinite().all()), f"Groups of rewards {groups} give {found.tolist()}."

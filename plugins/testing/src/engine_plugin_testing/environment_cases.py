@@ -19,7 +19,7 @@ def _without_errors(lines: list[dict[str, float]], what: str) -> None:
 
 @contract()
 def episodes_end_without_errors(bench: EnvironmentBench) -> None:
-    """No episode of three steps with a random model fails.
+    """In three steps with a random model, no episode fails.
 
     Each episode ends with a rollout.
     """
@@ -44,7 +44,7 @@ def a_run_is_repeated_exactly(bench: EnvironmentBench) -> None:
 
 @contract(catches=("state that outlives an episode",))
 def a_resumed_run_ends_like_one_that_was_not_stopped(bench: EnvironmentBench) -> None:
-    """Steps after a resume have the metrics of a run that was not stopped.
+    """After a resume, steps have the same metrics as in a run that was not stopped.
 
     No state outlives an episode.
     """
@@ -55,6 +55,6 @@ def a_resumed_run_ends_like_one_that_was_not_stopped(bench: EnvironmentBench) ->
 
 @contract()
 def unknown_options_are_refused(bench: EnvironmentBench) -> None:
-    """A key that the environment's table does not have is refused when the run file is read."""
+    """A key that is not in the environment's table is refused when the run file is read."""
     with refused("A table with the unknown key 'no_such_option'", "no_such_option"):
         bench.config("options", 1, {**bench.settings["options"], "no_such_option": 1})

@@ -28,7 +28,7 @@ def _tokens(count: int = 4 * RESPONSE) -> tuple[Tensor, Tensor, Tensor]:
 
 @contract(catches=("a loss of half the size",))
 def values_are_right(bench: LossBench) -> None:
-    """Each example's token has the given loss."""
+    """The token of each example has the loss that the example gives."""
     for (log_prob, old, advantage), expected in bench.examples:
         same = [torch.full((RESPONSE,), float(value)) for value in (log_prob, old, advantage)]
         outputs, batch = bench.batch(*same)
@@ -40,7 +40,7 @@ def values_are_right(bench: LossBench) -> None:
 
 @contract(catches=("the sign of the advantages turned",))
 def the_gradient_follows_the_advantage(bench: LossBench) -> None:
-    """A step down the gradient makes tokens with a positive advantage likelier and the others less likely.
+    """A gradient step makes tokens with a positive advantage more likely, and all others less likely.
 
     The log-probs are those of the old policy.
     """
@@ -61,7 +61,7 @@ def the_gradient_follows_the_advantage(bench: LossBench) -> None:
 
 @contract(catches=("a mean over the micro-batch",))
 def a_micro_batch_changes_no_loss(bench: LossBench) -> None:
-    """The loss of a sequence's tokens is the same alone as among other sequences of the micro-batch."""
+    """A sequence's tokens have the same loss alone and in a micro-batch with other sequences."""
     outputs, batch = bench.batch(*_tokens())
     losses, _ = bench.losses(outputs, batch)
     for number in range(len(batch)):
@@ -74,7 +74,7 @@ def a_micro_batch_changes_no_loss(bench: LossBench) -> None:
 
 @contract(catches=("an overflow of the ratio",))
 def a_policy_that_moved_far_is_finite(bench: LossBench) -> None:
-    """Log-ratios of 100 and -100 give finite losses and gradients."""
+    """Losses and gradients are finite even at log-ratios of 100 and -100."""
     old = torch.full((2 * RESPONSE,), -105.0)
     for log_probs, before in ((old + 100, old), (old, old + 100)):
         for advantage in (1.0, -1.0):
@@ -90,7 +90,7 @@ def a_policy_that_moved_far_is_finite(bench: LossBench) -> None:
 
 @contract(catches=("the gradient through a metric",))
 def metrics_are_without_gradient(bench: LossBench) -> None:
-    """Metrics are tensors [T] without a gradient.
+    """Metrics are tensors of shape [T] without a gradient.
 
     They are finite where a token is learned.
     """
@@ -108,7 +108,7 @@ def metrics_are_without_gradient(bench: LossBench) -> None:
 
 @contract(catches=("the advantages changed in place",))
 def inputs_are_left_alone(bench: LossBench) -> None:
-    """The loss changes no output and no column.
+    """The loss changes neither outputs nor columns.
 
     Called again it gives the same losses.
     """

@@ -46,7 +46,7 @@ def _same(found: Values, expected: Values, what: str) -> None:
 
 @contract(catches=("wrong length returned", "an answer that is not the one of its example"))
 def values_are_right(bench: RewardBench) -> None:
-    """Every example gets its value in a worker process, in a separate call and in one call with all others.
+    """In a worker process, every example gets its value, both in a call of its own and in a call with all others.
 
     An example that names an answer has this answer, which votes of a group count.
     """
@@ -63,7 +63,7 @@ def values_are_right(bench: RewardBench) -> None:
 
 @contract()
 def in_process_it_gives_the_same(bench: RewardBench) -> None:
-    """With ``workers = 0`` the values are those of a worker process."""
+    """With ``workers = 0``, the values are the same as in a worker process."""
     samples, groups = bench.samples()
     _same(
         bench.score(samples, groups), bench.score(samples, groups, workers=1), "In process, against a worker"
@@ -72,7 +72,7 @@ def in_process_it_gives_the_same(bench: RewardBench) -> None:
 
 @contract(catches=("a random reward",))
 def it_is_deterministic(bench: RewardBench) -> None:
-    """Called again with the same samples it gives the same values."""
+    """A second call with the same samples gives the same values."""
     samples, groups = bench.samples()
     first, *more = bench.score_each([(samples, groups)] * 3)
     for found in more:
@@ -81,7 +81,7 @@ def it_is_deterministic(bench: RewardBench) -> None:
 
 @contract(catches=("depends on the order of the samples",))
 def order_and_company_do_not_matter(bench: RewardBench) -> None:
-    """The values of a group do not depend on the other groups of the call.
+    """The values of a group do not depend on other groups in the same call.
 
     Cases: first in a batch, last, alone, and next to a copy of itself.
     """
@@ -107,7 +107,7 @@ def order_and_company_do_not_matter(bench: RewardBench) -> None:
     )
 )
 def rows_of_a_large_batch_stay_apart(bench: RewardBench) -> None:
-    """In a call with 150 samples each response is scored with its own row.
+    """In a call with 150 samples, each response is scored with its own row.
 
     The responses of all examples meet the rows of all examples. Each sample gets the value that it gets in small
     calls, in the opposite order, and in worker processes that have scored nothing before.
@@ -155,7 +155,7 @@ def _scored(bench: RewardBench, calls: Sequence[Sequence[list[Sample]]], workers
 
 @contract(catches=("a lock that a lost worker leaves",))
 def a_worker_that_is_lost_is_replaced(bench: RewardBench) -> None:
-    """A worker process that is killed between two calls is replaced, and the values are the same.
+    """If a worker process is killed between two calls, another replaces it, and the values stay the same.
 
     Samples of the call after it may fail, because the loss may be noticed late; those of the next one do not. The
     reward has nothing in a process, or outside of it, that the next process misses or that stops it.
@@ -179,7 +179,7 @@ def a_worker_that_is_lost_is_replaced(bench: RewardBench) -> None:
 
 @contract(catches=("changes its inputs",))
 def inputs_are_left_alone(bench: RewardBench) -> None:
-    """The function changes none of the lists, rows and options that it is given."""
+    """The function changes none of the lists, rows and options that it gets."""
     samples, groups = bench.samples()
     reward = bench.function()
     columns = bench.columns(reward, samples, groups)
@@ -192,7 +192,7 @@ def inputs_are_left_alone(bench: RewardBench) -> None:
 
 @contract(catches=("fails on an empty completion",))
 def any_text_gets_a_value(bench: RewardBench) -> None:
-    """Any text gets one finite number or None, without an error.
+    """Any text gets a finite number or None, without an error.
 
     Cases: empty text, control characters, other scripts, broken LaTeX and ``nan``.
     """
@@ -204,7 +204,7 @@ def any_text_gets_a_value(bench: RewardBench) -> None:
 
 @contract(catches=("a failure that becomes a number",))
 def what_cannot_be_scored_fails(bench: RewardBench) -> None:
-    """A sample of ``failing`` is a failure of the reward, and gets no number."""
+    """A sample of ``failing`` counts as a failure of the reward and gets no number."""
     for sample, outcome in bench.failing():
         assert outcome is not None, f"{str(sample)[:80]} got no outcome."
         assert outcome.failure, f"{str(sample)[:80]} got {outcome.value}; expected a failure."
@@ -212,7 +212,7 @@ def what_cannot_be_scored_fails(bench: RewardBench) -> None:
 
 @contract(catches=("a value beyond its bounds",))
 def very_long_text_gets_a_value(bench: RewardBench) -> None:
-    """A very long text gets a value within the timeout.
+    """Even a very long text gets a value within the timeout.
 
     Cases: a hundred thousand characters, a number of 5000 digits, 2000 open brackets.
     """
@@ -224,7 +224,7 @@ def very_long_text_gets_a_value(bench: RewardBench) -> None:
 
 @contract(catches=("an option without a docstring", "unknown options accepted"))
 def options_are_documented_and_checked(bench: RewardBench) -> None:
-    """Every option has a description, and an unknown option raises an error that names it."""
+    """Every option has a description, and an unknown option raises an error that names the option."""
     config = bench.load_plugins().spec("rewards", bench.name).config
     bare = [name for name, field in config.model_fields.items() if not field.description]
     assert not bare, f"Options without a description: {bare}. Write a docstring below the field."

@@ -64,7 +64,7 @@ def _stream(adapter: dict[str, tuple[Tensor, Tensor]], path: str) -> list[tuple[
     ),
 )
 def an_adapter_alone_is_sampled_like_merged_weights(bench: RolloutBench) -> None:
-    """With the option ``adapter`` the policy after an update is ``W + alpha / r B A`` of the model's folder.
+    """With the option ``adapter``, the policy after an update is the model's folder plus the adapter: ``W + alpha / r B A``.
 
     Each update replaces the adapter before it, also by one that changes nothing. An update of whole weights, or without
     a tensor, is refused.

@@ -98,7 +98,7 @@ def weights_change_under_responses_in_flight(bench: RolloutBench) -> None:
 
 @contract(capability="share_module", catches=("keys and values of a shared module kept over its steps",))
 def a_shared_module_changes_under_responses_in_flight(bench: RolloutBench) -> None:
-    """If a shared module is trained while a response is frozen, each token keeps the version and log-prob that drew it.
+    """If a shared module is trained while a response is frozen, each token keeps the version and log-prob with which it was drawn.
 
     ``set_version`` announces each step after ``pause("keep")``. The contract is empty for an engine without ``pause``.
     """
@@ -151,7 +151,7 @@ def _change_in_flight(
 
 @contract(capability="pause", catches=("responses in flight lost in sleep", "a token changed in sleep"))
 def a_sleep_under_responses_in_flight_changes_nothing(bench: RolloutBench) -> None:
-    """Greedy responses that were frozen during a sleep equal those of an engine that never slept.
+    """Greedy responses that are frozen while the engine sleeps equal those of an engine that never slept.
 
     The engine is frozen by ``pause("keep")``, and sleeps if the spec declares ``sleep``.
     """
@@ -187,7 +187,7 @@ def _random_states() -> list[Any]:
     )
 )
 def what_is_the_callers_is_left_alone(bench: RolloutBench) -> None:
-    """The engine changes no request, no tensor of the stream and no global random state.
+    """The engine changes no request, no tensor of a weight stream and no global random state.
 
     Weights are copied, since their tensors change after ``update_weights`` as in the trainer's next step. The random
     states are those of Python, NumPy and torch. Requests have seeds.

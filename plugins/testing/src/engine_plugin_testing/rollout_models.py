@@ -66,7 +66,7 @@ def _sampled(engine: RolloutEngine, requests: Sequence[Request]) -> Any:
     )
 )
 def a_model_with_biases_and_dropout_is_sampled_right(bench: RolloutBench) -> None:
-    """A model of another family, with biases and dropout, has the tokens and log-probs of the reference.
+    """A model of another family, with biases and dropout, also gives the tokens and log-probs of the reference.
 
     The model is untied, and its norm weights are not 1. The contract holds also after an update of all weights.
     """
@@ -141,7 +141,7 @@ def many_requests_of_all_sizes_are_sampled_right(bench: RolloutBench) -> None:
     )
 )
 def later_tokens_follow_their_distributions(bench: RolloutBench) -> None:
-    """Each later token of a response is an independent draw from its distribution.
+    """Each later token of a response is drawn from its own distribution, independently of other draws.
 
     The distribution is that given the tokens before it, at the temperature and after the cuts. It depends on no other
     token of the response, and on no token of another request. 80 responses of a group are sampled with seeds and

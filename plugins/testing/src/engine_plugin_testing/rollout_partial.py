@@ -85,7 +85,7 @@ def _check_extras(whole: Rollout, begun: Rollout) -> None:
 
 @contract(capability="partial", catches=("a stopped response without its tokens",))
 def a_response_stopped_in_its_midst_is_what_was_sampled(bench: RolloutBench) -> None:
-    """``abort`` between two steps returns the tokens sampled so far with their log-probs and versions.
+    """If ``abort`` comes between two steps, it returns the tokens sampled so far with their log-probs and versions.
 
     A greedy response is then the beginning of the whole response.
     """
@@ -115,7 +115,7 @@ def a_response_stopped_in_its_midst_is_what_was_sampled(bench: RolloutBench) -> 
     ),
 )
 def a_stopped_response_goes_on(bench: RolloutBench) -> None:
-    """A request with ``begun`` returns the whole response, in which the tokens of ``begun`` keep their columns and extras.
+    """A request with ``begun`` returns the whole response. The tokens of ``begun`` keep their columns and extras.
 
     New tokens are those of the present weights. Where the sampler can, half of the requests cut the distribution and ask
     for its support. The limit of tokens, and the text, are those of the whole response. New tokens are independent of those in ``begun``.
@@ -245,7 +245,7 @@ def _check_independence(bench: RolloutBench, engine: RolloutEngine) -> None:
 
 @contract(capability="partial")
 def a_response_goes_on_to_the_same_end(bench: RolloutBench) -> None:
-    """A greedy response that was stopped and continued equals the response that was never stopped.
+    """A greedy response that is stopped and continued equals one that is never stopped.
 
     The weights are the same.
     """
@@ -263,7 +263,7 @@ def a_response_goes_on_to_the_same_end(bench: RolloutBench) -> None:
 
 @contract(capability="partial")
 def what_cannot_go_on_is_refused(bench: RolloutBench) -> None:
-    """``add`` refuses to continue a response that is complete or has another prompt.
+    """``add`` refuses to continue a response that is already complete or belongs to another prompt.
 
     Nothing is queued.
     """
@@ -285,7 +285,7 @@ def what_cannot_go_on_is_refused(bench: RolloutBench) -> None:
 
 @contract(capability="partial")
 def a_request_over_its_time_comes_back_as_far_as_it_is(bench: RolloutBench) -> None:
-    """``Sampling.timeout_s`` stops one request, which comes back with the failure ``timeout``.
+    """``Sampling.timeout_s`` stops one request, which returns what it has so far with the failure ``timeout``.
 
     Its log-probs are right, and the other responses are whole.
     """
@@ -309,7 +309,7 @@ def a_request_over_its_time_comes_back_as_far_as_it_is(bench: RolloutBench) -> N
 
 @contract(capability="partial")
 def requests_are_stopped_one_by_one(bench: RolloutBench) -> None:
-    """``advance`` returns each request exactly once, whether it was stopped or has finished.
+    """``advance`` returns each request exactly once, whether it was stopped or finished.
 
     Other requests come and end meanwhile, also in calls of several rounds.
     """
@@ -335,7 +335,7 @@ def requests_are_stopped_one_by_one(bench: RolloutBench) -> None:
 
 @contract(capability="pause")
 def a_pause_under_load_keeps_what_was_sampled(bench: RolloutBench) -> None:
-    """Greedy responses that were frozen and resumed equal those of an engine that was never paused."""
+    """Greedy responses that are frozen and resumed equal those of an engine that was never paused."""
     module, engine = bench.reference(), bench.engine(**STOPS)
     requests = bench.requests(temperature=0.0, max_response_tokens=LONG)
     engine.add(requests)

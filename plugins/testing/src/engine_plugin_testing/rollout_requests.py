@@ -59,7 +59,7 @@ def groups_are_complete_and_in_order(bench: RolloutBench) -> None:
 
 @contract(catches=("log-probs in float64",))
 def columns_have_their_types(bench: RolloutBench) -> None:
-    """Per-token columns are on the CPU, with the types int64 (ids), bool (mask), float32 (log-probs) and int32 (versions).
+    """Columns with a value per token are on the CPU: ids are int64, masks bool, log-probs float32, versions int32.
 
     Each column has one entry for each token.
     """
@@ -83,7 +83,7 @@ def columns_have_their_types(bench: RolloutBench) -> None:
 
 @contract(catches=("prompt tokens in the loss mask",))
 def only_sampled_tokens_are_in_the_loss_mask(bench: RolloutBench) -> None:
-    """The loss mask is True at every sampled token and nowhere else.
+    """The loss mask is True at every sampled token and False everywhere else.
 
     Log-probs are 0 where it is False.
     """
@@ -98,7 +98,7 @@ def only_sampled_tokens_are_in_the_loss_mask(bench: RolloutBench) -> None:
 
 @contract(catches=("a token dropped", "a token doubled"))
 def no_token_is_lost_or_doubled(bench: RolloutBench) -> None:
-    """A greedy response equals the argmax continuation of an independent loop, token by token."""
+    """A greedy response equals, token by token, what an independent loop gets by argmax."""
     module = bench.reference()
     requests = bench.requests(
         (*TEXTS, "Hm", "(q", "Zz9", "7*8=", "Why?", "1, 2, 3"), temperature=0.0, max_response_tokens=16
@@ -116,7 +116,7 @@ def no_token_is_lost_or_doubled(bench: RolloutBench) -> None:
 
 @contract(catches=("the prompt in the text",))
 def the_text_is_the_response_decoded(bench: RolloutBench) -> None:
-    """``text`` is the response alone, decoded without special tokens, or empty.
+    """``text`` is the response without the prompt, decoded without special tokens. It may also be empty.
 
     If it is empty, the core decodes the response.
     """
@@ -127,7 +127,7 @@ def the_text_is_the_response_decoded(bench: RolloutBench) -> None:
 
 @contract(catches=("an empty prompt accepted",))
 def malformed_requests_are_refused(bench: RolloutBench) -> None:
-    """``add`` refuses a malformed request and queues nothing of its call.
+    """If one request is malformed, ``add`` refuses the call and queues none of its requests.
 
     Cases: an empty or too long prompt, a token outside the vocabulary, an id in flight.
     """
@@ -164,7 +164,7 @@ def malformed_requests_are_refused(bench: RolloutBench) -> None:
 
 @contract(catches=("requests of a later call lost", "ids cut to a length"))
 def every_request_comes_back_once(bench: RolloutBench) -> None:
-    """Each request comes back exactly once, also if requests are added in two calls.
+    """Each request comes back exactly once, even if requests are added in two calls.
 
     Its id is any text, also a long one. Then ``step`` returns nothing.
     """
@@ -183,7 +183,7 @@ def every_request_comes_back_once(bench: RolloutBench) -> None:
 
 @contract(catches=("aborted rollouts reported as cut", "a rollout for each time that an id is named"))
 def aborted_requests_come_back_at_once(bench: RolloutBench) -> None:
-    """``abort`` returns the given requests with the finish reason ``abort`` and their whole prompt.
+    """``abort`` returns the named requests at once, with their whole prompt and the finish reason ``abort``.
 
     The other requests are answered, and unknown ids are ignored.
     """
@@ -218,7 +218,7 @@ def aborted_requests_come_back_at_once(bench: RolloutBench) -> None:
     ),
 )
 def a_pause_loses_no_request(bench: RolloutBench) -> None:
-    """In each mode of ``pause`` every request comes back exactly once after ``resume``.
+    """After any mode of ``pause``, every request comes back exactly once when ``resume`` is called.
 
     The mode ``abort`` returns unfinished requests as aborted. ``abort`` after a pause returns the rollouts of all that it
     names, also of those that finished in the pause.
@@ -285,7 +285,7 @@ def a_pause_under_load_loses_no_request(bench: RolloutBench) -> None:
 
 @contract()
 def an_engine_closes_with_work_left(bench: RolloutBench) -> None:
-    """``close`` with queued requests ends without an error.
+    """``close`` raises no error if requests are still queued.
 
     Another engine can be built and used after it.
     """

@@ -37,13 +37,13 @@ def _compared(bench: RolloutBench, **sampling: Any) -> None:
 
 @contract(catches=("rollout log-probs shifted by one token",))
 def log_probs_equal_the_reference(bench: RolloutBench) -> None:
-    """``rollout_log_probs`` at temperature 1 equal those of an independent float64 forward pass."""
+    """At temperature 1, ``rollout_log_probs`` equal those of an independent float64 forward pass."""
     _compared(bench)
 
 
 @contract(catches=("log-probs reported at temperature 1",))
 def log_probs_are_at_the_temperature(bench: RolloutBench) -> None:
-    """Log-probs are those of the distribution that was sampled from, ``softmax(logits / temperature)``."""
+    """Log-probs are those of the distribution that tokens are drawn from, ``softmax(logits / temperature)``."""
     _compared(bench, temperature=0.6)
     _compared(bench, temperature=1.6)
 
@@ -62,9 +62,9 @@ def log_probs_are_of_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
 
 @contract(capability="support", options=tables.CUTTING, catches=("the support of another token",))
 def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
-    """With ``Sampling.max_support``, ``support_ids`` are the tokens that each sampled token was drawn from.
+    """With ``Sampling.max_support``, ``support_ids`` has the tokens from which each token was drawn.
 
-    A row has none if they are more.
+    If more tokens remain, the row has none.
     """
     width, module = 8, bench.reference()
     for sampling in bench.supported(*CUTTING):
@@ -90,7 +90,7 @@ def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
 
 @contract(catches=("temperature ignored in sampling", "top-k ignored in sampling"))
 def samples_follow_the_distribution(bench: RolloutBench) -> None:
-    """First tokens are sampled as often as the temperature, top-k and top-p say.
+    """First tokens are drawn as often as temperature, top-k and top-p say.
 
     The frequencies are those of 400 requests. A token that was cut is never sampled.
     """
@@ -124,7 +124,7 @@ def _unlike(cut: Cut, tokens: Tensor) -> str:
 
 @contract(catches=("temperature 0 sampled at 1",))
 def temperature_0_is_greedy(bench: RolloutBench) -> None:
-    """Temperature 0 and top-k 1 take the most likely token, whatever the seed."""
+    """With temperature 0 or top-k 1, the most likely token is taken for any seed."""
     engine, module = bench.engine(), bench.reference()
     for sampling in bench.supported({"temperature": 0.0}, {"temperature": 0.0, "seed": 99}, ONE):
         for rollout in engine.generate(bench.requests(**sampling)):
@@ -159,7 +159,7 @@ def _first_times(tokens: list[int]) -> list[int]:
 
 @contract(options=("stop",), catches=("stop strings ignored",))
 def a_stop_string_ends_a_response(bench: RolloutBench) -> None:
-    """Sampling ends with the token that completes a stop string, with the reason ``stop``.
+    """The token that completes a stop string ends the response, with the finish reason ``stop``.
 
     The string stays in the response.
     """
@@ -190,7 +190,7 @@ def a_stop_string_ends_a_response(bench: RolloutBench) -> None:
 
 @contract(options=("stop_token_ids",), catches=("stop token ids ignored",))
 def a_stop_token_ends_a_response(bench: RolloutBench) -> None:
-    """Sampling ends with one of ``stop_token_ids``, with the reason ``stop``.
+    """A token of ``stop_token_ids`` ends the response, with the finish reason ``stop``.
 
     The token stays in the response.
     """
@@ -224,7 +224,7 @@ def _check_end(rollout: Rollout, most: int) -> None:
 
 @contract(catches=("wrong finish reason",))
 def the_finish_reason_is_true(bench: RolloutBench) -> None:
-    """The finish reason is ``stop`` after an end token and ``length`` after ``max_response_tokens``.
+    """The finish reason is ``stop`` after an end token, and ``length`` after ``max_response_tokens``.
 
     The end token stays, as the last token of the response.
     """
@@ -244,7 +244,7 @@ def the_finish_reason_is_true(bench: RolloutBench) -> None:
 
 @contract(catches=("a response cut one token before the last position",))
 def a_response_fits_into_the_model(bench: RolloutBench) -> None:
-    """Prompt and response together never exceed the model's positions.
+    """Prompt and response together never exceed the model's maximum length.
 
     A response without an end token has all positions, and its reason is ``length``. Some of 24 responses have none.
     """
@@ -266,7 +266,7 @@ def _responses(rollouts: list[Rollout]) -> list[list[int]]:
 
 @contract(catches=("seed ignored", "a seed for first tokens alone"))
 def a_seed_gives_the_same_tokens(bench: RolloutBench) -> None:
-    """Requests with the same seeds give the same tokens again, also from another engine."""
+    """The same seeds give the same tokens again, and in another engine too."""
     engine, requests = bench.engine(), bench.requests(temperature=1.5)
     first, again = _responses(engine.generate(requests)), _responses(engine.generate(requests))
     assert first == again, f"The same seeds gave {first[0]}, then {again[0]}."
@@ -277,7 +277,7 @@ def a_seed_gives_the_same_tokens(bench: RolloutBench) -> None:
 
 @contract(catches=("one seed for all", "the low bits of a seed alone"))
 def different_seeds_differ(bench: RolloutBench) -> None:
-    """Requests of one group with different seeds do not all get the same response.
+    """If the requests of a group have different seeds, they do not all get the same response.
 
     The seeds are near or far apart, or None.
     """
@@ -299,7 +299,7 @@ def different_seeds_differ(bench: RolloutBench) -> None:
 
 @contract(catches=("the batch decides what is sampled",))
 def a_seed_does_not_depend_on_the_batch(bench: RolloutBench) -> None:
-    """A request with a seed gives the same tokens alone and among other requests.
+    """A request with a seed gets the same tokens alone and together with other requests.
 
     The order of the requests does not matter.
     """

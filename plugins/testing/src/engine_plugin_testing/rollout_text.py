@@ -131,7 +131,7 @@ def _check(story: Story, rollout: Rollout, expected: Sequence[int], reason: str,
     ),
 )
 def stop_strings_cross_the_borders_of_tokens(bench: RolloutBench) -> None:
-    """A stop string ends a response also if it crosses the borders of tokens.
+    """A stop string ends a response even if it spans several tokens or ends within one.
 
     Tokens have several characters or a part of one, in one batch and in a batch for each string, and text is exact. A response ends with the token
     that completes the first stop string or is a stop token, also as the last token allowed. A stop string in the
@@ -175,7 +175,7 @@ def stop_strings_cross_the_borders_of_tokens(bench: RolloutBench) -> None:
     )
 )
 def an_end_token_may_be_the_last_one_allowed(bench: RolloutBench) -> None:
-    """The reason is ``stop`` also if the end token is the last token that is allowed.
+    """If the end token is the last token allowed, the finish reason is ``stop``, not ``length``.
 
     300 short responses are sampled, some with stop strings or stop tokens too. Their text is exact.
     """

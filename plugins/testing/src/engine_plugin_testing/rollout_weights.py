@@ -48,7 +48,7 @@ def _check_policy(
     )
 )
 def sampling_follows_new_weights(bench: RolloutBench) -> None:
-    """After ``update_weights`` new tokens have the log-probs of the new weights and the new version.
+    """After ``update_weights``, new tokens have the new version and the log-probs of the new weights.
 
     This holds also for a prompt that was sampled before, and for a version that came before or is older. At tokens of the
     prompt the version is 0.
@@ -71,7 +71,7 @@ def sampling_follows_new_weights(bench: RolloutBench) -> None:
     )
 )
 def the_checksum_is_of_what_was_received(bench: RolloutBench) -> None:
-    """``update_weights`` returns a checksum that is equal for equal weights and changes with any weight.
+    """The checksum from ``update_weights`` is the same for the same weights, and changes if any weight does.
 
     It also changes if two weights of one shape are swapped. Another sampler gives the same checksum, whatever it
     received before: a run compares the checksums of its samplers.
@@ -98,7 +98,7 @@ def the_checksum_is_of_what_was_received(bench: RolloutBench) -> None:
     )
 )
 def the_checksum_changes_with_any_one_value(bench: RolloutBench) -> None:
-    """The checksum of an update changes if one value changes, or if values change and their sum does not.
+    """The checksum changes if a single value changes, and also if several change and their sum does not.
 
     Cases: two values of a vector swapped, all of them in the opposite order, one sign, and a small value of the largest
     weight that changes by a 64th.
@@ -164,7 +164,7 @@ def _all_differ(
 
 @contract(catches=("an incomplete update accepted",))
 def an_update_that_does_not_fit_is_refused(bench: RolloutBench) -> None:
-    """An update with an unknown name, a missing weight or a wrong shape raises an error that names the weight.
+    """If an update has an unknown name, lacks a weight or has a wrong shape, the engine raises an error that names the weight.
 
     The version stays, a mixture is never sampled from, and a whole update repairs the engine.
     """
@@ -229,7 +229,7 @@ def policy_of(bench: RolloutBench, engine: TrainEngine, path: str) -> nn.Module:
 
 @contract()
 def a_trained_policy_reaches_the_sampler(bench: RolloutBench) -> None:
-    """A sampler that received the weights of a train engine after a step is that policy.
+    """A sampler that gets a train engine's weights after a step samples that policy.
 
     The train engine is ``train_backend``.
     """
@@ -244,7 +244,7 @@ def a_trained_policy_reaches_the_sampler(bench: RolloutBench) -> None:
     capability="share_module", catches=("set_version ignored", "a shared module sampled in training mode")
 )
 def a_shared_module_is_followed_without_transport(bench: RolloutBench) -> None:
-    """With ``share_module`` the sampler follows each step of the train engine.
+    """With ``share_module``, the sampler follows every step of the train engine.
 
     The dropout of the model is off. Only ``set_version`` announces a step.
     """
@@ -259,7 +259,7 @@ def a_shared_module_is_followed_without_transport(bench: RolloutBench) -> None:
 
 @contract(capability="sleep", catches=("an update taken while asleep",))
 def an_engine_asleep_takes_no_update(bench: RolloutBench) -> None:
-    """``update_weights`` is refused while the engine is asleep.
+    """While the engine is asleep, it refuses ``update_weights``.
 
     After ``wake`` it works, and sampling is of the new weights.
     """
@@ -281,7 +281,7 @@ def an_engine_asleep_takes_no_update(bench: RolloutBench) -> None:
     ),
 )
 def an_engine_that_slept_samples_as_before(bench: RolloutBench) -> None:
-    """After ``sleep`` and ``wake`` the engine is the same policy.
+    """After ``sleep`` and ``wake``, the engine samples the same policy as before.
 
     It sleeps whole or with the weights kept. An update is taken while the weights are awake: kept, or woken alone.
     """

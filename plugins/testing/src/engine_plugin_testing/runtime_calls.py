@@ -36,7 +36,7 @@ def raised(
 
 @contract()
 def a_start_that_fails_tells_why(bench: RuntimeBench) -> None:
-    """``start`` raises the error of an engine that cannot be built.
+    """If an engine cannot be built, ``start`` raises the engine's error.
 
     Another runtime starts afterwards.
     """
@@ -53,7 +53,7 @@ def a_start_that_fails_tells_why(bench: RuntimeBench) -> None:
 
 @contract(catches=("steps in which a role is idle counted", "torch not seeded where engines are built"))
 def every_role_has_a_group_of_its_ranks(bench: RuntimeBench) -> None:
-    """Each role of the run has a group with the requested number of ranks.
+    """Each role of the run has a group with as many ranks as requested.
 
     The ``total_steps`` of its engines are those of the run without the role's ``idle_steps``. Where an engine is built,
     torch is seeded with ``run.seed``, which is also the seed of its context.
@@ -77,7 +77,7 @@ def every_role_has_a_group_of_its_ranks(bench: RuntimeBench) -> None:
 
 @contract()
 def calls_are_carried_out_in_the_order_in_which_they_were_sent(bench: RuntimeBench) -> None:
-    """A hundred calls without a wait reach every rank in the order in which they were sent.
+    """A hundred calls, sent without waiting, reach every rank in the order in which they were sent.
 
     Large and small calls alternate.
     """
@@ -99,7 +99,7 @@ def calls_are_carried_out_in_the_order_in_which_they_were_sent(bench: RuntimeBen
 
 @contract(catches=("metrics rounded to float32", "the number of micro-batches lost"))
 def values_cross_exactly(bench: RuntimeBench) -> None:
-    """Values come back from a rank exactly as they were returned.
+    """The caller gets exactly the values that a rank returned.
 
     Cases: floats, infinities, the smallest float and truth values. A loss arrives as it was sent.
     """
@@ -124,7 +124,7 @@ def values_cross_exactly(bench: RuntimeBench) -> None:
 
 @contract()
 def a_batch_is_shared_out_once_and_put_back_in_order(bench: RuntimeBench) -> None:
-    """Each sequence of a batch goes to one rank, and per-token results come back in the order of the batch."""
+    """Each sequence of a batch goes to one rank, and results with a value per token come back in the order of the batch."""
     _, groups, journal = bench.shared
     before = [len(lines) for lines in bench.written(journal, "ref", "infer")] or [0] * bench.world_size
     batch = bench.batch(LENGTHS)
@@ -237,7 +237,7 @@ def _untupled(value: Any) -> Any:
 
 @contract()
 def a_rank_receives_the_bytes_of_its_own_sequences(bench: RuntimeBench) -> None:
-    """The ranks together receive the bytes of a batch that is split among them once.
+    """If a batch is split among ranks, they receive its bytes only once in total.
 
     With ``all`` each rank receives all bytes.
     """
@@ -267,7 +267,7 @@ def groups_work_for_themselves(bench: RuntimeBench) -> None:
 
 @contract()
 def rollouts_come_in_the_order_of_their_requests(bench: RuntimeBench) -> None:
-    """``generate`` and ``stream`` sample every request once.
+    """``generate`` and ``stream`` sample every request exactly once.
 
     Each rollout has the controller's own prompt.
     """
@@ -292,7 +292,7 @@ def rollouts_come_in_the_order_of_their_requests(bench: RuntimeBench) -> None:
     )
 )
 def every_field_of_requests_and_rollouts_crosses(bench: RuntimeBench) -> None:
-    """Every field of a request reaches the sampler, and every field of a rollout its caller, bit for bit.
+    """Every field of a request reaches the sampler bit for bit, and every field of a rollout reaches the caller.
 
     The request has every option set and a response in ``begun``. The prompts have one id and differ. The rollout
     has text, rewards, answers, messages, failure and extras of every type.
@@ -338,7 +338,7 @@ def _other(name: str) -> Any:
 
 @contract(catches=("the weights of the first push sent again",))
 def pushed_weights_reach_every_sampler_whole(bench: RuntimeBench) -> None:
-    """A push brings the actor's weights to every rank of the sampler bit for bit; a second one, those of a later step.
+    """A push brings the actor's weights to every rank of the sampler bit for bit. A second push brings those of a later step.
 
     It returns version, bytes and checksum.
     """
@@ -361,7 +361,7 @@ def pushed_weights_reach_every_sampler_whole(bench: RuntimeBench) -> None:
 
 @contract()
 def a_reference_is_mixed_on_every_rank(bench: RuntimeBench) -> None:
-    """``mix_weights`` gives the other role the weight stream of the first role, and the share of the mixture."""
+    """``mix_weights`` gives the second role the weight stream of the first role and the share to mix in."""
     runtime, _, journal = bench.shared
     runtime.mix_weights("actor", "ref", 0.25)
     for lines in bench.written(journal, "ref", "load_named_weights"):

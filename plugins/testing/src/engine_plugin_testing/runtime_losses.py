@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @contract(catches=("the notes of an error lost", "the traceback of a worker lost"))
 def an_error_comes_back_as_itself_and_the_workers_go_on(bench: RuntimeBench) -> None:
-    """An error of an engine reaches the caller with its class, its text, its notes and the traceback of the worker.
+    """An engine's error reaches the caller with its class, text, notes and the worker's traceback.
 
     If it is none of the core's errors, it comes in a ``PluginError`` that names both. The next call is answered.
     """
@@ -72,7 +72,7 @@ def an_error_on_one_rank_alone_comes_back(bench: RuntimeBench) -> None:
 
 @contract(catches=("a save that failed later counted as done",))
 def a_save_that_fails_later_raises_its_error(bench: RuntimeBench) -> None:
-    """If the future that ``save`` returns fails later on one rank, the future of its caller raises that error.
+    """``save`` returns a future. If it fails later on one rank, the caller's future raises the error.
 
     An ``OSError`` keeps its ``errno``: a full disk is a failed save that may be tried again. The next save succeeds.
     """
@@ -92,7 +92,7 @@ def a_save_that_fails_later_raises_its_error(bench: RuntimeBench) -> None:
 
 @contract(capability="processes")
 def who_stops_waiting_for_samples_stops_the_samplers(bench: RuntimeBench) -> None:
-    """A sampler whose stream is closed drops its requests and answers the next call."""
+    """If a caller closes a sampler's stream, the sampler drops its requests and answers the next call."""
     _, groups, _ = bench.shared
     requests = [*bench.requests(2), *bench.requests(4, do="sleep:60")[2:]]
     stream = groups["rollout"].stream(requests)
@@ -105,7 +105,7 @@ def who_stops_waiting_for_samples_stops_the_samplers(bench: RuntimeBench) -> Non
 
 @contract(capability="processes")
 def a_rank_that_fails_while_others_wait_for_it_ends_the_call(bench: RuntimeBench) -> None:
-    """If one rank raises before a collective in which the others wait, the call raises its error.
+    """If one rank raises while the others wait for it in a collective, the call raises its error.
 
     No rank waits for ever.
     """
@@ -120,7 +120,7 @@ def a_rank_that_fails_while_others_wait_for_it_ends_the_call(bench: RuntimeBench
 
 @contract(capability="processes")
 def a_worker_that_is_killed_is_told_within_seconds(bench: RuntimeBench) -> None:
-    """After a worker was killed, the current call and every later one raise ``WorkerLost`` within half a minute.
+    """If a worker is killed, the current call and every later one raise ``WorkerLost`` within half a minute.
 
     The error names role, rank and cause.
     """
@@ -175,7 +175,7 @@ def pools_lie_in_processes_of_their_own(bench: RuntimeBench) -> None:
 
 @contract(capability="processes")
 def nothing_is_left_once_it_is_closed(bench: RuntimeBench) -> None:
-    """No process of a rank outlives ``close``."""
+    """After ``close``, no process of a rank is left."""
     runtime, groups, journal = bench.last
     groups["actor"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
     pids = bench.processes(journal)
@@ -186,7 +186,7 @@ def nothing_is_left_once_it_is_closed(bench: RuntimeBench) -> None:
 
 @contract()
 def closing_twice_is_closing_once(bench: RuntimeBench) -> None:
-    """``close`` may be called twice, also after a start that failed."""
+    """``close`` may be called twice, even after a start that failed."""
     runtime, _, _ = bench.last
     runtime.close()
     runtime.close()

@@ -56,7 +56,7 @@ def _same(stages: Sequence[Any], names: Sequence[str], bench: StageBench, step: 
 
 @contract(catches=("the wrong groups kept",))
 def examples_are_kept_as_they_say(bench: StageBench) -> None:
-    """A new stage keeps the given positions of each example's groups, in any order."""
+    """From the groups of each example, a new stage keeps the positions that the example gives, in any order."""
     for groups, expected in bench.examples:
         kept, _ = _call(bench.stage(), bench.rollouts(groups), 1)
         found = [sorted(r.index for r in kept if r.group_id == number) for number in range(len(groups))]
@@ -92,7 +92,7 @@ def what_was_sampled_stays(bench: StageBench) -> None:
 
 @contract(catches=("a failure on a step without valid rollouts",))
 def steps_without_anything_pass(bench: StageBench) -> None:
-    """A step with no valid rollout, or with a single one, passes.
+    """The stage handles a step with no valid rollout or with only one rollout.
 
     Cases: a step without rollouts, one whose rollouts are all invalid, and one with a single rollout.
 
@@ -125,7 +125,7 @@ def a_step_is_repeated_exactly(bench: StageBench) -> None:
 
 @contract(catches=("a state that lacks a part", "rewards that follow a mean which is not in the state"))
 def a_resumed_stage_continues(bench: StageBench) -> None:
-    """A stage with the state of another stage continues as that one does.
+    """A stage that loads the state of another stage continues exactly as that one does.
 
     The state is as a checkpoint holds it. In all further steps both keep and change the same.
 

@@ -46,7 +46,7 @@ PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
     ),
 )
 def an_adapter_alone_is_trained(bench: TrainBench) -> None:
-    """With ``[actor.lora]`` the adapter is trained and the base is not.
+    """With ``[actor.lora]``, only the adapter is trained, and the base stays unchanged.
 
     ``B`` gets ``scale G A^T`` of the model's float64 gradient ``G``, and ``A`` gets ``scale B^T G``. Merged weights are
     ``W + scale B A``, and another engine takes the adapter.
@@ -188,7 +188,7 @@ def _log_probs(bench: TrainBench, path: str, weights: Mapping[str, Tensor] | Non
     ),
 )
 def every_kind_of_adapter_is_that_of_peft(bench: TrainBench) -> None:
-    """For each table of ``lora`` the policy and its gradient are those of peft with the exported adapter.
+    """For each table of ``lora``, policy and gradient are the same as in peft with the exported adapter.
 
     Merged weights, streamed and exported, have the same log-probs. Without the adapter the log-probs are the base's. What
     the suite takes out of ``lora`` is refused.
@@ -288,7 +288,7 @@ def _file_name(name: str) -> str:
     catches=("modules trained whole that keep their values", "lengths of rows that keep their values"),
 )
 def a_whole_model_takes_the_place_of_an_adapter(bench: TrainBench) -> None:
-    """After ``load_named_weights`` of a whole model the engine is that model, and its adapter adds nothing.
+    """After ``load_named_weights`` of a whole model, the engine is that model, and its adapter adds nothing.
 
     This holds for each table of ``lora``, for a share of the new weights and for all of them. Training continues.
     """
@@ -325,7 +325,7 @@ def a_whole_model_takes_the_place_of_an_adapter(bench: TrainBench) -> None:
     catches=("mix ignored for an adapter", "an adapter that lacks tensors accepted"),
 )
 def the_tensors_of_an_adapter_are_mixed_in_their_share(bench: TrainBench) -> None:
-    """``mix=0.25`` of an adapter's tensors gives ``0.75 w + 0.25 new`` of each, for each table of ``lora``.
+    """For each table of ``lora``, ``mix=0.25`` turns each tensor w of an adapter into ``0.75 w + 0.25 new``.
 
     Tensors that are unknown, missing or of another shape are refused.
     """
@@ -359,7 +359,7 @@ def the_tensors_of_an_adapter_are_mixed_in_their_share(bench: TrainBench) -> Non
     catches=("the optimizer state of an adapter not restored", "an adapter over another base"),
 )
 def a_run_with_an_adapter_resumes_over_its_base(bench: TrainBench) -> None:
-    """After ``load`` over the same base, steps with an adapter equal those of a run that never stopped.
+    """After ``load`` over the same base, an adapter takes the same steps as in a run that never stopped.
 
     The loading engine has trained otherwise before. Over another base, with or without an adapter, ``load`` is refused, or
     brings the saved model back.

@@ -28,20 +28,20 @@ def _expected(bench: TrainBench, temperature: float) -> None:
 
 @contract(catches=("log-probs shifted by one token",))
 def log_probs_equal_the_reference(bench: TrainBench) -> None:
-    """``log_probs[t]`` equals the log-probability of token t from an independent float64 forward pass."""
+    """``log_probs[t]`` is the log-probability of token t that an independent float64 forward pass gives."""
     _expected(bench, 1.0)
 
 
 @contract(catches=("temperature ignored in training",))
 def log_probs_are_at_the_temperature_of_the_batch(bench: TrainBench) -> None:
-    """Log-probs are those of ``softmax(logits / temperature)``, above and below temperature 1."""
+    """Log-probs come from ``softmax(logits / temperature)``, at temperatures above and below 1."""
     _expected(bench, 0.6)
     _expected(bench, 1.7)
 
 
 @contract(capability="support", catches=("support ignored in training",))
 def log_probs_are_over_the_support(bench: TrainBench) -> None:
-    """With ``support_ids``, ``log_probs[t]`` is ``log (p[token] / sum of p over them)``.
+    """With the column ``support_ids``, ``log_probs[t]`` is normalized over those tokens: ``log (p[token] / sum of p over them)``.
 
     A row of -1 means the whole vocabulary.
     """
@@ -67,7 +67,7 @@ def log_probs_are_over_the_support(bench: TrainBench) -> None:
 
 @contract(catches=("entropy in bits",))
 def entropy_equals_its_definition(bench: TrainBench) -> None:
-    """``entropy[t]`` is ``-sum_v p_v log p_v`` of the distribution of token t, at its temperature."""
+    """``entropy[t]`` is ``-sum_v p_v log p_v`` for the distribution of token t at the temperature of the batch."""
     engine, batch = bench.common_engine(), bench.batch(temperature=0.8)
     found = bench.infer(engine, batch, ("log_probs", "entropy"))["entropy"]
     with torch.no_grad():
@@ -82,9 +82,9 @@ def entropy_equals_its_definition(bench: TrainBench) -> None:
     )
 )
 def log_probs_at_candidates_equal_the_reference(bench: TrainBench) -> None:
-    """``log_probs_at[t]`` are the log-probs of the K tokens in ``candidate_ids[t]``.
+    """``log_probs_at[t]`` has the log-probs of the K tokens in ``candidate_ids[t]``.
 
-    ``log_rest[t]`` is that of all other tokens, also where the candidates have all but e^-30 of the probability.
+    ``log_rest[t]`` is that of all other tokens together, even where the candidates have all but e^-30 of the probability.
     """
     engine, batch = bench.common_engine(), bench.batch(temperature=0.8)
     vocabulary = _vocabulary(bench)
@@ -117,7 +117,7 @@ def log_probs_at_candidates_equal_the_reference(bench: TrainBench) -> None:
 
 @contract(catches=("the least likely tokens as the likeliest",))
 def top_tokens_are_the_likeliest(bench: TrainBench) -> None:
-    """``top_ids[t]`` are the ``batch.top_k`` likeliest tokens, the likeliest first.
+    """``top_ids[t]`` has the ``batch.top_k`` most likely tokens, the most likely first.
 
     They differ, and ``log_rest[t]`` is that of all other tokens.
     """
@@ -141,7 +141,7 @@ def top_tokens_are_the_likeliest(bench: TrainBench) -> None:
 
 @contract()
 def outputs_of_the_whole_vocabulary_leave_no_rest(bench: TrainBench) -> None:
-    """If K is the size of the vocabulary, ``log_rest`` is -1e4, a probability of 0.
+    """If K is the size of the vocabulary, no token is left over, and ``log_rest`` is -1e4 (a probability of 0).
 
     ``top_ids`` are then all tokens.
     """
@@ -164,7 +164,7 @@ def outputs_of_the_whole_vocabulary_leave_no_rest(bench: TrainBench) -> None:
 
 @contract(catches=("attention across packed sequences",))
 def a_sequence_does_not_see_its_neighbours(bench: TrainBench) -> None:
-    """A sequence has the same log-probs alone and packed with others."""
+    """A sequence has the same log-probs whether it runs alone or packed with others."""
     engine, batch = bench.common_engine(), bench.batch()
     packed = bench.infer(engine, batch)["log_probs"].split(batch.lengths.tolist())
     for i in range(len(batch)):
@@ -174,7 +174,7 @@ def a_sequence_does_not_see_its_neighbours(bench: TrainBench) -> None:
 
 @contract(catches=("results in the order of the micro-batches",))
 def results_come_in_the_order_of_the_batch(bench: TrainBench) -> None:
-    """Results come in the order of the batch, however it is cut into micro-batches.
+    """Results come in the order of the batch, no matter how the batch is cut into micro-batches.
 
     A batch in another order gives the same results in that order.
     """
@@ -192,7 +192,7 @@ def results_come_in_the_order_of_the_batch(bench: TrainBench) -> None:
 
 @contract(catches=("outputs at prompt tokens",))
 def outputs_are_zero_where_nothing_is_learned(bench: TrainBench) -> None:
-    """Outputs are exactly 0 except at loss tokens that have a token before them."""
+    """Outputs are exactly 0 everywhere except at loss tokens that have a token before them."""
     engine, batch = bench.common_engine(), bench.batch((5, 1, 9))
     batch.tokens["loss_mask"][:6] = True  # the first sequence whole, and a sequence of one token
     batch.tokens["loss_mask"][6:] = False
@@ -206,7 +206,7 @@ def outputs_are_zero_where_nothing_is_learned(bench: TrainBench) -> None:
 
 @contract(catches=("infer draws random numbers",))
 def infer_leaves_no_trace(bench: TrainBench) -> None:
-    """``infer`` changes neither weights nor gradients nor the random state.
+    """``infer`` changes no weight, no gradient and no random state.
 
     The step after it is the same as without it.
     """
@@ -228,7 +228,7 @@ def infer_leaves_no_trace(bench: TrainBench) -> None:
 
 @contract()
 def an_unknown_output_is_refused(bench: TrainBench) -> None:
-    """An output that the engine does not know raises an error that names it."""
+    """If a caller asks for an unknown output, the engine raises an error that names this output."""
     engine, batch = bench.common_engine(), bench.batch()
     with refused("infer of 'log_prob'", "log_prob"):
         engine.infer(bench.share(engine, batch)[1], ["log_prob"])
@@ -236,7 +236,7 @@ def an_unknown_output_is_refused(bench: TrainBench) -> None:
 
 @contract(catches=("infer in another arithmetic than the step",))
 def the_ratio_of_an_unchanged_policy_is_exactly_one(bench: TrainBench) -> None:
-    """``infer`` and ``forward_backward`` of one batch give the same log-probs bit for bit.
+    """For the same batch, ``infer`` and ``forward_backward`` give the same log-probs bit for bit.
 
     The batch has several micro-batches.
     """
@@ -255,7 +255,7 @@ def the_ratio_of_an_unchanged_policy_is_exactly_one(bench: TrainBench) -> None:
 
 @contract()
 def several_outputs_at_once_equal_each_alone(bench: TrainBench) -> None:
-    """The output ``entropy`` in the same call does not change the log-probs."""
+    """If a call also asks for ``entropy``, its log-probs stay the same."""
     engine, batch = bench.engine(), bench.batch()
     alone = bench.infer(engine, batch)["log_probs"]
     both = bench.infer(engine, batch, ("entropy", "log_probs"))["log_probs"]
@@ -267,7 +267,7 @@ def several_outputs_at_once_equal_each_alone(bench: TrainBench) -> None:
     role="critic", catches=("values read from the token itself", "values that depend on packed sequences")
 )
 def values_see_only_the_tokens_before(bench: TrainBench) -> None:
-    """A critic's ``values[t]`` depends only on the tokens of its sequence before t.
+    """A critic's ``values[t]`` depends only on tokens of the same sequence that come before t.
 
     It changes with token t - 1, and with no other sequence.
     """

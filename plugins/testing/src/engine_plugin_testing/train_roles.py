@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     ),
 )
 def the_value_gradient_equals_the_reference(bench: TrainBench) -> None:
-    """A critic's values, its clipped value loss and the gradient equal those of the reference.
+    """A critic's values, clipped value loss and gradient equal the reference's.
 
     ``values`` are the head on the hidden state of the token before, in float64. A saved critic is loaded, and an exported one is
     built from its folder.
@@ -102,7 +102,7 @@ def _exported(bench: TrainBench, engine: TrainEngine, batch: Batch, role: str, o
     ),
 )
 def scores_and_their_gradient_equal_the_reference(bench: TrainBench) -> None:
-    """A reward model's ``scores[t]`` and their gradient are those of its head on the hidden state of token t.
+    """A reward model's ``scores[t]`` come from its head on the hidden state of token t, and so does their gradient.
 
     This holds at every loss token, also the first of a sequence. A trained model that is exported and built from its folder
     gives the same scores.

@@ -49,7 +49,7 @@ SIZES = (1.0, 0.3, 2.0, 0.5, 1.0, 3.0, 0.2)  # of each step's loss: some are cli
     )
 )
 def gradients_of_other_outputs_equal_the_reference(bench: TrainBench) -> None:
-    """The gradients of ``entropy`` and ``sum_pi_squared`` equal those of a float64 autograd.
+    """The gradients of ``entropy`` and ``sum_pi_squared`` equal those from a float64 autograd.
 
     An output in ``watched`` has no gradient.
     """
@@ -65,7 +65,7 @@ def gradients_of_other_outputs_equal_the_reference(bench: TrainBench) -> None:
     )
 )
 def gradients_of_candidates_equal_the_reference(bench: TrainBench) -> None:
-    """The gradients of ``log_probs_at`` and of ``log_rest`` equal those of a float64 autograd.
+    """The gradients of ``log_probs_at`` and ``log_rest`` equal those from a float64 autograd.
 
     They are compared together and alone. The K candidates of a token have different coefficients.
     """
@@ -82,9 +82,9 @@ def gradients_of_candidates_equal_the_reference(bench: TrainBench) -> None:
     ),
 )
 def the_gradient_over_a_support_equals_the_reference(bench: TrainBench) -> None:
-    """With ``support_ids`` the gradient of ``log_probs`` is that of ``log (p[token] / sum of p over them)``.
+    """With ``support_ids``, the gradient of ``log_probs`` is the gradient of ``log (p[token] / sum of p over them)``.
 
-    Some rows are -1 and mean the whole vocabulary.
+    Some rows are -1, which means the whole vocabulary.
     """
     _compare_gradients(bench, ("log_probs",), support=True)
 
@@ -125,7 +125,7 @@ def _compare_gradients(
     )
 )
 def several_steps_equal_an_independent_optimizer(bench: TrainBench) -> None:
-    """Each of several steps moves the weights as an independent float64 AdamW does.
+    """Over several steps, each step moves the weights as an independent float64 AdamW does.
 
     Moments, decay, clipping and rates are written from their formulas.
     """
@@ -206,7 +206,7 @@ def _compare_moves(
     )
 )
 def clipping_begins_at_the_limit_and_survives_any_norm(bench: TrainBench) -> None:
-    """Clipping begins exactly at ``max_grad_norm``, and very small and large norms are exact.
+    """Clipping starts exactly at ``max_grad_norm``. Very small and very large norms are exact too.
 
     A norm of 1.001 times the limit is scaled to it, and one of 0.999 times the limit is unchanged. Norms from 1e-9 to
     1e8 are as exact as others, a large gradient is scaled to the limit, and nothing is skipped.
@@ -240,7 +240,7 @@ def clipping_begins_at_the_limit_and_survives_any_norm(bench: TrainBench) -> Non
     )
 )
 def other_models_are_as_right_as_the_first(bench: TrainBench) -> None:
-    """Models of another family have the weights, outputs, gradient and export of the reference.
+    """A model of another family also has the weights, outputs, gradient and export of the reference.
 
     They are untied, with biases, norm weights that are not 1, and dropout in their config.
     """
@@ -281,7 +281,7 @@ def other_models_are_as_right_as_the_first(bench: TrainBench) -> None:
     )
 )
 def what_is_passed_and_given_stays_as_it_is(bench: TrainBench) -> None:
-    """No call changes its batch or a generator of random numbers.
+    """No call changes the batch that it gets, or draws from a random number generator.
 
     Tensors of ``named_weights`` stay valid until the weights change.
     """

@@ -34,7 +34,7 @@ OFFSET = 3.0  # of the values of a metric: the sum over tokens cancels nothing
     catches=("a window of attention", "the last row of a chunk dropped", "a sequence cut to a maximum length")
 )
 def long_packs_equal_the_reference(bench: TrainBench) -> None:
-    """A pack of 539 tokens in 41 sequences has the outputs and the gradient of the reference.
+    """A pack of 539 tokens in 41 sequences has the reference's outputs and gradient.
 
     The longest sequence has 120 tokens. The same holds in micro-batches.
     """
@@ -60,7 +60,7 @@ def long_packs_equal_the_reference(bench: TrainBench) -> None:
     )
 )
 def many_sequences_equal_the_reference(bench: TrainBench) -> None:
-    """150 short sequences have the outputs of the reference in one pack, and its gradient over many micro-batches.
+    """150 short sequences have the reference's outputs in one pack, and its gradient over many micro-batches.
 
     Sequences of one or two tokens have no loss token.
     """
@@ -86,7 +86,7 @@ def many_sequences_equal_the_reference(bench: TrainBench) -> None:
     )
 )
 def uneven_shares_are_those_of_the_whole(bench: TrainBench) -> None:
-    """Uneven shares of the ranks give the loss, metrics, norm and gradient of the whole batch.
+    """If ranks get uneven shares, loss, metrics, norm and gradient are still those of the whole batch.
 
     Cases: an odd number of sequences, unequal numbers of micro-batches, and ranks without sequences or loss tokens.
     """
@@ -135,7 +135,7 @@ def uneven_shares_are_those_of_the_whole(bench: TrainBench) -> None:
     )
 )
 def infer_over_uneven_shares_is_that_of_the_whole(bench: TrainBench) -> None:
-    """``infer`` on uneven shares of the ranks gives the outputs of the whole batch, in its order.
+    """If ranks get uneven shares, ``infer`` still gives the outputs of the whole batch, in its order.
 
     Cases: an odd number of sequences, ranks without sequences or loss tokens, and groups of ``keep_together``.
     """
@@ -156,7 +156,7 @@ def infer_over_uneven_shares_is_that_of_the_whole(bench: TrainBench) -> None:
 
 @contract(catches=("sequences that belong together split", "groups that are one if they are neighbors"))
 def sequences_that_belong_together_are_not_split(bench: TrainBench) -> None:
-    """A loss over groups of ``keep_together`` has its value and gradient with any token budget."""
+    """A loss over groups of ``keep_together`` has the same value and gradient with any token budget."""
     batch = bench.batch((9, 8, 5, 7, 6, 8, 4), seed=6)
     groups = batch.keep_together = torch.tensor([0, 1, 0, 1, 2, 3, 3])
     batch = batch.with_columns({}, {"sign": torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 1.0, 1.0])})
@@ -185,7 +185,7 @@ def sequences_that_belong_together_are_not_split(bench: TrainBench) -> None:
     )
 )
 def every_call_reports_its_own_loss_and_metrics(bench: TrainBench) -> None:
-    """Each call of ``forward_backward`` reports the loss and the metrics of that batch alone, to five digits.
+    """Each call of ``forward_backward`` reports loss and metrics of its own batch only, to five digits.
 
     There are two calls for each step, in one micro-batch or several.
     """
@@ -221,7 +221,7 @@ def every_call_reports_its_own_loss_and_metrics(bench: TrainBench) -> None:
     )
 )
 def a_batch_does_not_depend_on_those_before(bench: TrainBench) -> None:
-    """An engine that had other batches before gives the outputs, loss, metrics and norm of a new engine.
+    """An engine that has seen other batches gives the same outputs, loss, metrics and norm as a new engine.
 
     The batches differ in lengths, temperature, candidates and options of the loss. One of them has no sequence.
     """

@@ -42,7 +42,7 @@ DECAY = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 0, "decay_steps": 20}
     )
 )
 def a_resumed_run_continues_exactly(bench: TrainBench) -> None:
-    """After ``save``, and ``load`` into a fresh engine, two steps equal those of a run that never stopped.
+    """A fresh engine that loads what ``save`` wrote takes the same two steps as a run that never stopped.
 
     Loss, learning rate and weights are compared, of a schedule with warm-up and of one without. Another peak rate or
     weight decay in the run file applies to the steps after ``load``.
@@ -110,7 +110,7 @@ def _compare_resumed(bench: TrainBench, optim: Mapping[str, Any], folder: Path) 
     )
 )
 def a_state_replaces_all_of_an_engine_that_trained(bench: TrainBench) -> None:
-    """``load`` replaces all state of an engine that has trained otherwise.
+    """In an engine that has already trained, ``load`` replaces all state.
 
     The engine then continues as the saved run did. A second ``save`` and ``export`` hold the state of their time, as
     the first do of theirs.
@@ -165,7 +165,7 @@ def _step_of(bench: TrainBench, engine: TrainEngine) -> dict[str, float]:
 
 @contract(follow=_goes_on, catches=("a checkpoint that only as many ranks can load",))
 def a_run_goes_on_on_another_number_of_ranks(bench: TrainBench) -> None:
-    """A checkpoint of ``world_size`` ranks continues on the numbers of ranks in ``resumes_on``.
+    """A checkpoint of ``world_size`` ranks can be continued on each number of ranks in ``resumes_on``.
 
     The weights are the same, and so are loss, norm and rate of two more steps.
     """
@@ -189,9 +189,9 @@ def a_run_goes_on_on_another_number_of_ranks(bench: TrainBench) -> None:
     )
 )
 def the_random_state_comes_back(bench: TrainBench) -> None:
-    """After ``load`` torch's random state on every rank is that of the time of ``save``.
+    """``load`` restores torch's random state on every rank as it was at ``save``.
 
-    If the engine has a ``mark``, it is that of the last ``mark``, also if random numbers were drawn after it. ``load`` ends
+    If the engine has a ``mark``, the state is that of the last ``mark``, even if random numbers were drawn after it. ``load`` ends
     the time of a ``mark``.
     """
     engine = bench.engine()
@@ -224,7 +224,7 @@ def _compare_random(bench: TrainBench, engine: TrainEngine, since: str) -> None:
 
 @contract(catches=("saving clears the optimizer state", "saving clears the gradients"))
 def saving_changes_nothing(bench: TrainBench) -> None:
-    """A run that saves, exports and streams its weights takes the same steps as one that does not.
+    """A run that saves, exports and streams its weights takes the same steps as a run that does none of this.
 
     It does so between two calls of a step. Its files stay as they were saved.
     """
@@ -290,7 +290,7 @@ def _holds_pickle(data: bytes) -> bool:
     )
 )
 def state_holds_no_pickle(bench: TrainBench) -> None:
-    """No file that ``save`` writes is a pickle, or an archive that holds one.
+    """No file that ``save`` writes is a pickle, or an archive that contains one.
 
     Every protocol of pickle is refused.
     """
@@ -306,7 +306,7 @@ def state_holds_no_pickle(bench: TrainBench) -> None:
 
 @contract(catches=("another model's state loaded",))
 def the_state_of_another_model_is_refused(bench: TrainBench) -> None:
-    """``load`` of another model's files, or of an empty folder, raises an error for the user.
+    """If ``load`` gets the files of another model or an empty folder, it raises an error for the user.
 
     No half-loaded engine is left.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @contract(catches=("mean over a rank's tokens instead of the global sum", "gradients averaged over ranks"))
 def the_gradient_is_that_of_the_global_sum(bench: TrainBench) -> None:
-    """The gradient of ``nll`` is that of ``-sum_t w_t log p_t`` over the whole batch.
+    """The gradient of ``nll`` is the gradient of ``-sum_t w_t log p_t`` over the whole batch.
 
     The expected gradient comes from an independent autograd.
     """
@@ -60,7 +60,7 @@ OPTIONS: dict[str, Any] = {
     )
 )
 def the_policy_gradient_equals_the_reference(bench: TrainBench) -> None:
-    """The gradient of the clipped policy loss equals that of the reference.
+    """The gradient of the clipped policy loss equals the reference's gradient.
 
     Tokens are on both sides of the clip. The second case has all options of the objective: widths and ``delta`` of the
     loss, the KL, the entropy bonus, importance weights, and ``off_policy_threshold``.
@@ -102,7 +102,7 @@ def the_policy_gradient_equals_the_reference(bench: TrainBench) -> None:
 
 @contract(catches=("loss of one rank reported",))
 def the_loss_is_that_of_the_whole_batch(bench: TrainBench) -> None:
-    """``TrainOutput`` has the loss and the metrics of the whole batch on every rank."""
+    """On every rank, ``TrainOutput`` has the loss and metrics of the whole batch."""
     engine, batch = bench.engine(), bench.batch()
     with torch.no_grad():
         module = bench.reference()
@@ -115,7 +115,7 @@ def the_loss_is_that_of_the_whole_batch(bench: TrainBench) -> None:
 
 @contract(catches=("no normalisation over micro-batches", "the token budget of the first batch kept"))
 def micro_batches_change_neither_loss_nor_gradient(bench: TrainBench) -> None:
-    """The number of micro-batches changes neither loss nor gradient nor norm.
+    """Loss, gradient and norm do not depend on the number of micro-batches.
 
     A small token budget gives more micro-batches, also from a later batch on.
     """
@@ -141,7 +141,7 @@ def micro_batches_change_neither_loss_nor_gradient(bench: TrainBench) -> None:
 
 @contract(catches=("a call clears the gradients of the one before",))
 def gradients_add_up_over_calls(bench: TrainBench) -> None:
-    """Two calls of ``forward_backward`` before a step add their gradients.
+    """Two calls of ``forward_backward`` before one step add up their gradients.
 
     The step clears them.
     """
@@ -157,7 +157,7 @@ def gradients_add_up_over_calls(bench: TrainBench) -> None:
 
 @contract(catches=("the norm after clipping reported",))
 def grad_norm_is_the_global_norm_before_clipping(bench: TrainBench) -> None:
-    """``StepOutput.grad_norm`` is the L2 norm of the whole gradient before clipping, equal on every rank."""
+    """``StepOutput.grad_norm`` is the L2 norm of the whole gradient before clipping, and the same on every rank."""
     batch = bench.batch()
     module = bench.reference()
     expected = norm_of(gradient_of(module, nll_loss(module, batch)))
@@ -167,7 +167,7 @@ def grad_norm_is_the_global_norm_before_clipping(bench: TrainBench) -> None:
 
 @contract(catches=("gradients summed over ranks in half precision",))
 def the_norm_is_the_same_on_any_number_of_ranks(bench: TrainBench) -> None:
-    """The gradient's norm equals that of a float64 autograd to six digits, on any number of ranks.
+    """On any number of ranks, the gradient's norm equals that of a float64 autograd to six digits.
 
     Sequences are packed or one at a time.
     """
@@ -182,7 +182,7 @@ def the_norm_is_the_same_on_any_number_of_ranks(bench: TrainBench) -> None:
 
 @contract(catches=("gradients not clipped",))
 def gradients_are_clipped_to_max_grad_norm(bench: TrainBench) -> None:
-    """A gradient above ``max_grad_norm`` is scaled to it before the step.
+    """Before the step, a gradient with a norm above ``max_grad_norm`` is scaled down to it.
 
     A smaller gradient is unchanged.
     """
@@ -199,7 +199,7 @@ def gradients_are_clipped_to_max_grad_norm(bench: TrainBench) -> None:
 
 @contract(catches=("the sign of the advantages turned",))
 def a_step_follows_the_sign_of_the_advantages(bench: TrainBench) -> None:
-    """After a policy step sequences with positive advantages are likelier, and those with negative ones less likely."""
+    """A policy step makes sequences with positive advantages more likely, and those with negative advantages less likely."""
     engine, batch = bench.engine(optim={"lr": 1e-3}), bench.batch((9, 12, 11, 8), seed=5)
     signs = torch.tensor([1.0, -1.0, -1.0, 1.0])
     batch = batch.with_columns({"advantages": batch.to_tokens(signs)})
@@ -213,7 +213,7 @@ def a_step_follows_the_sign_of_the_advantages(bench: TrainBench) -> None:
 
 @contract(catches=("weights shrink in every step",))
 def nothing_to_learn_leaves_the_weights_alone(bench: TrainBench) -> None:
-    """A batch with nothing to learn gives a gradient of 0 and the same weights.
+    """If a batch has nothing to learn, the gradient is 0 and the weights stay the same.
 
     Cases: advantages of 0, and no loss token at all. The step is finite and not skipped.
     """
@@ -247,7 +247,7 @@ def _poisoned(batch: Batch) -> Batch:
     )
 )
 def a_gradient_that_is_not_finite_skips_the_step(bench: TrainBench) -> None:
-    """A gradient that is not finite on one rank skips the step on all ranks.
+    """If the gradient is not finite on one rank, all ranks skip the step.
 
     The skip is reported, and the weights stay. The next good step is the same as without the skipped one. The same holds
     for finite gradients of a norm of 1e30, if the engine skips them.
@@ -304,7 +304,7 @@ SCHEDULES: tuple[tuple[dict[str, Any], tuple[float, ...]], ...] = (
     )
 )
 def the_learning_rate_follows_its_schedule(bench: TrainBench) -> None:
-    """``StepOutput.lr`` is the rate that the step used, by the schedule of ``[actor.optim]``.
+    """``StepOutput.lr`` is the rate that the step used, and follows the schedule of ``[actor.optim]``.
 
     Schedules are constant, linear and cosine, with a warm-up and a floor, also past their ends. Steps have several
     micro-batches, in one call or in two.
@@ -321,7 +321,7 @@ def the_learning_rate_follows_its_schedule(bench: TrainBench) -> None:
 
 @contract(catches=("weight decay on vectors",))
 def weight_decay_is_on_matrices_only(bench: TrainBench) -> None:
-    """With no gradient, weight decay shrinks matrices by ``lr * weight_decay`` and leaves vectors unchanged."""
+    """Without a gradient, weight decay shrinks matrices by ``lr * weight_decay`` and leaves vectors unchanged."""
     engine, batch = bench.engine(optim={"lr": 0.1, "weight_decay": 0.5}), bench.batch()
     before = bench.weights(engine)
     bench.step(engine, batch.with_columns({"advantages": torch.zeros(batch.num_tokens)}), POLICY)
@@ -333,9 +333,9 @@ def weight_decay_is_on_matrices_only(bench: TrainBench) -> None:
 
 @contract()
 def a_role_that_is_not_trained_has_no_optimizer(bench: TrainBench) -> None:
-    """With ``trainable=False`` the engine has no optimizer and refuses a step.
+    """With ``trainable=False``, the engine has no optimizer and refuses to step.
 
-    It infers.
+    It can still run ``infer``.
     """
     engine, batch = bench.engine(trainable=False, role="ref"), bench.batch()
     bench.infer(engine, batch)
@@ -349,7 +349,7 @@ def a_role_that_is_not_trained_has_no_optimizer(bench: TrainBench) -> None:
     catches=("set_lr sets the rate, not the peak", "set_lr ends the warm-up"),
 )
 def set_lr_replaces_the_peak(bench: TrainBench) -> None:
-    """``set_lr`` changes the peak of the learning rate from the next step on.
+    """``set_lr`` changes the peak learning rate, starting with the next step.
 
     The factor of the schedule stays.
     """
@@ -375,7 +375,7 @@ def set_lr_replaces_the_peak(bench: TrainBench) -> None:
     catches=("optimizer state lost in sleep", "a step while the optimizer sleeps"),
 )
 def an_engine_that_slept_goes_on_as_if_it_had_not(bench: TrainBench) -> None:
-    """After ``sleep`` and ``wake`` the next step is the same.
+    """The step after ``sleep`` and ``wake`` is the same as without them.
 
     All parts sleep, or one by one. A call that needs a part that is asleep is refused.
     """
@@ -408,7 +408,7 @@ def an_engine_that_slept_goes_on_as_if_it_had_not(bench: TrainBench) -> None:
     ),
 )
 def a_sleep_between_the_calls_of_a_step_changes_nothing(bench: TrainBench) -> None:
-    """A step whose two calls have a sleep between them is the same, if the gradients are kept.
+    """An engine may sleep between two calls of one step. If it keeps the gradients, the step is the same.
 
     Weights and optimizer state sleep, both or one of them. Weights that are kept can be used meanwhile.
     """
@@ -434,7 +434,7 @@ def a_sleep_between_the_calls_of_a_step_changes_nothing(bench: TrainBench) -> No
 
 @contract(capability="generation_module", catches=("module lent in training mode",))
 def the_generation_module_gives_the_logits_of_the_policy(bench: TrainBench) -> None:
-    """The module for a sampler is the policy in eval mode, and records no gradient."""
+    """The module lent to a sampler is the policy in eval mode, and records no gradient."""
     engine, batch = bench.engine(), bench.batch((9,))
     bench.step(engine, batch)
     expected = outputs_of(bench.reference(weights=bench.weights(engine)), batch)["log_probs"]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @contract(catches=("a weight left out of named_weights", "a saved buffer left out of named_weights"))
 def named_weights_are_those_of_the_model_folder(bench: TrainBench) -> None:
-    """Before any step ``named_weights`` gives every tensor of the model folder, with its name and value.
+    """Before any step, ``named_weights`` gives every tensor of the model folder with its name and value.
 
     Shapes are whole. Saved buffers are weights, too.
     """
@@ -36,7 +36,7 @@ def named_weights_are_those_of_the_model_folder(bench: TrainBench) -> None:
 
 @contract(catches=("a tied weight given twice",))
 def a_tied_weight_comes_once(bench: TrainBench) -> None:
-    """A tied weight comes once, under one name."""
+    """``named_weights`` gives a tied weight once, under one name."""
     names = [name for name, _ in bench.engine(path=bench.model(tied=True)).named_weights()]
     assert len(names) == len(set(names)), "named_weights gives a name twice."
     expected = len(published(bench.model(tied=True)))
@@ -48,7 +48,7 @@ def a_tied_weight_comes_once(bench: TrainBench) -> None:
 
 @contract(catches=("named_weights of the first version",))
 def named_weights_follow_a_step(bench: TrainBench) -> None:
-    """After a step ``named_weights`` gives the new weights.
+    """After a step, ``named_weights`` gives the new weights.
 
     They are finite, and the reference with them has the engine's log-probs.
     """
@@ -68,7 +68,7 @@ def named_weights_follow_a_step(bench: TrainBench) -> None:
 
 @contract()
 def a_stream_of_weights_goes_to_its_end_for_the_leader(bench: TrainBench) -> None:
-    """With ``named_weights(to="leader")`` the leader gets every weight.
+    """With ``named_weights(to="leader")``, the leader gets every weight.
 
     The call is collective: every rank reads the stream to its end.
     """
@@ -81,7 +81,7 @@ def a_stream_of_weights_goes_to_its_end_for_the_leader(bench: TrainBench) -> Non
 
 @contract(catches=("export of the first version",))
 def export_is_loaded_by_from_pretrained(bench: TrainBench) -> None:
-    """The folder that ``export`` writes is loaded by transformers with the weights and log-probs of the engine."""
+    """Transformers can load the folder that ``export`` writes, and gets the engine's weights and log-probs."""
     from transformers import AutoModelForCausalLM
 
     engine, batch = bench.engine(), bench.batch((9, 12))
@@ -105,7 +105,7 @@ def export_is_loaded_by_from_pretrained(bench: TrainBench) -> None:
 
 @contract(catches=("the config of the model folder exported in place of the run's",))
 def an_override_of_the_model_is_used_and_exported(bench: TrainBench) -> None:
-    """With a ``[model] override`` the engine computes what the changed model does, and exports the changed config.
+    """With a ``[model] override``, the engine computes with the changed config and also exports it.
 
     The override is ``rms_norm_eps``; the contract is empty for models without it.
     """
@@ -130,7 +130,7 @@ def an_override_of_the_model_is_used_and_exported(bench: TrainBench) -> None:
 
 @contract()
 def weights_go_from_one_engine_to_another(bench: TrainBench) -> None:
-    """``load_named_weights`` of another engine's stream gives the same weights and log-probs.
+    """An engine that loads another engine's stream by ``load_named_weights`` has the same weights and log-probs.
 
     The stream may come in any order.
     """
@@ -150,7 +150,7 @@ def weights_go_from_one_engine_to_another(bench: TrainBench) -> None:
 
 @contract(catches=("a step from weights that were replaced", "weights that come kept by reference"))
 def a_step_starts_from_weights_that_were_loaded(bench: TrainBench) -> None:
-    """A step after ``load_named_weights`` starts from the loaded weights.
+    """The step after ``load_named_weights`` starts from the loaded weights.
 
     Its gradient is compared with a float64 one. The tensors of the stream are copied.
     """
@@ -180,7 +180,7 @@ def a_step_starts_from_weights_that_were_loaded(bench: TrainBench) -> None:
     )
 )
 def weights_are_mixed_in_their_share(bench: TrainBench) -> None:
-    """``mix=0.25`` gives ``0.75 w + 0.25 new``.
+    """With ``mix=0.25``, each weight w becomes ``0.75 w + 0.25 new``.
 
     A reference model follows the actor slowly this way. If the engine trains adapters (``lora``), w of a whole model is
     ``W + scale B A``.
@@ -215,7 +215,7 @@ def _compare_mixed_adapter(bench: TrainBench, other: dict[str, torch.Tensor]) ->
 
 @contract(catches=("a missing weight accepted",))
 def weights_that_do_not_fit_are_refused(bench: TrainBench) -> None:
-    """A stream with an unknown name, a missing weight or a wrong shape raises an error that names the weight."""
+    """If a stream has an unknown name, lacks a weight or has a wrong shape, the engine raises an error that names the weight."""
     weights = published(bench.model())
     first, last = min(weights), max(weights)
     engine = bench.engine()

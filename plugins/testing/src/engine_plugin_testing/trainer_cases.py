@@ -25,7 +25,7 @@ def compare(expected: list[dict[str, float]], found: list[dict[str, float]], wha
 
 @contract(catches=("a step without an update",))
 def a_run_trains(bench: TrainerBench) -> None:
-    """Three steps give three lines of metrics without a missing value.
+    """A run of three steps writes three lines of metrics, with no value missing.
 
     In at least one step the gradient is not 0.
     """
@@ -42,7 +42,7 @@ def a_run_trains(bench: TrainerBench) -> None:
 
 @contract(catches=("state that is not in checkpoints",))
 def a_resumed_run_ends_like_one_that_was_not_stopped(bench: TrainerBench) -> None:
-    """Steps 3 and 4 after a resume have the metrics of a run of four steps, to the last bit."""
+    """After a resume, steps 3 and 4 have the same metrics to the last bit as in a run of four steps."""
     whole = bench.train("whole", 4)
     bench.train("half", 2)
     compare(whole, bench.train("half", 4, resume=True), "The resumed run")
@@ -50,6 +50,6 @@ def a_resumed_run_ends_like_one_that_was_not_stopped(bench: TrainerBench) -> Non
 
 @contract(catches=("unknown options accepted",))
 def unknown_options_are_refused(bench: TrainerBench) -> None:
-    """A key that the trainer's table does not have is refused when the run file is read."""
+    """A key that is not in the trainer's table is refused when the run file is read."""
     with refused("A table with the unknown key 'no_such_option'", "no_such_option"):
         bench.config("options", 1, {**bench.settings["options"], "no_such_option": 1})

@@ -26,7 +26,7 @@ UPDATE = WeightUpdate(1, 7)  # the first, of version 7
     )
 )
 def a_damaged_bucket_is_refused(bench: TransportBench) -> None:
-    """A damaged bucket reaches no engine, and every receiver raises ``TrainingFailed`` with both sides.
+    """A damaged bucket reaches no engine. Every receiver raises ``TrainingFailed`` and names both sides.
 
     Damage is any byte that differs from the sender's checksum, also swapped words or tensors. The tensors before are
     as they were sent, and a new link brings a whole update.
@@ -58,7 +58,7 @@ def _refuse_damaged(bench: TransportBench, link: WeightTransport, way: str) -> N
 
 @contract(catches=("any version taken",))
 def an_update_of_another_version_is_refused(bench: TransportBench) -> None:
-    """An update that the receivers do not expect raises ``TrainingFailed`` in every receiver, within the timeout.
+    """If receivers get an update that they do not expect, each raises ``TrainingFailed`` within the timeout.
 
     The error names both sides, and no tensor is given.
     """
@@ -77,7 +77,7 @@ def an_update_of_another_version_is_refused(bench: TransportBench) -> None:
 
 @contract(catches=("a broken stream taken for a whole one",))
 def a_stream_that_fails_is_told_to_every_receiver(bench: TransportBench) -> None:
-    """``send`` raises the error of the trainer's stream, and every receiver learns of it at once."""
+    """If the trainer's stream fails, ``send`` raises its error, and every receiver learns of it at once."""
     link = bench.link()
     assert link is not None
 
@@ -100,7 +100,7 @@ def a_stream_that_fails_is_told_to_every_receiver(bench: TransportBench) -> None
 
 @contract()
 def a_receiver_that_is_asleep_holds_up_nobody(bench: TransportBench) -> None:
-    """A receiver whose engine refuses an update delays no other receiver.
+    """If a receiver's engine refuses an update, no other receiver is delayed.
 
     It refuses before it reads the stream. The others finish or fail without waiting for the timeout, and all take the
     next update.
@@ -122,7 +122,7 @@ def _refuse(stream: Generator[tuple[str, Tensor], None, None]) -> None:
 
 @contract()
 def a_receiver_that_wants_no_more_holds_up_nobody(bench: TransportBench) -> None:
-    """A receiver that closes the stream after its first tensor delays no other receiver.
+    """If a receiver closes the stream after its first tensor, no other receiver is delayed.
 
     The others finish or fail without waiting for the timeout.
     """
@@ -155,7 +155,7 @@ def a_sender_that_does_not_send_is_told_in_time(bench: TransportBench) -> None:
 
 @contract()
 def a_receiver_that_does_not_take_is_waited_for_in_bounds(bench: TransportBench) -> None:
-    """A receiver that stops reading delays the sender and the other receivers by no more than the timeout.
+    """If a receiver stops reading, the sender and the other receivers are delayed by at most the timeout.
 
     They finish, or raise ``TrainingFailed`` with both sides.
     """

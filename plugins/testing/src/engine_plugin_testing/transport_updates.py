@@ -22,7 +22,7 @@ from engine_plugin_testing.transport_bench import TransportBench, same_weights
 
 @contract(catches=("the last bucket lost",))
 def every_receiver_gets_all_weights_bit_for_bit(bench: TransportBench) -> None:
-    """Every receiver gets every tensor of every update bit for bit, in the order of the stream.
+    """In every update, each receiver gets every tensor bit for bit, in the order of the stream.
 
     Names, types and shapes are equal too. Cases: tensors that are empty, not contiguous, or larger than a bucket.
     """
@@ -37,7 +37,7 @@ def every_receiver_gets_all_weights_bit_for_bit(bench: TransportBench) -> None:
 
 @contract(catches=("bytes counted for each receiver",))
 def bytes_are_counted_once(bench: TransportBench) -> None:
-    """``send`` returns the bytes of the weights once, whatever the number of receivers.
+    """``send`` returns the size of the weights in bytes, not multiplied by the number of receivers.
 
     Gaps between tensors do not count.
     """
@@ -64,7 +64,7 @@ def tensors_are_the_receivers_to_keep(bench: TransportBench) -> None:
 
 @contract(catches=("a stream that is not run to its end",))
 def the_stream_is_run_to_its_end_once(bench: TransportBench) -> None:
-    """``send`` reads every tensor of the stream and its end.
+    """``send`` reads the stream to its end, with every tensor.
 
     The ranks of the trainer gather together, so a sender that stops early leaves the others waiting.
     """
@@ -83,7 +83,7 @@ def the_stream_is_run_to_its_end_once(bench: TransportBench) -> None:
 
 @contract()
 def links_do_not_meet(bench: TransportBench) -> None:
-    """Two open links of the same processes carry separate updates."""
+    """If the same processes have two links open, each link carries its own updates."""
     links = {label: bench.link(label) for label in ("one", "two")}
     for number in (1, 2):
         for seed, (label, link) in enumerate(links.items(), 10 * number):
@@ -96,7 +96,7 @@ def links_do_not_meet(bench: TransportBench) -> None:
 
 @contract()
 def weights_cut_in_one_way_reach_receivers_that_cut_them_in_another(bench: TransportBench) -> None:
-    """Receivers that shard weights in another way than the senders get every weight bit for bit.
+    """If receivers shard weights differently from the senders, they still get every weight bit for bit.
 
     Half of the ranks hold rows each and gather whole tensors, all of them in step. Each of the others keeps columns
     of what arrives.

@@ -68,7 +68,7 @@ def _of_every_kind(bench: TransportBench) -> dict[str, Tensor]:
     )
 )
 def values_of_every_kind_cross_exactly(bench: TransportBench) -> None:
-    """Tensors of every type and value cross bit for bit.
+    """Tensors of any type and with any values arrive bit for bit.
 
     Values include infinities, NaN and the least and largest ones. An update has up to 100 buckets, or none. Twenty
     updates in a row, of different tensors, are each the sender's.
@@ -102,7 +102,7 @@ def values_of_every_kind_cross_exactly(bench: TransportBench) -> None:
 
 @contract(catches=("a thread left by every link", "a socket left by every link", "a file left by every link"))
 def nothing_is_left_once_it_is_closed(bench: TransportBench) -> None:
-    """After ``close`` no thread, open file or file of the transport's own is left.
+    """After ``close``, no thread, no open file and no file of the transport is left.
 
     ``close`` is called twice on all ends. Links are opened, used and closed one after another.
     """
