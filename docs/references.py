@@ -79,7 +79,7 @@ An engine's class must override the method of each capability that its spec decl
 OWN_TABLE = '''\
 ## A table of your own: `engine.tables`
 
-A plugin can let other plugins offer names of a new kind. For this it defines a table: a module with the class of its entries, `SPECS`, and the hook's specification.
+A plugin can let other plugins offer names of a new kind. It defines a table for them: a module with the class of its entries, `SPECS`, and the hook specification.
 
 ```py
 from collections.abc import Mapping

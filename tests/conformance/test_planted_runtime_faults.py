@@ -21,10 +21,10 @@ FAULTS = [
     ("RoundsMetrics", "metrics rounded to float32", "values_cross_exactly"),
     ("OneMicroBatch", "the number of micro-batches lost", "values_cross_exactly"),
     ("LosesOption", "a sampling option lost", "every_field_of_requests_and_rollouts_crosses"),
-    ("LosesBegun", "what was begun lost", "every_field_of_requests_and_rollouts_crosses"),
+    ("LosesBegun", "the tokens of begun lost", "every_field_of_requests_and_rollouts_crosses"),
     (
         "PromptOfId",
-        "the prompt of another request with its id",
+        "the prompt of another request with the same id",
         "every_field_of_requests_and_rollouts_crosses",
     ),
     ("LosesExtras", "extras of rollouts lost", "every_field_of_requests_and_rollouts_crosses"),

@@ -61,7 +61,7 @@ def invalid_rollouts_do_not_count(bench: AdvantageBench) -> None:
     close(invalid, torch.zeros_like(invalid), 0.0, "Advantages of invalid rollouts")
 
 
-@contract(catches=("groups taken to be in order",))
+@contract(catches=("groups assumed to be in order",))
 def order_does_not_matter(bench: AdvantageBench) -> None:
     """The order of the rollouts does not change their advantages.
 

@@ -36,7 +36,7 @@ def short_responses_are_survived(bench: EnvironmentBench) -> None:
     _without_errors(bench.train("token", 1, rollout__max_response_tokens=1), "with responses of one token")
 
 
-@contract(catches=("random numbers that are not of the episode's seed",))
+@contract(catches=("random numbers that ignore the episode's seed",))
 def a_run_is_repeated_exactly(bench: EnvironmentBench) -> None:
     """Two runs with one seed have the same metrics, because random numbers come from ``episode.seed``."""
     compare(bench.train("first", 2), bench.train("second", 2), "The repeated run")

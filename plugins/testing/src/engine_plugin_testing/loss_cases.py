@@ -38,7 +38,7 @@ def values_are_right(bench: LossBench) -> None:
         close(found, torch.full_like(found, expected), TOLERANCE, what)
 
 
-@contract(catches=("the sign of the advantages turned",))
+@contract(catches=("advantages with the wrong sign",))
 def the_gradient_follows_the_advantage(bench: LossBench) -> None:
     """A gradient step makes tokens with a positive advantage more likely, and all others less likely.
 

@@ -101,7 +101,7 @@ def order_and_company_do_not_matter(bench: RewardBench) -> None:
 @contract(
     catches=(
         "rows beyond the sixty-fourth shifted",
-        "the value of another row with the same text",
+        "the value of another row that has the same text",
         "a value that depends on how many were scored",
         "the first row for all",
     )

@@ -95,11 +95,11 @@ def _many(count: int = 150) -> list[Request]:
 
 @contract(
     catches=(
-        "attention to the last tokens alone",
+        "attention to the last tokens only",
         "requests beyond a hundred lost",
         "a cached prefix of another prompt",
         "a cache that loses its contents when it grows",
-        "log-probs of late tokens of the next token",
+        "log-probs of late tokens shifted by one",
     )
 )
 def many_requests_of_all_sizes_are_sampled_right(bench: RolloutBench) -> None:
@@ -134,7 +134,7 @@ def many_requests_of_all_sizes_are_sampled_right(bench: RolloutBench) -> None:
         "the tail never drawn at later tokens",
         "one random number for two requests",
         "another temperature at later tokens",
-        "top-p and top-k at first tokens alone",
+        "top-p and top-k at first tokens only",
         "the random numbers of a response repeated",
         "random numbers of seed plus position",
         "the random numbers of the request sixteen before",

@@ -108,9 +108,9 @@ def a_response_stopped_in_its_midst_is_what_was_sampled(bench: RolloutBench) -> 
     catches=(
         "the versions of a stopped response overwritten",
         "the support of what was begun lost",
-        "the random numbers of the first tokens again",
-        "an id that still has its stopped row",
-        "the tokens of begun lost by a stop in the queue",
+        "the random numbers of the first tokens used again",
+        "a stopped response returned instead of its continuation",
+        "the tokens of begun lost if a queued request is stopped",
         "text without the tokens of begun",
     ),
 )

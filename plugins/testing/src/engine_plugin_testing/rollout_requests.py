@@ -181,7 +181,7 @@ def every_request_comes_back_once(bench: RolloutBench) -> None:
     assert engine.step() == [], "step after the last rollout gives more."
 
 
-@contract(catches=("aborted rollouts reported as cut", "a rollout for each time that an id is named"))
+@contract(catches=("aborted rollouts reported as length", "an id named twice returned twice"))
 def aborted_requests_come_back_at_once(bench: RolloutBench) -> None:
     """``abort`` returns the named requests at once, with their whole prompt and the finish reason ``abort``.
 

@@ -264,7 +264,7 @@ def _responses(rollouts: list[Rollout]) -> list[list[int]]:
     return [response(rollout) for rollout in rollouts]
 
 
-@contract(catches=("seed ignored", "a seed for first tokens alone"))
+@contract(catches=("seed ignored", "a seed used for first tokens only"))
 def a_seed_gives_the_same_tokens(bench: RolloutBench) -> None:
     """The same seeds give the same tokens again, and in another engine too."""
     engine, requests = bench.engine(), bench.requests(temperature=1.5)
@@ -275,7 +275,7 @@ def a_seed_gives_the_same_tokens(bench: RolloutBench) -> None:
     )
 
 
-@contract(catches=("one seed for all", "the low bits of a seed alone"))
+@contract(catches=("one seed for all", "only the low bits of a seed used"))
 def different_seeds_differ(bench: RolloutBench) -> None:
     """If the requests of a group have different seeds, they do not all get the same response.
 

@@ -123,7 +123,7 @@ def _check(story: Story, rollout: Rollout, expected: Sequence[int], reason: str,
         "only the first of several stop strings",
         "stop strings found in the prompt",
         "stop tokens ignored where stop strings are given",
-        "a stop at the last token reported as cut",
+        "a stop in the last place reported as length",
         "text without its first space",
         "text cleaned up",
         "tokens decoded one by one",
@@ -170,7 +170,7 @@ def stop_strings_cross_the_borders_of_tokens(bench: RolloutBench) -> None:
 
 @contract(
     catches=(
-        "an end token as the last one allowed reported as cut",
+        "an end token in the last place reported as length",
         "no end of sequence where stop strings are given",
     )
 )

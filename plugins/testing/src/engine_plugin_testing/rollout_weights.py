@@ -43,7 +43,7 @@ def _check_policy(
 @contract(
     catches=(
         "stale weights after an update",
-        "an update left out whose version is not newer",
+        "an update ignored if its version is not newer",
         "the version of the weights at tokens of the prompt",
     )
 )
@@ -67,7 +67,7 @@ def sampling_follows_new_weights(bench: RolloutBench) -> None:
         "a checksum of one weight",
         "a checksum that is a plain sum",
         "a checksum with the version",
-        "a checksum of one sampler alone",
+        "a checksum that differs between samplers",
     )
 )
 def the_checksum_is_of_what_was_received(bench: RolloutBench) -> None:

@@ -287,8 +287,8 @@ def rollouts_come_in_the_order_of_their_requests(bench: RuntimeBench) -> None:
         "a sampling option lost",
         "extras of rollouts lost",
         "the failure of a rollout lost",
-        "what was begun lost",
-        "the prompt of another request with its id",
+        "the tokens of begun lost",
+        "the prompt of another request with the same id",
     )
 )
 def every_field_of_requests_and_rollouts_crosses(bench: RuntimeBench) -> None:

@@ -41,7 +41,7 @@ PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
         "an alpha cut to a whole number",
         "an adapter that infer cannot leave out",
         "an adapter merged twice",
-        "one half of an adapter streamed",
+        "only one half of an adapter streamed",
         "one half of an adapter trained at another rate",
     ),
 )
@@ -178,13 +178,13 @@ def _log_probs(bench: TrainBench, path: str, weights: Mapping[str, Tensor] | Non
     catches=(
         "modules trained whole that stay without the adapter",
         "alpha / rank with rslora",
-        "lengths of rows left out of merged weights",
+        "row magnitudes (DoRA) left out of merged weights",
         "modules trained whole exported as they were",
-        "lengths of rows that are not trained",
+        "row magnitudes (DoRA) that are not trained",
         "a kind of adapter that is ignored",
         "an adapter that is not trained once it was off",
         "an adapter that stays off after an error",
-        "an adapter exported as it was before",
+        "an outdated adapter exported",
     ),
 )
 def every_kind_of_adapter_is_that_of_peft(bench: TrainBench) -> None:
@@ -285,7 +285,7 @@ def _file_name(name: str) -> str:
 @contract(
     capability="lora",
     package="peft",
-    catches=("modules trained whole that keep their values", "lengths of rows that keep their values"),
+    catches=("modules trained whole that keep their values", "row magnitudes (DoRA) that keep their values"),
 )
 def a_whole_model_takes_the_place_of_an_adapter(bench: TrainBench) -> None:
     """After ``load_named_weights`` of a whole model, the engine is that model, and its adapter adds nothing.

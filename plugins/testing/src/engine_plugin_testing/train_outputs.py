@@ -115,7 +115,7 @@ def log_probs_at_candidates_equal_the_reference(bench: TrainBench) -> None:
     close(found["log_rest"][mask], others[mask], allowed, "log_rest of a sharp distribution")
 
 
-@contract(catches=("the least likely tokens as the likeliest",))
+@contract(catches=("the least likely tokens returned as the most likely",))
 def top_tokens_are_the_likeliest(bench: TrainBench) -> None:
     """``top_ids[t]`` has the ``batch.top_k`` most likely tokens, the most likely first.
 
@@ -234,7 +234,7 @@ def an_unknown_output_is_refused(bench: TrainBench) -> None:
         engine.infer(bench.share(engine, batch)[1], ["log_prob"])
 
 
-@contract(catches=("infer in another arithmetic than the step",))
+@contract(catches=("infer computes in another precision than the step",))
 def the_ratio_of_an_unchanged_policy_is_exactly_one(bench: TrainBench) -> None:
     """For the same batch, ``infer`` and ``forward_backward`` give the same log-probs bit for bit.
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         "a value head that is not trained",
         "a value loss without its half",
         "the old value without its clip",
-        "a fresh head in place of the folder's",
+        "a new head instead of the folder's",
     ),
 )
 def the_value_gradient_equals_the_reference(bench: TrainBench) -> None:
@@ -97,8 +97,8 @@ def _exported(bench: TrainBench, engine: TrainEngine, batch: Batch, role: str, o
     role="reward_model",
     catches=(
         "scores read at the token before",
-        "scores of the last token alone",
-        "a fresh head in place of the folder's",
+        "scores of the last token only",
+        "a new head instead of the folder's",
     ),
 )
 def scores_and_their_gradient_equal_the_reference(bench: TrainBench) -> None:

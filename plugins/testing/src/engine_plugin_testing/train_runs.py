@@ -61,7 +61,7 @@ def gradients_of_other_outputs_equal_the_reference(bench: TrainBench) -> None:
     catches=(
         "the gradient of the rest without the temperature",
         "candidates without a gradient",
-        "the gradient of the first candidate alone",
+        "the gradient of the first candidate only",
     )
 )
 def gradients_of_candidates_equal_the_reference(bench: TrainBench) -> None:
@@ -114,9 +114,9 @@ def _compare_gradients(
 
 @contract(
     catches=(
-        "moments exchanged",
-        "moments without their correction",
-        "weight decay in the gradient",
+        "the two betas of AdamW swapped",
+        "moments without bias correction",
+        "weight decay added to the gradient",
         "weight decay at the peak rate",
         "a schedule that rises again",
         "a schedule that moves with each call",
@@ -197,12 +197,12 @@ def _compare_moves(
 
 @contract(
     catches=(
-        "a limit with slack",
-        "a limit that is reached early",
+        "clipping that starts slightly above the limit",
+        "clipping that starts below the limit",
         "a norm in half precision",
-        "a constant under the root of the norm",
+        "a constant added under the square root of the norm",
         "large gradients cut before the norm",
-        "a factor of clipping in half precision",
+        "the clipping factor in half precision",
     )
 )
 def clipping_begins_at_the_limit_and_survives_any_norm(bench: TrainBench) -> None:

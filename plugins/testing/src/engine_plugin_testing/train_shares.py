@@ -31,7 +31,11 @@ OFFSET = 3.0  # of the values of a metric: the sum over tokens cancels nothing
 
 
 @contract(
-    catches=("a window of attention", "the last row of a chunk dropped", "a sequence cut to a maximum length")
+    catches=(
+        "attention limited to a window",
+        "the last row of a chunk dropped",
+        "a sequence cut to a maximum length",
+    )
 )
 def long_packs_equal_the_reference(bench: TrainBench) -> None:
     """A pack of 539 tokens in 41 sequences has the reference's outputs and gradient.
@@ -78,9 +82,9 @@ def many_sequences_equal_the_reference(bench: TrainBench) -> None:
     catches=(
         "metrics of the last micro-batch",
         "metrics averaged over micro-batches",
-        "maxima added up",
-        "maxima of at least 0",
-        "maxima of one rank",
+        "maxima summed over ranks or micro-batches",
+        "negative maxima reported as 0",
+        "maxima of one rank only",
         "a rank without sequences that clears its gradient",
         "the mean of each rank's sequences",
     )
@@ -128,7 +132,7 @@ def uneven_shares_are_those_of_the_whole(bench: TrainBench) -> None:
 
 @contract(
     catches=(
-        "outputs of a made-up token from a rank without sequences",
+        "outputs of a dummy token from a rank without sequences",
         "outputs padded to the longest share",
         "sequences without loss tokens left out",
         "outputs in the order of the groups",
@@ -154,7 +158,7 @@ def infer_over_uneven_shares_is_that_of_the_whole(bench: TrainBench) -> None:
             close(values, expected[name], 5 * bench.tolerance, f"{name} of {what} batch")
 
 
-@contract(catches=("sequences that belong together split", "groups that are one if they are neighbors"))
+@contract(catches=("sequences that belong together split", "neighboring groups merged into one"))
 def sequences_that_belong_together_are_not_split(bench: TrainBench) -> None:
     """A loss over groups of ``keep_together`` has the same value and gradient with any token budget."""
     batch = bench.batch((9, 8, 5, 7, 6, 8, 4), seed=6)

@@ -102,11 +102,11 @@ def _compare_resumed(bench: TrainBench, optim: Mapping[str, Any], folder: Path) 
 
 @contract(
     catches=(
-        "moments kept over a load",
-        "the step count kept over a load",
-        "a second save of the first weights",
+        "moments that survive a load",
+        "a step count that survives a load",
+        "a second save with the first weights",
         "a state that is read after the next step",
-        "a second export of the first weights",
+        "a second export with the first weights",
     )
 )
 def a_state_replaces_all_of_an_engine_that_trained(bench: TrainBench) -> None:
@@ -185,7 +185,7 @@ def a_run_goes_on_on_another_number_of_ranks(bench: TrainBench) -> None:
     catches=(
         "random state not saved",
         "the random state at the last mark not saved",
-        "a mark kept over a load",
+        "a mark that survives a load",
     )
 )
 def the_random_state_comes_back(bench: TrainBench) -> None:

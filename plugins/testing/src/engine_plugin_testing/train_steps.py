@@ -197,7 +197,7 @@ def gradients_are_clipped_to_max_grad_norm(bench: TrainBench) -> None:
     same_direction(found, expected, bench.gradient_tolerance, "gradient under the limit")
 
 
-@contract(catches=("the sign of the advantages turned",))
+@contract(catches=("advantages with the wrong sign",))
 def a_step_follows_the_sign_of_the_advantages(bench: TrainBench) -> None:
     """A policy step makes sequences with positive advantages more likely, and those with negative advantages less likely."""
     engine, batch = bench.engine(optim={"lr": 1e-3}), bench.batch((9, 12, 11, 8), seed=5)
@@ -211,7 +211,7 @@ def a_step_follows_the_sign_of_the_advantages(bench: TrainBench) -> None:
     )
 
 
-@contract(catches=("weights shrink in every step",))
+@contract(catches=("weights that shrink in every step",))
 def nothing_to_learn_leaves_the_weights_alone(bench: TrainBench) -> None:
     """If a batch has nothing to learn, the gradient is 0 and the weights stay the same.
 
@@ -297,8 +297,8 @@ SCHEDULES: tuple[tuple[dict[str, Any], tuple[float, ...]], ...] = (
     catches=(
         "the learning rate of the next step reported",
         "no warm-up before a constant rate",
-        "a rate that ignores its floor",
-        "a decay that begins with the warm-up",
+        "a learning rate that decays past its floor",
+        "a decay counted from the start of the warm-up",
         "a cosine that rises past its end",
         "a schedule that moves with each micro-batch",
     )

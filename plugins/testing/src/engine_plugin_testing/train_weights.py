@@ -46,7 +46,7 @@ def a_tied_weight_comes_once(bench: TrainBench) -> None:
     )
 
 
-@contract(catches=("named_weights of the first version",))
+@contract(catches=("named_weights always from the first version",))
 def named_weights_follow_a_step(bench: TrainBench) -> None:
     """After a step, ``named_weights`` gives the new weights.
 
@@ -79,7 +79,7 @@ def a_stream_of_weights_goes_to_its_end_for_the_leader(bench: TrainBench) -> Non
         identical(found, whole, "weights for the leader")
 
 
-@contract(catches=("export of the first version",))
+@contract(catches=("export always of the first version",))
 def export_is_loaded_by_from_pretrained(bench: TrainBench) -> None:
     """Transformers can load the folder that ``export`` writes, and gets the engine's weights and log-probs."""
     from transformers import AutoModelForCausalLM
@@ -103,7 +103,7 @@ def export_is_loaded_by_from_pretrained(bench: TrainBench) -> None:
     close(log_probs, expected, 10 * bench.tolerance, "log_probs of the exported model")
 
 
-@contract(catches=("the config of the model folder exported in place of the run's",))
+@contract(catches=("the model folder's config exported instead of the run's",))
 def an_override_of_the_model_is_used_and_exported(bench: TrainBench) -> None:
     """With a ``[model] override``, the engine computes with the changed config and also exports it.
 
@@ -148,7 +148,7 @@ def weights_go_from_one_engine_to_another(bench: TrainBench) -> None:
     )
 
 
-@contract(catches=("a step from weights that were replaced", "weights that come kept by reference"))
+@contract(catches=("a step from the old weights", "received weights kept by reference"))
 def a_step_starts_from_weights_that_were_loaded(bench: TrainBench) -> None:
     """The step after ``load_named_weights`` starts from the loaded weights.
 

@@ -22,7 +22,7 @@ UPDATE = WeightUpdate(1, 7)  # the first, of version 7
     catches=(
         "a checksum that is never compared",
         "a checksum that is a plain sum",
-        "a checksum of the first buckets alone",
+        "a checksum of the first buckets only",
     )
 )
 def a_damaged_bucket_is_refused(bench: TransportBench) -> None:
@@ -56,7 +56,7 @@ def _refuse_damaged(bench: TransportBench, link: WeightTransport, way: str) -> N
         assert torch.equal(tensor.cpu(), weights[name].cpu()), f"'{name}' was given though it is damaged."
 
 
-@contract(catches=("any version taken",))
+@contract(catches=("any version accepted",))
 def an_update_of_another_version_is_refused(bench: TransportBench) -> None:
     """If receivers get an update that they do not expect, each raises ``TrainingFailed`` within the timeout.
 

@@ -49,7 +49,7 @@ def bytes_are_counted_once(bench: TransportBench) -> None:
         assert sent == expected, f"send returned {sent}; expected {expected} bytes."
 
 
-@contract(catches=("buffers used again under the receiver",))
+@contract(catches=("buffers reused while the receiver holds them",))
 def tensors_are_the_receivers_to_keep(bench: TransportBench) -> None:
     """Received tensors stay unchanged while later updates arrive over the same link."""
     link = bench.link()
