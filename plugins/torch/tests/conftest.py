@@ -10,7 +10,16 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import Gemma2Config, GraniteConfig, LlamaConfig, MistralConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    FalconH1Config,
+    Gemma2Config,
+    Glm4MoeConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
 from engine_core.config.roles import LoRAConfig
@@ -47,6 +56,12 @@ CONFIGS = {
     "mistral": lambda: MistralConfig(**SHAPE, sliding_window=6),
     "qwen3_moe": lambda: Qwen3MoeConfig(
         **SHAPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **SHAPE, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1
+    ),
+    "falcon_h1": lambda: FalconH1Config(
+        **SHAPE, mamba_d_ssm=64, mamba_n_heads=8, mamba_d_head=8, mamba_d_state=8, mamba_n_groups=1
     ),
     "granite": lambda: GraniteConfig(
         **{k: v for k, v in SHAPE.items() if k != "head_dim"}, logits_scaling=0.3

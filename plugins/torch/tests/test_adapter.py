@@ -197,8 +197,9 @@ def test_an_adapter_of_a_model_without_one_is_refused(make_engine, tmp_path):
 # -- taking weights -----------------------------------------------------------------
 
 
-def test_an_adapter_goes_from_one_engine_to_another(make_engine, batch):
-    source, target = trained(make_engine, batch), make_engine("llama", lora=KINDS["plain"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_an_adapter_goes_from_one_engine_to_another(make_engine, batch, family):
+    source, target = trained(make_engine, batch, family), make_engine(family, lora=KINDS["plain"])
     target.load_named_weights(source.named_weights(adapter=True))
     assert torch.equal(log_probs(target, batch), log_probs(source, batch))
     assert torch.equal(log_probs(target, batch, adapter=False), log_probs(source, batch, adapter=False))

@@ -91,6 +91,24 @@ def test_the_product_is_scaled_by_alpha_over_rank_or_its_root(make_engine, rslor
         torch.testing.assert_close(layer(x).double(), expected.T, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("family", "left_out", "why"),
+    [
+        ("glm4_moe", "0.mlp.gate_proj", "peft adapts all experts of a mixture instead"),
+        ("falcon_h1", "0.mamba.out_proj", "the fused kernel of Mamba layers reads the weight itself"),
+    ],
+)
+def test_a_layer_whose_adapter_would_not_be_used_is_left_out_and_refused_by_name(
+    make_engine, family, left_out, why
+):
+    engine = make_engine(family, lora={})
+    assert left_out not in adapted(engine)
+    assert "0.self_attn.q_proj" in adapted(engine)
+    assert not any("experts" in name for name in engine.adapter.tensors())
+    with pytest.raises(ConfigError, match=rf"'model\.layers\.{left_out}' cannot have an adapter: {why}"):
+        make_engine(family, lora={"target_modules": [f"layers.{left_out}"]})
+
+
 def test_activation_checkpointing_gives_the_same_gradient(make_engine, batch):
     norms = []
     for recompute in (False, True):

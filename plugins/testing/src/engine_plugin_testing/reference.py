@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from engine_plugin_testing.mixture import split_experts
-
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from engine_core.types import Batch
 
@@ -76,11 +74,49 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_reference(path: str) -> nn.Module:
-    """Load a folder's module in float64 with eager attention; each expert of a mixture has its folder's weights."""
+    """Load a folder's module in float64, with eager attention and with experts that are computed one after another."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
-    return split_experts(model).eval()
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+    )
+    return model.eval()
+
+
+def fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy ``weights`` [D_1, D_2, ...] of ``named_weights`` into a reference module; fail if a name is unknown."""
+    values = {name: value.double() for name, value in weights.items()}
+    known, model = module.state_dict().keys(), _of_transformers(module)
+    if model is not None and as_published(model, model.state_dict()).keys() != model.state_dict().keys():
+        made, info = type(model).from_pretrained(
+            None, config=model.config, state_dict=values, dtype=torch.float64, output_loading_info=True
+        )
+        values = {name: values[name] for name in info["unexpected_keys"]}
+        values |= {name: value for name, value in made.state_dict().items() if name in known}
+    unknown = module.load_state_dict(values, strict=False).unexpected_keys
+    assert not unknown, f"named_weights gives unknown names: {unknown[:5]}."
+
+
+def as_published(module: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors [D_1, D_2, ...], given by the module's own names, by the names in a model folder.
+
+    The names differ for mixtures of experts: transformers holds the experts of a layer in one tensor, and writes a
+    tensor for each expert.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    model = _of_transformers(module)
+    return dict(tensors) if model is None else dict(revert_weight_conversion(model, dict(tensors)))
+
+
+def _of_transformers(module: nn.Module) -> PreTrainedModel | None:
+    """Return the model of transformers that a reference is or was made from; None for other modules."""
+    from transformers import PreTrainedModel
+
+    if isinstance(module, ValueReference):
+        module = module.module
+    made_from = module.made_from[0] if isinstance(module, DecoderScores) else module
+    return made_from if isinstance(made_from, PreTrainedModel) else None
 
 
 def logits_of(module: nn.Module, token_ids: Tensor) -> Tensor:
@@ -180,7 +216,9 @@ def policy_loss(module: nn.Module, batch: Batch, options: Mapping[str, Any]) -> 
 
 
 def gradient_of(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
-    """Return the gradient [D_1, D_2, ...] of each parameter by name; tied ones once, zeros if it has none. So have saved buffers.
+    """Return the gradient [D_1, D_2, ...] of each parameter by its name in a folder; tied ones once, zeros if it has none.
+
+    Saved buffers have zeros too.
 
     Args:
         module: module of the parameters, whose gradients are cleared first.
@@ -190,10 +228,11 @@ def gradient_of(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     loss.backward()
     saved = module.state_dict().keys()
     buffers = {name: torch.zeros_like(value) for name, value in module.named_buffers() if name in saved}
-    return buffers | {
+    found = buffers | {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
         for name, parameter in module.named_parameters()
     }
+    return as_published(module, found)
 
 
 def published(folder: str | Path) -> dict[str, Tensor]:
@@ -280,6 +319,7 @@ class DecoderScores(nn.Module):
             "named_weights of a critic has no 'score.weight', the head of transformers' models. Give the suite a "
             "`value_reference` for a critic of another form."
         )
+        self.made_from = [module]  # in a list, so that its head is no part of this module
         self.prefix = module.base_model_prefix
         self.add_module(self.prefix, module.base_model)
         self.score = nn.Linear(weights["score.weight"].shape[1], 1, bias=False, dtype=torch.float64)

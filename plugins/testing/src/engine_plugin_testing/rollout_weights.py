@@ -13,6 +13,7 @@ from engine_core.contracts.engines import WorkerContext
 from engine_core.contracts.weight_sync import same_process
 from engine_core.types import Batch, LossCall
 from engine_plugin_testing.contracts import REFUSALS, close, contract, refused
+from engine_plugin_testing.reference import fill
 from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs
 
 if TYPE_CHECKING:
@@ -221,9 +222,7 @@ def train_step(engine: TrainEngine) -> None:
 def policy_of(bench: RolloutBench, engine: TrainEngine, path: str) -> nn.Module:
     """Return the reference with the present weights of a train engine on the model of a folder."""
     module = bench.reference(path)
-    module.load_state_dict(
-        {name: w.detach().cpu().double() for name, w in engine.named_weights()}, strict=False
-    )
+    fill(module, {name: weight.detach().cpu() for name, weight in engine.named_weights()})
     return module
 
 

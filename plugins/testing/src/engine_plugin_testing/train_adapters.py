@@ -14,7 +14,15 @@ from engine_core.contracts.engines import TrainEngine
 from engine_core.contracts.weight_sync import ADAPTER_CONFIG
 from engine_core.errors import EngineError
 from engine_plugin_testing.contracts import close, contract, identical, near, refused, same_direction
-from engine_plugin_testing.reference import VOCABULARY, gradient_of, nll_loss, norm_of, outputs_of, published
+from engine_plugin_testing.reference import (
+    VOCABULARY,
+    as_published,
+    gradient_of,
+    nll_loss,
+    norm_of,
+    outputs_of,
+    published,
+)
 from engine_plugin_testing.train_bench import MEASURE, NLL, rounding
 
 if TYPE_CHECKING:
@@ -56,7 +64,7 @@ def an_adapter_alone_is_trained(bench: TrainBench) -> None:
     batch, module = bench.batch(), bench.reference()
     engine = bench.engine(lora=LORA, optim={**MEASURE, "weight_decay": 0.0}, budget=24)
     scale = (engine.config.lora or LORA).alpha / (engine.config.lora or LORA).rank
-    base = {name: value.detach().clone() for name, value in module.named_parameters()}
+    base = as_published(module, {name: value.detach().clone() for name, value in module.named_parameters()})
     first = adapter_of(engine)
     layers = sorted(name.removeprefix(PREFIX).removesuffix(A) for name in first if name.endswith(A))
     assert layers, f"The adapter has no tensors named '{PREFIX}...{A}': {sorted(first)[:3]}."

@@ -21,7 +21,7 @@ from engine_core.contracts.engines import WorkerContext
 from engine_core.types import Batch, LossCall
 from engine_plugin_testing.bench import EngineBench
 from engine_plugin_testing.probes import coefficients, offer
-from engine_plugin_testing.reference import DecoderScores, ValueReference
+from engine_plugin_testing.reference import DecoderScores, ValueReference, fill
 from engine_plugin_testing.worker import resolve
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class TrainBench(EngineBench):
         """Load the reference module of ``path``, with ``weights`` [D_1, D_2, ...] of ``named_weights`` if given."""
         module: nn.Module = self.load_reference(path or self.model())
         if weights is not None:
-            self.fill(module, weights)
+            fill(module, weights)
         return module
 
     def value_reference(self, weights: Mapping[str, Tensor]) -> ValueReference | None:
@@ -165,14 +165,8 @@ class TrainBench(EngineBench):
         if self.settings["reference"] and not own:
             return None
         module = resolve(own, self.root)(self.model()) if own else DecoderScores(self.reference(), weights)
-        self.fill(module, weights)
+        fill(module, weights)
         return ValueReference(module)
-
-    @staticmethod
-    def fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-        """Copy ``weights`` [D_1, D_2, ...] of ``named_weights`` into a reference module."""
-        left = module.load_state_dict({n: value.double() for n, value in weights.items()}, strict=False)
-        assert not left.unexpected_keys, f"named_weights gives unknown names: {left.unexpected_keys[:5]}."
 
     @property
     def root(self) -> Path:

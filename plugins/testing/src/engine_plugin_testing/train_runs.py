@@ -14,6 +14,7 @@ from engine_plugin_testing.contracts import close, contract, identical, near, sa
 from engine_plugin_testing.probes import PROBE, probed
 from engine_plugin_testing.reference import (
     ReferenceSteps,
+    fill,
     gradient_of,
     nll_loss,
     norm_of,
@@ -145,7 +146,7 @@ def _compare_steps(bench: TrainBench, optim: dict[str, Any], steps: int) -> None
     for number in range(steps):
         batch = bench.batch(seed=number)
         batch = batch.with_columns({"weights": SIZES[number] * batch["weights"]})
-        bench.fill(module, weights)
+        fill(module, weights)
         gradient = gradient_of(module, nll_loss(module, batch))
         for part in (range(3), range(3, len(batch))):
             bench.forward_backward(engine, batch.select(part))

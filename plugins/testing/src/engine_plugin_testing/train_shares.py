@@ -9,7 +9,7 @@ import torch
 from engine_core.types import LossCall
 from engine_plugin_testing.contracts import close, contract, near, same_direction
 from engine_plugin_testing.probes import PAIRS, PROBE, probed
-from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of, outputs_of, probe_outputs
+from engine_plugin_testing.reference import fill, gradient_of, nll_loss, norm_of, outputs_of, probe_outputs
 from engine_plugin_testing.train_bench import LENGTHS, MEASURE, NLL, ODD, POLICY, TrainBench
 from engine_plugin_testing.train_steps import OPTIONS
 
@@ -196,7 +196,7 @@ def every_call_reports_its_own_loss_and_metrics(bench: TrainBench) -> None:
     module, engine = bench.reference(), bench.engine(optim={"lr": 0.05})
     for number, (lengths, budget) in enumerate(CALLS):
         if number % 2 == 0:
-            bench.fill(module, bench.weights(engine))
+            fill(module, bench.weights(engine))
         batch = probed(bench.batch(lengths, seed=number), "log_probs")
         batch.tokens.pop("support_ids")
         batch.tokens["probe/log_probs"] /= 10

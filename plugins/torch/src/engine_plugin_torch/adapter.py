@@ -20,12 +20,12 @@ from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from engine_core.contracts.weight_names import BASE, OF_ADAPTER, SAVED, base_name, base_weights, own_weights
+from engine_core.contracts.weight_sync import ADAPTER_PREFIX
 from engine_core.runs import state_files
 from engine_plugin_torch.sharded import axes_that_split, made_whole, whole
 from engine_plugin_torch.weights import base_places, identity, places, take_weights, weight_at
 
 NAME = "default"  # peft's name of a single adapter
-PREFIX = "base_model.model."  # of every name in an adapter file
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FACTORS = ("lora_B", "lora_embedding_A")  # with these at 0 the product is 0, and it can still learn
 
@@ -105,7 +105,7 @@ class Adapter:
         items = iter(stream)
         first = list(itertools.islice(items, 1))
         rest = itertools.chain(first, items)
-        if first and first[0][0].startswith(PREFIX):
+        if first and first[0][0].startswith(ADAPTER_PREFIX):
             take_weights(self.module, rest, mix, self.places())
             return
         self._fold()
@@ -188,4 +188,4 @@ def merged_weight(layer: Any, lengths: bool = True) -> Tensor:
 def file_name(name: str) -> str:
     """Return the name in an adapter file of the tensor that the module calls ``name``."""
     plain = OF_ADAPTER.sub(lambda found: "" if found[1] == "modules_to_save" else f".{found[1]}", name)
-    return PREFIX + plain.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+    return ADAPTER_PREFIX + plain.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")

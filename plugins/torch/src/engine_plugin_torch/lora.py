@@ -1,8 +1,12 @@
 """The insertion of a LoRA adapter into a module with peft, as ``[actor.lora]`` says (https://arxiv.org/abs/2106.09685).
 
 Settings that the model does not support are refused here, before anything changes.
-Not supported: dropout (log-probs would differ between two passes), adapters over the fused experts of a
-mixture, initializations that change the base's own weights (PiSSA, OLoRA).
+Not supported:
+
+- dropout: log-probs would differ between two passes;
+- initializations that change the base's own weights (PiSSA, OLoRA);
+- the fused experts of a mixture, and linear layers named like their parts: peft would adapt the experts instead;
+- ``out_proj`` of Mamba layers: on GPUs their fused kernel reads its weight, past the adapter.
 """
 
 from __future__ import annotations
@@ -36,6 +40,8 @@ Module = TypeVar("Module", bound=nn.Module)
 
 LINEAR = (nn.Linear, Conv1D)
 ADAPTED = (*LINEAR, nn.Embedding)  # layers whose adapter can be merged
+EXPERT_PARTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names of an expert's parts in a model folder, which peft maps to the tensors of all experts."""
 FROM_FOLDER = {
     "rank": "r",
     "alpha": "lora_alpha",
@@ -163,6 +169,7 @@ def _targets(module: nn.Module, lora: LoRAConfig, role: str, saved: Collection[s
     if asked == "all-linear":
         found = [name for name, part in layers.items() if isinstance(part, LINEAR) and part is not head]
         found = [name for name in found if not any(_inside(name, end) for end in saved)]
+        found = [name for name in found if not _bypassed(module, name)]
         if not found:
             raise ConfigError(f"{key}: {type(module).__name__} has no linear layer besides its head.")
         return found
@@ -213,10 +220,25 @@ def _check(
                 f"{role}.lora: '{name}' shares its weight with another module of this model (tied embeddings). "
                 "Changing one of them cannot be written as one model: leave it out of target_modules and modules_to_save."
             )
+    for name in targets:
+        if reason := _bypassed(module, name):
+            raise ConfigError(f"{role}.lora.target_modules: '{name}' cannot have an adapter: {reason}.")
     if lora.dora and (other := [name for name in targets if type(parts[name]) is not nn.Linear]):
         raise ConfigError(
             f"{role}.lora.dora: '{other[0]}' is a {type(parts[other[0]]).__name__}, not an nn.Linear."
         )
+
+
+def _bypassed(module: nn.Module, name: str) -> str:
+    """Return why an adapter on the layer ``name`` would not be used; "" if it is used."""
+    parent, _, end = name.rpartition(".")
+    mamba = all(hasattr(module.get_submodule(parent), part) for part in ("A_log", "D"))
+    if mamba and end == "out_proj":
+        return "the fused kernel of Mamba layers reads the weight itself"
+    fused = any(getattr(getattr(part, "gate_up_proj", None), "ndim", 0) == 3 for part in module.modules())
+    if fused and end in EXPERT_PARTS:
+        return "peft adapts all experts of a mixture instead of a layer of this name"
+    return ""
 
 
 def _shortest(module: nn.Module, targets: Collection[str]) -> list[str]:

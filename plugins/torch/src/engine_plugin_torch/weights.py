@@ -24,6 +24,7 @@ from engine_core.contracts.weight_names import (
     published,
     some_values,
 )
+from engine_core.contracts.weight_sync import ADAPTER_PREFIX
 from engine_core.errors import DataError
 from engine_plugin_torch.quantized_linear import QuantizedLinear
 from engine_plugin_torch.sharded import whole, write
@@ -111,11 +112,13 @@ def take_weights(
 def to_own_names(module: Any, stream: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
     """Return the weights ``[D0, ...]`` under the module's own names, the inverse of ``published_weights``.
 
-    A model whose names differ needs all weights in memory for it.
+    A model whose names differ needs all weights in memory for it. The tensors of an adapter keep their names.
     """
     if not converts(module):
         return stream
     weights = dict(stream)
+    if all(name.startswith(ADAPTER_PREFIX) for name in weights):
+        return weights.items()
     model, info = type(module).from_pretrained(
         None, config=module.config, state_dict=weights, dtype=module.dtype, output_loading_info=True
     )
