@@ -70,7 +70,7 @@ class LoRAConfig(Table):
     alpha: PositiveFloat = 32.0
     """The product is scaled by alpha / rank (`rslora`: alpha / sqrt(rank))."""
     target_modules: str | list[str] = "all-linear"
-    """Layers that get an adapter. ``all-linear``: every linear layer except the head. A list contains the ends of module names, ``["q_proj", "v_proj"]``. Any other string is a regular expression for whole names."""
+    """Layers that get an adapter. ``all-linear``: every linear layer except the head, the feed-forward layers of a model with experts, and ``out_proj`` of Mamba layers. A list contains the ends of module names, ``["q_proj", "v_proj"]``. Any other string is a regular expression for whole names."""
     modules_to_save: list[str] = []
     """Modules that are trained fully, in addition to the adapter. The list contains the ends of their names."""
     rslora: bool = False
