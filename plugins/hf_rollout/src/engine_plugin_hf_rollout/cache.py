@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,3 +77,14 @@ def make_cache(config: Any) -> DynamicCache:
     cache = DynamicCache(config=config)
     cache.layers = [RoomyLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
+
+
+def select_rows(cache: DynamicCache, indices: Tensor) -> None:
+    """Give the batch of a cache the rows ``indices: [A]``, of which some may come several times or not at all."""
+    for layer in cache.layers:
+        if isinstance(
+            layer, LinearAttentionCacheLayerMixin
+        ):  # recurrent states, perhaps with keys and values
+            layer.reorder_cache(indices)
+        else:
+            layer.batch_select_indices(indices)

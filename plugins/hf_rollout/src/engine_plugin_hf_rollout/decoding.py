@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from engine_core.sampling import begun_ids
 from engine_core.types import SUPPORT, padded_support
-from engine_plugin_hf_rollout.cache import make_cache
+from engine_plugin_hf_rollout.cache import make_cache, select_rows
 from engine_plugin_hf_rollout.distribution import Distributions, draw, support, uniforms
 from engine_plugin_torch.model_loading import accepts
 
@@ -119,7 +119,7 @@ class _Cached:
         index = running.nonzero().flatten()
         self.number, self.logits = self.number[index], self.logits[index]
         self.mask, self.position = self.mask[index], self.position[index]
-        self.cache.batch_select_indices(index)
+        select_rows(self.cache, index)
 
     def forward(self, module: nn.Module, token: Tensor) -> None:
         """Run one more token [A] of each row through the model."""
@@ -328,6 +328,6 @@ def _prefill(module: nn.Module, requests: Sequence[Request], device: torch.devic
         logits_to_keep=1,
     )
     row = torch.tensor([distinct[prompt] for prompt in prompts], device=device)
-    cache.batch_select_indices(row)
+    select_rows(cache, row)
     number = torch.arange(len(requests), device=device)
     return _Cached(number, out.logits[:, -1][row], mask[row], positions[row, -1] + 1, cache)

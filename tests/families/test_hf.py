@@ -1,0 +1,10 @@
+"""The rollout engine ``hf`` samples from every family."""
+
+from engine_plugin_testing import RolloutEngineSuite
+from engine_plugin_testing.families import SAMPLES, suites
+
+globals().update(
+    suites(
+        RolloutEngineSuite, SAMPLES, module=__name__, backend="hf", options={"dtype": "fp32", "batch_size": 8}
+    )
+)

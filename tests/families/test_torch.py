@@ -1,0 +1,8 @@
+"""The train engine ``torch`` computes the log-probs, gradients and adapters of every family."""
+
+from engine_plugin_testing import TrainEngineSuite
+from engine_plugin_testing.families import TRAINS, suites
+
+globals().update(
+    suites(TrainEngineSuite, TRAINS, module=__name__, backend="torch", options={"log_prob_chunk_tokens": 64})
+)
