@@ -4,5 +4,12 @@ from engine_plugin_testing import TrainEngineSuite
 from engine_plugin_testing.families import TRAINS, suites
 
 globals().update(
-    suites(TrainEngineSuite, TRAINS, module=__name__, backend="torch", options={"log_prob_chunk_tokens": 64})
+    suites(
+        TrainEngineSuite,
+        TRAINS,
+        module=__name__,
+        fast=("falcon_h1", "gpt_oss"),
+        backend="torch",
+        options={"log_prob_chunk_tokens": 64},
+    )
 )

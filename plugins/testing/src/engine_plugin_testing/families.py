@@ -18,9 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine_plugin_testing.suite import Suite
+import pytest
+
+if TYPE_CHECKING:
+    from engine_plugin_testing.suite import Suite
 
 WINDOW = {"sliding_window": 8}
 HALF_WINDOW = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
@@ -144,6 +147,7 @@ def suites(
     families: Collection[str] = tuple(FAMILIES),
     model: Mapping[str, Any] | None = None,
     gaps: Mapping[str, str | Mapping[str, str]] | None = None,
+    fast: Collection[str] | None = None,
     **attributes: Any,
 ) -> dict[str, type[Suite]]:
     """Return a suite for each family, by the name of its class.
@@ -155,6 +159,7 @@ def suites(
         families: names of ``FAMILIES``.
         model: further changes to the config of each model.
         gaps: by family why the engine does not support it, or the ``unsupported`` of its suite.
+        fast: families whose tests are not marked as ``slow``; default: all.
         attributes: further attributes of each class.
     """
     found = {}
@@ -167,6 +172,8 @@ def suites(
             "unsupported": dict.fromkeys(contracts, gap) if isinstance(gap, str) else gap,
             **attributes,
         }
+        if fast is not None and family not in fast:
+            own["pytestmark"] = pytest.mark.slow
         others = dict.fromkeys(name for name in base.contracts if name not in contracts)  # None: no test
         name = f"Test{family.title().replace('_', '')}"
         found[name] = type(name, (base,), {**others, **own})

@@ -1,0 +1,26 @@
+"""The rollout engine ``vllm`` samples from every family that it has."""
+
+from engine_plugin_testing import RolloutEngineSuite
+from engine_plugin_testing.families import SAMPLES, suites
+
+globals().update(
+    suites(
+        RolloutEngineSuite,
+        SAMPLES,
+        module=__name__,
+        fast=(),
+        backend="vllm",
+        options={
+            "dtype": "float32",
+            "enforce_eager": True,
+            "max_num_seqs": 256,
+            "sleep_level": 0,
+            "gpu_memory_utilization": 0.2,
+            "kv_cache_memory_bytes": 1 << 26,
+            "log_probs": "full",
+        },
+        model={"head_dim": 32},
+        worker_context="../../plugins/vllm_rollout/tests/pooled.py:one_engine",
+        deadline=600.0,
+    )
+)
