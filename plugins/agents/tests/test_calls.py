@@ -51,3 +51,5 @@ def test_a_broken_call_says_what_is_wrong(inner, problem):
 
 def test_a_call_that_is_never_closed_runs_to_the_end():
     assert json_calls('<tool_call>{"name": "a"}') == [ToolCall("a", {})]
+    (cut,) = json_calls('<tool_call>{"name": "a", "argum')
+    assert cut.problem == "the call has no </tool_call>: the response was cut off, or the tag is missing"

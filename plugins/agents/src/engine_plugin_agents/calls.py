@@ -39,14 +39,16 @@ def json_calls(text: str, tag: str = "tool_call") -> list[ToolCall]:
 
     A call that cannot be parsed is returned with its ``problem``. An unclosed tag extends to the end of the text.
     """
-    pattern = rf"<{re.escape(tag)}>(.*?)(?:</{re.escape(tag)}>|\Z)"
-    return [_read(inner) for inner in re.findall(pattern, text, re.DOTALL)]
+    pattern = rf"<{re.escape(tag)}>(.*?)(</{re.escape(tag)}>|\Z)"
+    return [_read(inner, tag, closed=bool(end)) for inner, end in re.findall(pattern, text, re.DOTALL)]
 
 
-def _read(text: str) -> ToolCall:
+def _read(text: str, tag: str, closed: bool) -> ToolCall:
     try:
         made = json.loads(text)
     except (ValueError, RecursionError) as error:
+        if not closed:
+            return ToolCall("", problem=f"the call has no </{tag}>: the response was cut off, or the tag is missing")
         return ToolCall("", problem=f"the call is not JSON ({error})")
     if not isinstance(made, dict) or not isinstance(made.get("name"), str):
         return ToolCall("", problem='the call must be an object with "name" and "arguments"')
