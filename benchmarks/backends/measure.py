@@ -116,8 +116,7 @@ def _alone(device):
 def ready(family, on_cpu):
     """Import what the family needs: most of a start."""
     if on_cpu and family == "megatron":
-        sys.path.insert(0, str(HERE.parents[1] / "plugins" / "megatron" / "tests"))
-        importlib.import_module("on_cpu")
+        importlib.import_module("engine_plugin_megatron.cpu_emulation").emulate()
     for name in MODULES[family]:
         importlib.import_module(name)
 

@@ -34,7 +34,6 @@ from engine_plugin_tools.demo.prepare import prepare
 from engine_plugin_tools.scaffold import new_demo
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIM = ROOT / "plugins" / "megatron" / "tests"
 TOLD = (
     "reward/mean",
     "mismatch/mean_abs",
@@ -172,7 +171,7 @@ def run(
     if arguments.pools:
         words += ["--set", "placement.pools={train=2,serve=2}"]
     if arguments.cpu:
-        settings["plugins"] = [str(SHIM / "on_cpu.py"), *(["coin.py"] if file.endswith("run.toml") else [])]
+        settings["actor.megatron.cpu_emulation"] = True
         settings |= {"rollout.vllm.kv_cache_memory_bytes": 1 << 28, "rollout.vllm.enforce_eager": True}
         words.append("--allow-code")
     elif arguments.graphs:

@@ -2,10 +2,8 @@
 
 import itertools
 import json
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -39,11 +37,8 @@ BACKENDS = {
     "torch": [],
     "fsdp": TWO,
     "deepspeed": [*TWO, "actor.deepspeed.param_persistence_threshold=0"],
+    "megatron": [*TWO, "actor.megatron.cpu_emulation=true", "actor.megatron.tp=2"],
 }
-SHIM = Path(__file__).parents[2] / "plugins" / "megatron" / "tests"  # with what answers for CUDA on a CPU
-SHIMMED = ("on_cpu.py", "cpu_shim.py")
-if (SHIM / SHIMMED[0]).is_file():
-    BACKENDS["megatron"] = [*TWO, 'plugins=["on_cpu.py"]', "actor.megatron.tp=2"]
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +51,6 @@ def folder(tmp_path_factory):
         for b in range(6)
     ]
     (made / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for name in SHIMMED if "megatron" in BACKENDS else ():
-        shutil.copy(SHIM / name, made)
     for name, own in RUNS.items():
         head, _, rest = own.partition("[") if name == "rl" else (own, "", "")
         (made / f"{name}.toml").write_text(head + SHARED + (f"[{rest}" if rest else ""))

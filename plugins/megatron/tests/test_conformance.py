@@ -17,7 +17,7 @@ class Megatron(TrainEngineSuite):
 
     backend = "megatron"
     roles = ("critic", "reward_model")
-    worker_context = "" if asked_accelerator() else "cpu_shim.py:megatron_on_cpu"
+    worker_context = "" if asked_accelerator() else "engine_plugin_megatron.cpu_emulation:emulated"
     options = {"log_prob_chunk_tokens": 64}
     on_accelerator = {"compute_dtype": "fp32"}
 

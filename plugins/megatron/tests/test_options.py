@@ -54,4 +54,7 @@ def test_adapters_are_refused_with_what_trains_them():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
 def test_a_machine_without_cuda_is_refused_with_what_runs_there():
-    assert "needs a CUDA device; this machine has none. Use 'torch' or 'fsdp' here." in refused()
+    assert (
+        "this machine has none. To try the run file on a CPU set actor.megatron.cpu_emulation = true."
+        in refused()
+    )

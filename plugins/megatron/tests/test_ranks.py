@@ -44,7 +44,7 @@ def ranks():
 
     def run(size, case, options=None, **settings):
         if size not in groups:
-            groups[size] = Workers(size, "cpu_shim.py:megatron_on_cpu", HERE)
+            groups[size] = Workers(size, "engine_plugin_megatron.cpu_emulation:emulated", HERE)
         case = case if ":" in case else f"cases.py:{case}"
         groups[size].run(Megatron.bench, case, {**Megatron.settings(), "options": options or {}, **settings})
 

@@ -1,16 +1,13 @@
 """A whole run: two processes that share each layer, against one process of the `torch` engine."""
 
 import json
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from engine_plugin_testing import reference
 
-HERE = Path(__file__).parent
 RUN = """
 [model]
 path = "model"
@@ -37,7 +34,7 @@ EXPERTS = {
     "norm_topk_prob": True,
 }
 SPLIT = [
-    'plugins=["on_cpu.py"]',
+    "actor.megatron.cpu_emulation=true",
     "actor.backend=megatron",
     "runtime.backend=torchrun",
     "runtime.torchrun.processes=2",
@@ -51,8 +48,6 @@ def folder(tmp_path_factory):
     rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
     (made / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (made / "run.toml").write_text(RUN)
-    for name in ("on_cpu.py", "cpu_shim.py"):
-        shutil.copy(HERE / name, made)
     return made
 
 
@@ -111,10 +106,9 @@ def test_a_checkpoint_of_experts_of_another_engine_is_refused_before_a_model_is_
     both = [*SPLIT, "actor.megatron.ep=2"]
     train(folder, "joined", *mixture)
     train(folder, "apart", *mixture, *both)
-    here = [f'plugins=["{folder / "on_cpu.py"}"]', *both[1:]]
-    there = ["plugins=[]", "actor.backend=torch", "runtime.backend=local"]
+    there = ["actor.backend=torch", "runtime.backend=local"]
     for name, words, told in (
-        ("joined", here, "'megatron' reads each"),
+        ("joined", both, "'megatron' reads each"),
         ("apart", there, "'torch' reads all"),
     ):
         settings = [w for word in (*words, "run.steps=2") for w in ("--set", word)]

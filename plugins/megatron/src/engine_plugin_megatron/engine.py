@@ -108,12 +108,18 @@ class MegatronEngine(DataParallelEngine):
             raise ConfigError(
                 f"{table}.compute_dtype: 'bf16', but {device} has no bfloat16. Set it to 'fp32'."
             )
+        if options.cpu_emulation and device.type != "cpu":
+            raise ConfigError(
+                f"{table}.cpu_emulation: true, but the device is {device}. Take the key out to use it."
+            )
+        if options.cpu_emulation:
+            return
         try:
             torch.empty(0, device="cuda")
         except (RuntimeError, AssertionError) as error:  # the class depends on torch's build
             raise ConfigError(
                 f"{context.role}.backend is '{config.backend}', and megatron-core needs a CUDA device; this machine has none. "
-                "Use 'torch' or 'fsdp' here."
+                f"To try the run file on a CPU set {table}.cpu_emulation = true."
             ) from error
 
     @classmethod
@@ -139,6 +145,10 @@ class MegatronEngine(DataParallelEngine):
 
     def _prepare(self) -> None:
         """Refuse hooks and layouts that do not fit the model's config, then create the process groups."""
+        if self.options.cpu_emulation:
+            from engine_plugin_megatron.cpu_emulation import emulate
+
+            emulate()
         from engine_plugin_megatron.models import build
         from engine_plugin_megatron.ranks import Ranks
 

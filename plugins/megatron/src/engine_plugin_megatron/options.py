@@ -16,8 +16,10 @@ class MegatronOptions(Options):
 
     device: str = "auto"
     """A torch device string. ``auto``: the rank's accelerator. megatron-core needs CUDA."""
+    cpu_emulation: bool = False
+    """Run on a CPU, to try a run file on a machine without GPUs: megatron-core's calls of CUDA are answered on the CPU. Slow, with the same results up to rounding. Refused on an accelerator."""
     tp: int = Field(default=1, gt=0)
-    """Number of ranks that share the heads and the wide dimension of each layer (tensor parallelism). The ranks should be on one host. The value must divide the model's heads and key-value heads."""
+    """Number of ranks that share the heads and the wide dimension of each layer (tensor parallelism). The ranks should be on one host. The value must divide the model's heads, and divide its key-value heads or be a multiple of them."""
     pp: int = Field(default=1, gt=0)
     """Number of ranks among which the layers are divided (pipeline parallelism). Each rank holds consecutive layers. Communication is small, so the ranks may be on different hosts. The value must divide the model's layers."""
     virtual_pp: int = Field(default=1, gt=0)

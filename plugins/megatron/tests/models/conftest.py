@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 
 
 def cases_on(world_size):
-    workers = Workers(world_size, context="cpu_shim.py:megatron_on_cpu", root=HERE.parent)
+    workers = Workers(world_size, context="engine_plugin_megatron.cpu_emulation:emulated", root=HERE.parent)
     yield lambda case, **settings: workers.run(f"{HERE}/cases.py:Bench", f"{HERE}/cases.py:{case}", settings)
     workers.close()
 
