@@ -35,7 +35,9 @@ def engine_architectures() -> Mapping[str, ModelArchitecture]:
     """Return the architectures of this plugin, by Hugging Face's ``model_type``."""
     here = "engine_plugin_megatron.models.architecture"
     return {
+        "gemma": ModelArchitecture(load=f"{here}:Gemma"),
         "llama": ModelArchitecture(load=f"{here}:Architecture"),
+        "mistral": ModelArchitecture(load=f"{here}:Architecture"),
         "qwen2": ModelArchitecture(load=f"{here}:Qwen2"),
         "qwen3": ModelArchitecture(load=f"{here}:Qwen3"),
         "qwen3_moe": ModelArchitecture(load=f"{here}:Qwen3Moe"),

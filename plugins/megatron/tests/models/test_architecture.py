@@ -24,7 +24,7 @@ def test_one_that_nobody_offers_is_refused_with_what_is_there():
     for word in (
         "Megatron has no model for GemmaConfig",
         "Unknown architecture 'qwen4'. Did you mean 'qwen",
-        "Known: llama,",
+        "Known: gemma, llama,",
         "Use backend 'fsdp'",
         "engine_architectures",
     ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -105,9 +106,8 @@ class EngineBench(Bench):
         own = self.settings["write_model"]
         write = resolve(own, Path(self.settings["root"])) if own else reference.write_model
         values = {**reference.SHAPE, "tie_word_embeddings": tied, **self.settings["model"], **changes}
-        words = "-".join(f"{key}={values[key]}" for key in changes)
-        whose = _key({**self.settings["model"], **({"by": own} if own else {})})
-        folder = self.place.cache / f"model-{seed}-{'tied' if tied else 'untied'}-{whose}{words}"
+        key = json.dumps([seed, tied, own, values], sort_keys=True, default=str)
+        folder = self.place.cache / f"model-{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}"
         if self.place.rank == 0 and not folder.exists():
             write(folder, values, seed, tied)
         self.barrier()
@@ -153,7 +153,3 @@ def _check_vocabulary(folder: Path, expected: int) -> None:
         f"write_model wrote a config.json with vocab_size {found}; expected {expected}, which it is given as "
         "model['vocab_size']: the kit's tokenizer and batches have tokens up to there."
     )
-
-
-def _key(model: Mapping[str, Any]) -> str:
-    return "".join(f"{key}{value}" for key, value in sorted(model.items())).replace("/", "_")[:80]

@@ -76,6 +76,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "ministral": HALF_WINDOW,
         "ministral3": {},
         "mixtral": LOCAL_EXPERTS,
+        "gemma": {},
         "gemma2": {**WINDOW, "query_pre_attn_scalar": 8},
         "gemma3_text": {**HALF_WINDOW, "query_pre_attn_scalar": 8},
         "phi3": {},

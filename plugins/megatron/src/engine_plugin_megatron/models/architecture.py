@@ -10,6 +10,7 @@ as in Gemma, multi-head latent attention, state-space models).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -25,22 +26,25 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ROPE_TYPES = ("default", "linear", "llama3")
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh")}
 HEAD = "score.weight"
 """The value head in a Hugging Face folder (``...ForSequenceClassification``)."""
 
 
 class Architecture:
-    """The architecture of Llama: RMS norms, rotary positions, grouped queries, a gated feed-forward, no biases."""
+    """The architecture of Llama and Mistral: RMS norms, rotary positions, grouped queries, a gated feed-forward, no biases."""
 
+    activation = "silu"  # of the feed-forward: a name of ``ACTIVATIONS``
     qkv_bias = False  # queries, keys and values have a bias
     head_norms = False  # queries and keys of each head have an RMS norm
+    norm_offset = 0.0  # added to the weights of norms before they are used
     embedding, final_norm, output = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
     def problems(self, hf: PretrainedConfig) -> list[str]:
         """Return the settings that would be computed differently from transformers, a line each."""
         found = []
-        if hf.hidden_act != "silu":
-            found.append(f"hidden_act is '{hf.hidden_act}'; 'silu' alone is known")
+        if hf.hidden_act != self.activation:
+            found.append(f"hidden_act is '{hf.hidden_act}'; '{self.activation}' alone is known")
         found += [
             f"{key} is true; layers with these biases are not known"
             for key in ("attention_bias", "mlp_bias")
@@ -73,13 +77,17 @@ class Architecture:
             "normalization": "RMSNorm",
             "layernorm_epsilon": hf.rms_norm_eps,
             "gated_linear_unit": True,
-            "activation_func": F.silu,
+            "activation_func": ACTIVATIONS[self.activation],
             "add_bias_linear": False,
             "add_qkv_bias": self.qkv_bias,
             "qk_layernorm": self.head_norms,
             "hidden_dropout": 0.0,
             "attention_dropout": 0.0,
         }
+
+    def embedding_scale(self, hf: PretrainedConfig) -> float:
+        """Return the factor of the embeddings."""
+        return 1.0
 
     def inverse_frequencies(self, hf: PretrainedConfig) -> torch.Tensor:
         """Return the inverse frequencies [dim / 2] float32 of rotary positions, as transformers computes them."""
@@ -138,6 +146,17 @@ class Architecture:
     def scores(self, hf: PretrainedConfig) -> Joined:
         """Return the value head."""
         return Joined("output_layer.weight", whole_source(HEAD, (1, hf.hidden_size)), split=None)
+
+
+class Gemma(Architecture):
+    """The architecture of Gemma (the first): Llama with GELU, scaled embeddings and norms of ``1 + weight``."""
+
+    activation = "gelu_pytorch_tanh"
+    norm_offset = 1.0
+
+    def embedding_scale(self, hf: PretrainedConfig) -> float:
+        """Return the root of the width."""
+        return float(hf.hidden_size**0.5)
 
 
 class Qwen2(Architecture):

@@ -23,6 +23,7 @@ from engine_plugin_megatron.models.layers import (
     hide_padding,
     hold_padding_token,
     padded_vocabulary,
+    scale_embeddings,
 )
 from engine_plugin_megatron.ranks import token_group
 
@@ -135,6 +136,8 @@ def gpt_model(
     model.value_head = value_head
     if pre_process and hf_config.pad_token_id is not None:
         hold_padding_token(model.embedding.word_embeddings, hf_config.pad_token_id)
+    if pre_process and (factor := config.architecture.embedding_scale(hf_config)) != 1.0:
+        scale_embeddings(model.embedding.word_embeddings, factor)
     if post_process and value_head:
         model.output_layer = ValueHead(config)
     elif post_process:

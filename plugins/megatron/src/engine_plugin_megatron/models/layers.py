@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """The norm ``x / sqrt(mean(x^2) + eps) * weight``, whose weight is marked ``sequence_parallel`` as in the config.
+    """The norm ``x / sqrt(mean(x^2) + eps) * (offset + weight)``; its weight is marked ``sequence_parallel`` as in the config.
 
     Args:
-        config: the model's config.
+        config: the model's config, with its ``architecture``.
         hidden_size: the width.
         eps: added below the root.
     """
@@ -42,6 +42,14 @@ class RMSNorm(torch.nn.RMSNorm):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.offset: float = config.architecture.norm_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize [..., H]; with an offset in float32, as transformers does."""
+        if not self.offset:
+            return super().forward(x)
+        found = F.rms_norm(x.float(), self.normalized_shape, self.offset + self.weight.float(), self.eps)
+        return found.type_as(x)
 
 
 class HeadNorm(torch.nn.RMSNorm):
@@ -109,6 +117,16 @@ def hide_padding(layer: ColumnParallelLinear, vocabulary: int) -> None:
         return logits, bias
 
     layer.register_forward_hook(hide)
+
+
+def scale_embeddings(layer: VocabParallelEmbedding, factor: float) -> None:
+    """Add a hook to the embedding that multiplies its output with a factor, rounded to the embedding's type."""
+
+    def scaled(module: Any, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        """Return the scaled embeddings [..., H]."""
+        return output * torch.tensor(factor, dtype=output.dtype, device=output.device)
+
+    layer.register_forward_hook(scaled)
 
 
 def hold_padding_token(layer: VocabParallelEmbedding, token: int) -> None:
