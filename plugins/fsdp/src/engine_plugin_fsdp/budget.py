@@ -14,6 +14,7 @@ from engine_plugin_torch.units import decoder_layers
 if TYPE_CHECKING:
     from torch import nn
 
+    from engine_core.types import Batch
     from engine_plugin_fsdp.engine import FSDPEngine
     from engine_plugin_fsdp.options import FSDPOptions
     from engine_plugin_torch.precision import Precision
@@ -32,6 +33,13 @@ class FSDPBudget(SharedBudget):
         return held_by_rank(
             whole, engine.module, engine.options, engine.precision, engine.ranks.size, engine.context.role
         )
+
+    def halve(self, batch: Batch, error: Exception) -> bool:
+        """Halve the token budget as its base does; return False after a backward pass.
+
+        FSDP keeps gradients that it has not reduced yet where they cannot be cleared: a second try would add to them.
+        """
+        return not self.engine.began_backward and super().halve(batch, error)
 
     @property
     def recomputed_share(self) -> float:

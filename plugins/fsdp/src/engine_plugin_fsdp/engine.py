@@ -48,7 +48,7 @@ from engine_plugin_torch.weights import published_weights, take_weights, to_own_
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RoleConfig
     from engine_core.contracts.engines import WorkerContext
-    from engine_core.types import Batch, StepOutput
+    from engine_core.types import Batch, LossCall, StepOutput, TrainOutput
     from engine_plugin_torch.packed_forward import PackedForward
 
 log = logging.getLogger("engine")
@@ -62,6 +62,7 @@ class FSDPEngine(DataParallelEngine):
         ranks: the meshes of the ranks, and reductions over them.
         skeleton: the model without weights.
         emulates_fp8: compute 8-bit products in float32, for tests on devices without them.
+        began_backward: whether a call is in its backward passes, or has failed in them.
     """
 
     options: FSDPOptions  #: the role's option table
@@ -73,6 +74,7 @@ class FSDPEngine(DataParallelEngine):
     budget_class = FSDPBudget
     store_class = FSDPStore
     emulates_fp8 = False
+    began_backward = False
 
     # -- building -----------------------------------------------------------
 
@@ -233,7 +235,14 @@ class FSDPEngine(DataParallelEngine):
         finally:
             self._reshard()
 
+    def _accumulate(self, batch: Batch, loss: LossCall) -> TrainOutput:
+        self.began_backward = False
+        output = super()._accumulate(batch, loss)
+        self.began_backward = False
+        return output
+
     def _backward(self, value: Tensor) -> None:
+        self.began_backward = True
         (value if self.loss_scale is None else value * self.loss_scale.factor).backward()
 
     def _begin_micro_batch(self, last: bool) -> None:
