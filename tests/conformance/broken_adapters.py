@@ -109,6 +109,28 @@ class KeepsLengths(WithAdapter):
         part = "lora_magnitude_vector"
 
 
+class KeepsEmbedding(WithAdapter):
+    class made(Remembers):
+        part = "lora_embedding_A"
+
+
+class OtherLayers(TorchEngine):
+    def __init__(self, config, model_config, context, *, trainable=True):
+        if config.lora is not None:
+            lora = config.lora.model_copy(update={"target_modules": "all-linear"})
+            config = config.model_copy(update={"lora": lora})
+        super().__init__(config, model_config, context, trainable=trainable)
+
+
+class DrawsAdapter(TorchEngine):
+    def _distribute(self, module):
+        own = self.model_config
+        self.model_config = own.model_copy(update={"seed": int(torch.randint(2**30, ()))})
+        found = super()._distribute(module)
+        self.model_config = own
+        return found
+
+
 class ReplacesAdapter(TorchEngine):
     def load_named_weights(self, stream, mix=1.0):
         stream = dict(stream)

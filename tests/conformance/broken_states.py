@@ -1,12 +1,16 @@
 """Train engines, each with one mistake of state: kept over a load, a change of an option, a sleep, an export or what a folder has."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import torch
 
+from engine_core.errors import DataError
+from engine_plugin_torch import value_models
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.value_models import HEAD, reset_head
 
@@ -81,6 +85,21 @@ class FreshHead(TorchEngine):
         if hasattr(module, HEAD):
             reset_head(getattr(module, HEAD), 0)
         super()._finish(module)
+
+
+class DrawsHead(TorchEngine):
+    def __init__(self, *args, **kwargs):
+        def drawn(head, seed):
+            reset_head(head, int(torch.randint(2**30, ())))
+
+        with mock.patch.object(value_models, "reset_head", drawn):
+            super().__init__(*args, **kwargs)
+
+
+class TakesPartMixed(TorchEngine):
+    def load_named_weights(self, stream, mix=1.0):
+        with contextlib.suppress(DataError) if mix < 1 else contextlib.nullcontext():
+            super().load_named_weights(stream, mix)
 
 
 class CutsAlpha(TorchEngine):

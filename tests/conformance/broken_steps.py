@@ -78,6 +78,27 @@ class PeakEndsWarmup(TorchEngine):
         self.lr_scheduler.last_epoch = max(self.lr_scheduler.last_epoch, self.config.optim.warmup_steps)
 
 
+class Retries(TorchEngine):
+    """``undo`` is called before a call that ran out of memory is tried again."""
+
+    def forward_backward(self, batch, loss):
+        try:
+            return super()._accumulate(batch, loss)
+        except torch.OutOfMemoryError:
+            self.undo()
+            return super()._accumulate(batch, loss)
+
+
+class RetryDropsAll(Retries):
+    def undo(self):
+        self.module.zero_grad(set_to_none=True)
+
+
+class RetryAddsTwice(Retries):
+    def undo(self):
+        pass
+
+
 # -- gradients of outputs ----------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 import pytest
 
 from engine_plugin_testing import TrainEngineSuite
+from engine_plugin_testing.train_adapters import ENDS, WHOLE_HEAD
 
 OTHER = "the gradient is the adapter's, not that of the whole model; see plugins/torch/tests/test_adapter.py"
 ROUNDED = "weights that come are rounded; see plugins/torch/tests/test_quantize_model.py"
@@ -35,7 +36,7 @@ class TestLoRA(TrainEngineSuite):
 @pytest.mark.slow
 class TestLoRAAboveAQuantizedBase(TestLoRA):
     reference = "rounded_reference.py:nf4"
-    lora = ({}, {"rslora": True}, {"modules_to_save": ["lm_head"]})
+    lora = ({}, ENDS, WHOLE_HEAD)
     options = {"quantize": "nf4", "param_dtype": "fp32", "compute_dtype": "fp32"}
     unsupported = {
         **TestLoRA.unsupported,

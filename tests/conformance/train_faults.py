@@ -125,5 +125,12 @@ RUN_FAULTS = [
     (1, "FreshHead", "a new head instead of the folder's", "the_value_gradient_equals_the_reference"),
     (1, "FreshHead", "a new head instead of the folder's", "scores_and_their_gradient_equal_the_reference"),
     (1, "CutsAlpha", "an alpha cut to a whole number", "an_adapter_alone_is_trained"),
+    (1, "KeepsEmbedding", "the adapter of an embedding that keeps its values", "a_whole_model_takes_the_place_of_an_adapter"),
+    (1, "OtherLayers", "an adapter on other layers than those asked for", "every_kind_of_adapter_is_that_of_peft"),
+    (1, "DrawsAdapter", "a new adapter that model.seed does not decide", "an_adapter_alone_is_trained"),
+    (1, "DrawsHead", "a new head that model.seed does not decide", "the_value_gradient_equals_the_reference"),
+    (1, "TakesPartMixed", "a missing weight accepted where weights are mixed", "weights_that_do_not_fit_are_refused"),
+    (1, "RetryDropsAll", "gradients of earlier calls lost where a call runs out of memory", "gradients_add_up_over_calls"),
+    (1, "RetryAddsTwice", "the gradient of a try that ran out of memory kept", "gradients_add_up_over_calls"),
     (1, "HalfAfterSleep", "weights in half precision after a sleep", "a_sleep_between_the_calls_of_a_step_changes_nothing"),
 ]  # fmt: skip

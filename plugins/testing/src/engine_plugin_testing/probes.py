@@ -7,20 +7,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from engine_core.plugins.plugin_set import Plugin
 from engine_core.specs import Objective
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.types import Batch, LossCall
 
-PROBE, PAIRS = "kit_probe", "kit_pairs"
+PROBE, PAIRS, SHORT = "kit_probe", "kit_pairs", "kit_short"
+SHORTAGES: list[bool] = []
+"""Of the next backward passes of ``short`` in this process: whether they run out of memory."""
+
+
+class Shortage(torch.autograd.Function):
+    """The identity, whose backward pass runs out of memory as ``SHORTAGES`` says."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        """Return the scalar ``value``."""
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the scalar ``gradient``.
+
+        Raises:
+            torch.OutOfMemoryError: it is this pass's turn.
+        """
+        if SHORTAGES and SHORTAGES.pop(0):
+            raise torch.OutOfMemoryError("out of memory, as the kit requested")
+        return gradient
 
 
 def probe(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -41,6 +62,11 @@ def pairs(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str
     assert together is not None
     total = sums.new_zeros(int(together.max()) + 1).index_add(0, together, sums)
     return (total**2).sum(), {}
+
+
+def short(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return ``-sum_t w_t log p_t`` over ``log_probs`` [T]; the backward pass runs out of memory as ``SHORTAGES`` says."""
+    return Shortage.apply(-(batch["weights"] * outputs["log_probs"]).sum()), {}  # type: ignore[no-untyped-call]
 
 
 def probed(batch: Batch, *names: str) -> Batch:
@@ -68,5 +94,5 @@ def offer(plugins: PluginSet) -> None:
     """Add the objectives to a set of plugins."""
     if plugins.find("objectives", PROBE) is None:
         plugin = Plugin(ModuleType("engine_plugin_testing_objectives"), "the kit", "the kit", "")
-        for name, function in ((PROBE, probe), (PAIRS, pairs)):
+        for name, function in ((PROBE, probe), (PAIRS, pairs), (SHORT, short)):
             plugins.chosen["objectives", name] = Objective(load=function), plugin

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 LORA = LoRAConfig(rank=4, alpha=11.5)  # no whole number
 WHOLE_HEAD: Mapping[str, Any] = {"modules_to_save": ["lm_head"]}
-KINDS: tuple[Mapping[str, Any], ...] = ({}, {"rslora": True}, {"dora": True}, WHOLE_HEAD)
+ENDS: Mapping[str, Any] = {"rslora": True, "target_modules": ["embed_tokens", "q_proj", "lm_head"]}
+KINDS: tuple[Mapping[str, Any], ...] = ({}, ENDS, {"dora": True}, WHOLE_HEAD)
 """Tables of ``[actor.lora]``, besides rank and alpha."""
 PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
@@ -51,6 +52,7 @@ PREFIX, A, B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
         "an adapter merged twice",
         "only one half of an adapter streamed",
         "one half of an adapter trained at another rate",
+        "a new adapter that model.seed does not decide",
     ),
 )
 def an_adapter_alone_is_trained(bench: TrainBench) -> None:
@@ -101,6 +103,7 @@ def an_adapter_alone_is_trained(bench: TrainBench) -> None:
     without = bench.infer(engine, batch, adapter=False)["log_probs"]
     close(without, plain, bench.tolerance, "log_probs with adapter=False")
     other = bench.engine(lora=LORA, optim={**MEASURE, "weight_decay": 0.0})
+    identical(adapter_of(other), first, "a new adapter from the same model.seed")
     other.load_named_weights((name, third[name]) for name in sorted(third))
     identical(adapter_of(other), third, "adapter that was loaded")
     engine.export(bench.folder / "adapter", adapter=True)
@@ -161,8 +164,10 @@ def takes_adapters(bench: TrainBench) -> bool:
 def _tables(bench: TrainBench) -> Iterator[tuple[LoRAConfig, str]]:
     """Yield the tables of the suite's ``lora`` that fit its model, each with its name in messages."""
     for keys in bench.settings["lora"] if takes_adapters(bench) else ():
-        if bench.settings["write_model"] and keys == WHOLE_HEAD:
-            continue  # the head of such a model may have another name
+        if bench.settings["write_model"]:  # the layers of such a model may have other names
+            if keys == WHOLE_HEAD:
+                continue
+            keys = {key: value for key, value in keys.items() if key != "target_modules"}
         yield LORA.model_copy(update=dict(keys)), f"with [actor.lora] {json.dumps(keys)}"
 
 
@@ -193,6 +198,7 @@ def _log_probs(bench: TrainBench, path: str, weights: Mapping[str, Tensor] | Non
         "an adapter that is not trained once it was off",
         "an adapter that stays off after an error",
         "an outdated adapter exported",
+        "an adapter on other layers than those asked for",
     ),
 )
 def every_kind_of_adapter_is_that_of_peft(bench: TrainBench) -> None:
@@ -258,6 +264,10 @@ def every_kind_of_adapter_is_that_of_peft(bench: TrainBench) -> None:
 def _check_config(data: bytes, lora: LoRAConfig, what: str) -> None:
     """Compare the bytes of an ``adapter_config.json`` with the table."""
     config = json.loads(data)
+    asked, found = lora.target_modules, config["target_modules"]
+    assert isinstance(asked, str) or sorted(found) == sorted(asked), (
+        f"target_modules of the adapter's config are {found}; expected {asked}, {what}."
+    )
     for key, expected in {
         "r": lora.rank,
         "lora_alpha": lora.alpha,
@@ -284,7 +294,7 @@ def _of_peft(bench: TrainBench, path: str, folder: Path) -> nn.Module | None:
 
 def _file_name(name: str) -> str:
     """Return the name in an adapter file of a parameter of peft's."""
-    name = name.replace(".modules_to_save.default.", ".")
+    name = name.replace(".modules_to_save.default.", ".").removesuffix(".default")
     return PREFIX + name.replace("lora_magnitude_vector.default.weight", "lora_magnitude_vector").replace(
         ".default.", "."
     )
@@ -293,7 +303,11 @@ def _file_name(name: str) -> str:
 @contract(
     capability="lora",
     package="peft",
-    catches=("modules trained whole that keep their values", "row magnitudes (DoRA) that keep their values"),
+    catches=(
+        "modules trained whole that keep their values",
+        "row magnitudes (DoRA) that keep their values",
+        "the adapter of an embedding that keeps its values",
+    ),
 )
 def a_whole_model_takes_the_place_of_an_adapter(bench: TrainBench) -> None:
     """After ``load_named_weights`` of a whole model, the engine is that model, and its adapter adds nothing.
@@ -352,13 +366,14 @@ def the_tensors_of_an_adapter_are_mixed_in_their_share(bench: TrainBench) -> Non
             close(value, mixed, 2 * rounding(value), f"mixed '{name}' {what}")
         expected = _log_probs(bench, path, bench.weights(engine), batch)
         close(bench.infer(engine, batch)["log_probs"], expected, 10 * bench.tolerance, f"log_probs, {what}")
-    first, last = min(new), max(new)
-    with refused("an adapter with an unknown tensor", "no.such"):
-        engine.load_named_weights([*new.items(), (f"{PREFIX}no.such.lora_A.weight", torch.zeros(2))])
-    with refused("an adapter without a tensor", last.removeprefix(PREFIX)):
-        engine.load_named_weights([(name, value) for name, value in new.items() if name != last])
-    with refused("a tensor of another shape", first.removeprefix(PREFIX)):
-        engine.load_named_weights([(n, v[:1] if n == first else v) for n, v in new.items()])
+    first, last, unknown = min(new), max(new), f"{PREFIX}no.such.lora_A.weight"
+    for mix in (1.0, 0.25):
+        with refused(f"an adapter with an unknown tensor (mix={mix})", "no.such"):
+            engine.load_named_weights([*new.items(), (unknown, torch.zeros(2))], mix=mix)
+        with refused(f"an adapter without a tensor (mix={mix})", last.removeprefix(PREFIX)):
+            engine.load_named_weights([(name, value) for name, value in new.items() if name != last], mix=mix)
+        with refused(f"a tensor of another shape (mix={mix})", first.removeprefix(PREFIX)):
+            engine.load_named_weights([(n, v[:1] if n == first else v) for n, v in new.items()], mix=mix)
 
 
 @contract(

@@ -110,8 +110,9 @@ class TrainBench(EngineBench):
         total_steps: int = 10,
         lora: LoRAConfig | None = None,
         override: Mapping[str, Any] | None = None,
+        seed: int = 0,
     ) -> TrainEngine:
-        """Build an engine on the tiny model (or ``path``), with an ``override`` of its config."""
+        """Build an engine on the tiny model (or ``path``), with an ``override`` of its config and `model.seed`."""
         plugins = self.load_plugins(losses="ppo_clip")
         offer(plugins)
         config = RoleConfig(
@@ -131,7 +132,7 @@ class TrainBench(EngineBench):
         )
         made: TrainEngine = plugins.resolve(self.kind, self.name)(
             config,
-            ModelConfig(path=path or self.model(), override=dict(override or {})),
+            ModelConfig(path=path or self.model(), override=dict(override or {}), seed=seed),
             context,
             trainable=trainable,
         )

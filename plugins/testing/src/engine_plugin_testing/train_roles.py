@@ -13,10 +13,13 @@ from engine_plugin_testing.probes import PROBE
 from engine_plugin_testing.reference import (
     gradient_of,
     norm_of,
+    published,
 )
 from engine_plugin_testing.train_bench import MEASURE, TrainBench
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from engine_core.contracts.engines import TrainEngine
 
 
@@ -27,13 +30,14 @@ if TYPE_CHECKING:
         "a value loss without its half",
         "the old value without its clip",
         "a new head instead of the folder's",
+        "a new head that model.seed does not decide",
     ),
 )
 def the_value_gradient_equals_the_reference(bench: TrainBench) -> None:
     """A critic's values, clipped value loss and gradient equal the reference's.
 
     ``values`` are the head on the hidden state of the token before, in float64. A saved critic is loaded, and an exported one is
-    built from its folder.
+    built from its folder. A new head depends on ``model.seed`` alone.
     """
     batch = bench.batch()
     engine = bench.engine(role="critic", optim=MEASURE, budget=24)
@@ -69,7 +73,10 @@ def the_value_gradient_equals_the_reference(bench: TrainBench) -> None:
     after = bench.infer(engine, batch, ("values",))["values"]
     engine.save(bench.folder / "critic").result()
     bench.barrier()
+    torch.rand(7)  # a new head does not follow torch's random numbers
     other = bench.engine(role="critic", path=bench.model(seed=1), optim=MEASURE)
+    later = bench.engine(role="critic", path=bench.model(seed=1), optim=MEASURE, seed=5)
+    _compare_heads(before, bench.weights(other), bench.weights(later), published(bench.model()).keys())
     other.load(bench.folder / "critic")
     close(
         bench.infer(other, batch, ("values",))["values"],
@@ -83,6 +90,24 @@ def the_value_gradient_equals_the_reference(bench: TrainBench) -> None:
         10 * bench.tolerance,
         "values of a critic built from its export",
     )
+
+
+def _compare_heads(
+    first: dict[str, Tensor], same: dict[str, Tensor], other: dict[str, Tensor], known: Collection[str]
+) -> None:
+    """Compare the new heads [D_1, D_2, ...] of three critics by name; ``other`` has another ``model.seed``.
+
+    Args:
+        known: names of the folder's weights, which are no head.
+    """
+    for name in sorted(first.keys() - known):
+        assert torch.equal(same[name], first[name]), (
+            f"The new '{name}' of two critics with the same model.seed differs: it must not depend on anything else."
+        )
+        if bool(first[name].any()):
+            assert not torch.equal(other[name], first[name]), (
+                f"The new '{name}' is the same for any model.seed."
+            )
 
 
 def _exported(bench: TrainBench, engine: TrainEngine, batch: Batch, role: str, output: str) -> Tensor:

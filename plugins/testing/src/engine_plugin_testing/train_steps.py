@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_core.types import LossCall
-from engine_plugin_testing.contracts import contract, identical, near, refused, same_direction
+from engine_plugin_testing.contracts import REFUSALS, contract, identical, near, refused, same_direction
+from engine_plugin_testing.probes import SHORT, SHORTAGES
 from engine_plugin_testing.reference import (
     clipped_loss,
     gradient_of,
@@ -139,11 +140,17 @@ def micro_batches_change_neither_loss_nor_gradient(bench: TrainBench) -> None:
     )
 
 
-@contract(catches=("a call clears the gradients of the one before",))
+@contract(
+    catches=(
+        "a call clears the gradients of the one before",
+        "gradients of earlier calls lost where a call runs out of memory",
+        "the gradient of a try that ran out of memory kept",
+    )
+)
 def gradients_add_up_over_calls(bench: TrainBench) -> None:
     """Two calls of ``forward_backward`` before one step add up their gradients.
 
-    The step clears them.
+    The step clears them. A call that runs out of memory raises an error, or its gradient is whole and added once.
     """
     batch = bench.batch()
     module = bench.reference()
@@ -153,6 +160,23 @@ def gradients_add_up_over_calls(bench: TrainBench) -> None:
     bench.forward_backward(engine, batch.select(range(4, 8)))
     near(engine.optimizer_step().grad_norm, expected, bench.gradient_tolerance, "norm of two halves")
     near(bench.step(engine, batch).grad_norm, expected, bench.gradient_tolerance, "norm of the step after")
+    for earlier in (
+        (False, True) if bench.place.world_size == 1 else ()
+    ):  # else other ranks wait for the one that fails
+        engine, rest = bench.engine(optim={"lr": 0.0}, budget=24), batch
+        if earlier:
+            bench.forward_backward(engine, batch.select(range(4)))
+            rest = batch.select(range(4, 8))
+            engine.set_token_budget(16)
+        SHORTAGES[:] = [False, True]  # the second micro-batch, once
+        try:
+            bench.forward_backward(engine, rest, LossCall(SHORT))
+        except REFUSALS:
+            continue
+        finally:
+            SHORTAGES.clear()
+        what = f"norm after a{' second' if earlier else ''} call that ran out of memory and raised no error"
+        near(engine.optimizer_step().grad_norm, expected, bench.gradient_tolerance, what)
 
 
 @contract(catches=("the norm after clipping reported",))

@@ -213,15 +213,21 @@ def _compare_mixed_adapter(bench: TrainBench, other: dict[str, torch.Tensor]) ->
     close(bench.infer(engine, batch)["log_probs"], expected, 10 * bench.tolerance, "log_probs after a mix")
 
 
-@contract(catches=("a missing weight accepted",))
+@contract(
+    catches=("a missing weight accepted", "a missing weight accepted where weights are mixed"),
+)
 def weights_that_do_not_fit_are_refused(bench: TrainBench) -> None:
-    """If a stream has an unknown name, lacks a weight or has a wrong shape, the engine raises an error that names the weight."""
+    """If a stream has an unknown name, lacks a weight or has a wrong shape, the engine raises an error that names the weight.
+
+    This holds for weights that replace the engine's, and for those that are mixed in.
+    """
     weights = published(bench.model())
     first, last = min(weights), max(weights)
     engine = bench.engine()
-    with refused("a stream with an unknown weight", "no.such.weight"):
-        engine.load_named_weights([*weights.items(), ("no.such.weight", torch.zeros(2))])
-    with refused("a stream without a weight", last):
-        engine.load_named_weights([(name, value) for name, value in weights.items() if name != last])
-    with refused("a weight of another shape", first):
-        engine.load_named_weights([(n, v[:1] if n == first else v) for n, v in weights.items()])
+    for mix in (1.0, 0.25):
+        with refused(f"a stream with an unknown weight (mix={mix})", "no.such.weight"):
+            engine.load_named_weights([*weights.items(), ("no.such.weight", torch.zeros(2))], mix=mix)
+        with refused(f"a stream without a weight (mix={mix})", last):
+            engine.load_named_weights([(n, value) for n, value in weights.items() if n != last], mix=mix)
+        with refused(f"a weight of another shape (mix={mix})", first):
+            engine.load_named_weights([(n, v[:1] if n == first else v) for n, v in weights.items()], mix=mix)
