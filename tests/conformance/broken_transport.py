@@ -5,11 +5,14 @@ import itertools
 import socket
 import tempfile
 import threading
+from unittest import mock
 
 import torch
 
 from engine_core.errors import TrainingFailed
+from engine_plugin_processes import buckets
 from engine_plugin_processes.buckets import checksum, unpacked
+from engine_plugin_processes.transports import bucketing
 from engine_plugin_processes.transports.bucketing import verify
 from engine_plugin_processes.transports.tcp import TCP
 from engine_plugin_testing import transport_bench
@@ -81,6 +84,24 @@ class FirstBuckets(NoChecksum):
     def look(self, message, update, expected):
         if expected < 3:
             super().look(message, update, expected)
+
+
+class ChunkSums(TCP):
+    """Sums the checksums of chunks, at both ends of a link as long as it is open."""
+
+    def open(self):
+        def summed(data, chunk=8 * 2**20):
+            return f"{sum(int(checksum(part), 16) for part in data.split(chunk)):x}"
+
+        self.patches = [mock.patch.object(module, "checksum", summed) for module in (buckets, bucketing)]
+        for patch in self.patches:
+            patch.start()
+        return super().open()
+
+    def close(self):
+        while self.patches:
+            self.patches.pop().stop()
+        super().close()
 
 
 class Received(TCP):
@@ -174,3 +195,24 @@ class WaitsForEver(TCP):
     def __init__(self, options, endpoint):
         transport_bench.SLACK_SECONDS = 8.0
         super().__init__(options.model_copy(update={"timeout_seconds": 3600.0}), endpoint)
+
+
+class WaitsForRest(TCP):
+    def _accepted(self, update):
+        transport_bench.SLACK_SECONDS = 8.0
+        channel = super()._accepted(update)
+        channel.socket.settimeout(3600.0)
+        return channel
+
+
+class TakesFromStrangers(TCP):
+    def _accepted(self, update):
+        with transport_bench.trusting():
+            return super()._accepted(update)
+
+
+class GivesToStrangers(TCP):
+    @contextlib.contextmanager
+    def _connected(self, update):
+        with transport_bench.trusting(), super()._connected(update) as channels:
+            yield channels

@@ -7,6 +7,7 @@ a link, and wait for each other, through files: a process that replaces a rank i
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TypeVar
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from engine_core.errors import TrainingFailed
 from engine_plugin_processes import buckets
 from engine_plugin_testing import forking
 from engine_plugin_testing.bench import EngineBench
-from engine_plugin_testing.transport_damage import WAYS
+from engine_plugin_testing.transport_damage import FAR, FAR_BYTES, WAYS, WORD
 from engine_plugin_testing.worker import Place, resolve
 
 T = TypeVar("T")
@@ -36,6 +38,7 @@ SLACK_SECONDS = 30.0  # within which a timeout of a few seconds must have expire
 MEET_SECONDS = 60.0
 POLL_SECONDS = 0.01
 FAILED = "failed-"
+OTHER_TOKEN = "-stranger"  # of a process that does not belong to the run
 DAMAGE = "engine_plugin_testing.transport_damage:after_the_checksum"
 
 
@@ -47,6 +50,7 @@ class TransportBench(EngineBench):
     def __init__(self, settings: Mapping[str, Any], place: Place) -> None:
         super().__init__({"model": {}, "write_model": "", **settings}, place)
         self._members: dict[str, list[int]] = {}  # the ranks of each link
+        self.peers: dict[str, list[Any]] = {}  #: of each link, what its endpoints returned from ``open``
 
     def __enter__(self) -> Self:
         if self.device.type != "cpu":
@@ -78,7 +82,12 @@ class TransportBench(EngineBench):
     # -- links --------------------------------------------------------------
 
     def link(
-        self, label: str = "link", ranks: Sequence[int] = (), soon: bool = False
+        self,
+        label: str = "link",
+        ranks: Sequence[int] = (),
+        soon: bool = False,
+        token: str = "",
+        may_fail: bool = False,
     ) -> WeightTransport | None:
         """Open and join this rank's endpoint of a link; return None for other ranks. Collective over its ranks.
 
@@ -86,12 +95,35 @@ class TransportBench(EngineBench):
             label: unique name of the link within a contract.
             ranks: the link's ranks by index, the sender first; default: all.
             soon: with the suite's options ``soon``, so that timeouts expire within seconds.
+            token: as for ``endpoint``.
+            may_fail: None is returned, too, if the endpoint cannot join.
         """
         members = list(ranks or self.ranks)
         if self.rank not in members:
             return None
-        name = self.name
         self._members[label] = members
+        made = self.endpoint(label, members, soon, token)
+        self.peers[label] = self.exchange(f"open-{label}", made.open(), members)
+        try:
+            made.join(self.peers[label])
+        except Exception:
+            if not may_fail:
+                raise
+            return None
+        return made
+
+    def endpoint(
+        self, label: str, members: Sequence[int], soon: bool = False, token: str = ""
+    ) -> WeightTransport:
+        """Build this rank's endpoint of a link without opening it; it is closed after the contract.
+
+        Args:
+            label: name of the link.
+            members: the link's ranks by index.
+            soon: as for ``link``.
+            token: of a stranger, which has another rendezvous, too; default: the link's own.
+        """
+        name = self.name
         plugins = self.load_plugins()
         given = {**self.settings["options"], **(self.settings["soon"] if soon else {})}
         options = plugins.spec(self.kind, name).config.model_validate(
@@ -103,13 +135,12 @@ class TransportBench(EngineBench):
             names=tuple(name_of(index, rank) for index, rank in enumerate(members)),
             device=self.device,
             host="127.0.0.1",
-            token=f"token of {self.folder.name}",
-            rendezvous={"file": str(self.folder / f"meet-{label}"), "tcp": None},
-            link_id=label,
+            token=token or f"token of {self.folder.name}",
+            rendezvous={"file": str(self.folder / f"meet-{label}{token}"), "tcp": None},
+            link_id=f"{label}{token}",
         )
         made: WeightTransport = plugins.resolve(self.kind, name)(options, endpoint)
         self.stack.callback(made.close)
-        made.join(self.exchange(f"open-{label}", made.open(), members))
         return made
 
     def update(
@@ -174,6 +205,12 @@ class TransportBench(EngineBench):
             "a.head.weight": drawn(90, 31),
         }
         return {name: tensor.to(self.device) for name, tensor in found.items()}
+
+    def weights_for(self, way: str) -> dict[str, Tensor]:
+        """Return the weights [D_1, D_2, ...] of an update that is damaged in one of ``ways``."""
+        if way != FAR:
+            return self.weights()
+        return {"large": torch.arange(2 * FAR_BYTES // WORD, dtype=torch.int64, device=self.device)}
 
     @property
     def ways(self) -> tuple[str, ...]:
@@ -306,6 +343,13 @@ def die(order: Mapping[str, Any]) -> None:
 def name_of(index: int, rank: int) -> str:
     """Return the name of an endpoint, in the form that the links of a run use."""
     return f"actor[{rank}] on sender" if index == 0 else f"rollout[{rank}] on receiver{index}"
+
+
+@contextlib.contextmanager
+def trusting() -> Iterator[None]:
+    """Make this process accept any proof of a token within the block: a stranger does not check its peers."""
+    with mock.patch.object(hmac, "compare_digest", return_value=True):
+        yield
 
 
 def same_weights(found: Sequence[tuple[str, Tensor]], sent: Mapping[str, Tensor], what: str) -> None:

@@ -17,9 +17,12 @@ WAYS = (
     "two tensors' first bytes swapped",
     "the last byte of the last bucket",
     "a sign turned",
+    "two words swapped that are 16 MiB apart",
 )
+FAR = WAYS[5]  # of a tensor of twice that distance
 LAST = "a.head.weight"  # of the kit's weights; alone in the last bucket
 WORD, GAP = 8, 64  # bytes of a word of checksums; distance of two tensors in a bucket
+FAR_BYTES = 16 * 2**20
 
 
 @contextlib.contextmanager
@@ -36,6 +39,10 @@ def after_the_checksum(way: str = WAYS[0]) -> Iterator[None]:
         if way == WAYS[3]:
             if tensors[-1][0] == LAST:
                 data[tensors[-1][1].numel() * tensors[-1][1].element_size() - 1] ^= 1
+        elif way == FAR:
+            if bucket.size > FAR_BYTES:
+                first, second = data[:WORD].clone(), data[FAR_BYTES : FAR_BYTES + WORD].clone()
+                data[:WORD], data[FAR_BYTES : FAR_BYTES + WORD] = second, first
         elif filled == 2 and way == WAYS[0]:
             data[0] ^= 1
         elif filled == 2 and way == WAYS[4]:

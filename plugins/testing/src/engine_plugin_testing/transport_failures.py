@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,7 +13,14 @@ from engine_core.contracts.weight_transport import WeightTransport, WeightUpdate
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes.worker import closing_stream
 from engine_plugin_testing.contracts import contract
-from engine_plugin_testing.transport_bench import TransportBench, refusal, same_weights, whole_or_told
+from engine_plugin_testing.transport_bench import (
+    OTHER_TOKEN,
+    TransportBench,
+    refusal,
+    same_weights,
+    trusting,
+    whole_or_told,
+)
 
 LOST = "a rank of the trainer was lost"
 UPDATE = WeightUpdate(1, 7)  # the first, of version 7
@@ -23,20 +31,22 @@ UPDATE = WeightUpdate(1, 7)  # the first, of version 7
         "a checksum that is never compared",
         "a checksum that is a plain sum",
         "a checksum of the first buckets only",
+        "a checksum of each chunk of 8 MiB without its place",
     )
 )
 def a_damaged_bucket_is_refused(bench: TransportBench) -> None:
     """A damaged bucket reaches no engine. Every receiver raises ``TrainingFailed`` and names both sides.
 
-    Damage is any byte that differs from the sender's checksum, also swapped words or tensors. The tensors before are
-    as they were sent, and a new link brings a whole update.
+    Damage is any byte that differs from the sender's checksum, also swapped words or tensors, near or 16 MiB apart. The
+    tensors before are as they were sent, and a new link brings a whole update.
     """
     for number, way in enumerate(bench.ways):
-        link = bench.link(f"link{number}")
+        link, weights = bench.link(f"link{number}"), bench.weights_for(way)
         assert link is not None
         if link.endpoint.index == 0:
             with bench.damage(way):
-                _others(bench, link, f"Damaged: {way}")
+                send = partial(bench.update, link, weights.items(), UPDATE)
+                whole_or_told(bench, link, send, f"Damaged: {way}")
         else:
             _refuse_damaged(bench, link, way)
         _again(bench, link, f"refused{number}")
@@ -51,7 +61,7 @@ def _refuse_damaged(bench: TransportBench, link: WeightTransport, way: str) -> N
         f"The error does not say that a checksum is wrong: {error}. If the transport does not cut the stream by "
         "`flat_buckets`, give the suite its own `damage`."
     )
-    weights = bench.weights()
+    weights = bench.weights_for(way)
     for name, tensor in taken:
         assert torch.equal(tensor.cpu(), weights[name].cpu()), f"'{name}' was given though it is damaged."
 
@@ -138,19 +148,82 @@ def a_receiver_that_wants_no_more_holds_up_nobody(bench: TransportBench) -> None
     _again(bench, link, "closed")
 
 
-@contract(catches=("a receiver that waits for ever",))
+@contract(
+    catches=("a receiver that waits for ever", "a receiver that waits for ever for the rest of an update")
+)
 def a_sender_that_does_not_send_is_told_in_time(bench: TransportBench) -> None:
-    """Receivers that get nothing raise ``TrainingFailed`` within their timeout.
+    """Receivers that get nothing, or only the beginning of an update, raise ``TrainingFailed`` within their timeout.
 
     The error says who waited for whom, and names the key of the timeout.
     """
     link = bench.link(soon=True)
     assert link is not None
     if link.endpoint.index:
-        error = refusal(bench, link, lambda: bench.update(link, (), UPDATE), "A sender that does not send")
-        key = f"rollout.{bench.name.rpartition(':')[2]}."
-        assert key in str(error), f"The error does not name the key of the time-out ({key}...): {error}"
+        _late(bench, link, "A sender that does not send")
     _again(bench, link, "late")
+    link = bench.link("stops", soon=True)
+    assert link is not None
+    if link.endpoint.index:
+        _late(bench, link, "A sender that stops in the middle")
+        bench.all_here("late again")
+    else:
+        with contextlib.suppress(OSError, TrainingFailed):  # the receivers have left
+            bench.update(link, _stops(bench), UPDATE)
+    _again(bench, link, "stopped")
+
+
+def _late(bench: TransportBench, link: WeightTransport, what: str) -> None:
+    """Receive an update that does not come; the error must name the key of the timeout."""
+    error = refusal(bench, link, lambda: bench.update(link, (), UPDATE), what)
+    key = f"rollout.{bench.name.rpartition(':')[2]}."
+    assert key in str(error), f"{what}: the error does not name the key of the time-out ({key}...): {error}"
+
+
+def _stops(bench: TransportBench) -> Iterator[tuple[str, Tensor]]:
+    """Yield four weights [D_1, D_2, ...], and no more until every receiver has given up; then raise an ``OSError``."""
+    yield from list(bench.weights().items())[:4]
+    bench.all_here("late again")
+    raise OSError(LOST)
+
+
+@contract(catches=("weights taken from a stranger", "weights given to a stranger"))
+def a_process_without_the_token_is_kept_out(bench: TransportBench) -> None:
+    """A process that knows the addresses of a link, but not the run's token, gets no weights and brings none.
+
+    It accepts any token itself. If it calls before the sender does, the sender's update still arrives.
+    """
+    link, weights = bench.link(), bench.weights()
+    assert link is not None
+    if link.endpoint.index == 0:
+        with trusting(), contextlib.suppress(Exception):
+            bench.in_time(lambda: _intrude(bench))
+    got = bench.update(link, weights.items(), UPDATE)
+    if link.endpoint.index:
+        same_weights(got, weights, "of the sender, after a call of a stranger without the token")
+    bench.all_here("called")
+    link.close()
+    last = bench.ranks[-1]
+    with trusting() if bench.rank == last else contextlib.nullcontext():
+        stranger = OTHER_TOKEN if bench.rank == last else ""
+        link, taken = bench.link("taken", soon=True, token=stranger, may_fail=True), []
+        if link is not None and bench.rank == last:
+            with contextlib.suppress(Exception):
+                bench.in_time(lambda: taken.extend(link.receive(UPDATE)))
+        elif link is not None:
+            _others(bench, link, "A receiver without the token")
+    assert not taken, f"A receiver that does not know the run's token got {len(taken)} tensors."
+    bench.all_here("kept out")
+    if link is not None:
+        link.close()
+    bench.goes_on()
+
+
+def _intrude(bench: TransportBench) -> None:
+    """Send other weights of the same update to the receivers of the first link, with another token."""
+    stranger = bench.endpoint("link", bench.ranks, soon=True, token=OTHER_TOKEN)
+    stranger.open()
+    stranger.join(bench.peers["link"])
+    stranger.send(iter(bench.weights(seed=98).items()), UPDATE)
 
 
 @contract()
