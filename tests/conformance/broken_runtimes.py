@@ -9,6 +9,7 @@ import torch
 from engine_core import hookimpl
 from engine_core.builtin import LocalOptions
 from engine_core.errors import DataError
+from engine_core.local.engine_host import EngineHost
 from engine_core.local.runtime import LocalGroup, LocalRuntime
 from engine_core.specs import RuntimeSpec
 
@@ -203,6 +204,23 @@ class SaveIsDone(Broken):
 
         groups["actor"].engine.save = begun
         return groups
+
+
+class LeavesEngines(Broken):
+    def start(self, roles, total_steps):
+        with mock.patch.object(EngineHost, "close", lambda host: host._stack.pop_all()):
+            return super().start(roles, total_steps)
+
+
+class NeverCloses(Broken):
+    def close(self):
+        pass
+
+
+class ClosesAgain(Broken):
+    def close(self):
+        for engine in self.engines.values():
+            engine.close()
 
 
 @hookimpl

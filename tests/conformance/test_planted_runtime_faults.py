@@ -2,8 +2,9 @@
 
 import pytest
 
+from engine_core.contracts.weight_sync import SyncResult
 from engine_core.errors import PluginError
-from engine_plugin_processes import split
+from engine_plugin_processes import links, portions, split
 from engine_plugin_testing import RuntimeSuite
 from engine_plugin_testing.runtime_bench import RuntimeBench
 
@@ -39,6 +40,9 @@ FAULTS = [
     ("CountsIdle", "steps in which a role is idle counted", "every_role_has_a_group_of_its_ranks"),
     ("Unseeded", "torch not seeded where engines are built", "every_role_has_a_group_of_its_ranks"),
     ("PushesFirst", "the weights of the first push sent again", "pushed_weights_reach_every_sampler_whole"),
+    ("LeavesEngines", "engines left open by a start that fails", "a_start_that_fails_tells_why"),
+    ("NeverCloses", "engines left open by close", "closing_twice_is_closing_once"),
+    ("ClosesAgain", "engines closed again by a second close", "closing_twice_is_closing_once"),
     ("SaveIsDone", "a save that failed later counted as done", "a_save_that_fails_later_raises_its_error"),
 ]
 
@@ -78,6 +82,50 @@ def test_faults_of_the_split_over_ranks_are_caught(monkeypatch):
         bench.close()
 
 
+CONTROLLER_FAULTS = [
+    (
+        portions.Portions,
+        "_part",
+        lambda portions, received, part: portions._on_part(part),
+        "requests answered before a loss sampled again",
+        "a_request_of_a_lost_sampler_is_answered_once",
+    ),
+    (
+        portions,
+        "split_requests",
+        lambda requests, count: [],
+        "requests of a lost sampler never sent again",
+        "a_request_of_a_lost_sampler_is_answered_once",
+    ),
+    (
+        links,
+        "SyncResult",
+        lambda version, moved, *rest: SyncResult(version, moved // 2, *rest),
+        "the bytes of one receiver reported for all",
+        "pools_lie_in_processes_of_their_own",
+    ),
+]
+
+
+@pytest.mark.slow  # three processes each
+@pytest.mark.parametrize(
+    ("where", "name", "broken", "fault", "contract"),
+    CONTROLLER_FAULTS,
+    ids=[fault[3] for fault in CONTROLLER_FAULTS],
+)
+def test_a_planted_fault_of_the_controller_is_caught(monkeypatch, where, name, broken, fault, contract):
+    made = Runtime.contracts[f"test_{contract}"]
+    bench = RuntimeBench(**{**Runtime.settings(), "backend": "torchrun", "plugins": []})
+    monkeypatch.setattr(where, name, broken)
+    try:
+        with pytest.raises(AssertionError, match="expected"):
+            made.function(bench)
+    finally:
+        bench.close()
+    assert fault in made.catches
+
+
 def test_every_fault_that_a_contract_claims_to_catch_is_planted():
     claimed = {(made.name, fault) for made in Runtime.contracts.values() for fault in made.catches}
-    assert claimed == {(f"test_{contract}", fault) for _, fault, contract in FAULTS}
+    planted = [(fault, contract) for *_, fault, contract in (*FAULTS, *CONTROLLER_FAULTS)]
+    assert claimed == {(f"test_{contract}", fault) for fault, contract in planted}

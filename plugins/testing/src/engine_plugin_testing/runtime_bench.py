@@ -78,7 +78,7 @@ class RuntimeBench:
         """The runtime, groups and journals of all contracts that do not break them; its workers load the tokenizer."""
         if self._shared is None or not self._plain:
             self.end_shared()
-            self._shared = self._start({}, {}, {"tokenizer": self.tokenizer})
+            self._shared = self._start({}, {"tokenizer": self.tokenizer})
             self._plain = True
         return self._shared
 
@@ -92,18 +92,18 @@ class RuntimeBench:
     def start_last(self, changes: Mapping[str, Any]) -> Started:
         """Start the runtime of ``last`` with these keys of the run file; the shared one is ended first."""
         self.end_shared()
-        self._shared, self._plain = self._start(changes, {}, {}), False
+        self._shared, self._plain = self._start(changes, {}), False
         return self._shared
 
     @contextmanager
-    def started(self, engine: Mapping[str, Any] | None = None) -> Iterator[Started]:
+    def started(self, changes: Mapping[str, Any] | None = None) -> Iterator[Started]:
         """Start a separate runtime for the contract and close it after the block; the shared one is ended first.
 
         Args:
-            engine: options of the actor's engine.
+            changes: keys of the run file, with their values.
         """
         self.end_shared()
-        found = self._start({}, engine or {}, {})
+        found = self._start(changes or {}, {})
         try:
             yield found
         finally:
@@ -112,7 +112,6 @@ class RuntimeBench:
     def make(
         self,
         changes: Mapping[str, Any],
-        engine: Mapping[str, Any],
         live: Mapping[str, Any],
         journal: Path,
         size: int,
@@ -122,7 +121,7 @@ class RuntimeBench:
             "plugins": [*self.plugins, runtime_probe.__file__],
             "model.path": str(self.folder / "model"),
             "actor.backend": "probe",
-            "actor.probe": {"folder": str(journal), **engine},
+            "actor.probe": {"folder": str(journal)},
             "ref.backend": "probe",
             "ref.probe": {"folder": str(journal)},
             "rollout.backend": "probe_sampler",
@@ -142,14 +141,12 @@ class RuntimeBench:
     def _options(self, size: int) -> dict[str, Any]:
         return self.options if self.world_size == 1 and size == 1 else {**self.options, "processes": size}
 
-    def _start(
-        self, changes: Mapping[str, Any], engine: Mapping[str, Any], live: Mapping[str, Any]
-    ) -> Started:
+    def _start(self, changes: Mapping[str, Any], live: Mapping[str, Any]) -> Started:
         journal = self.new_journal()
         pools = changes.get("placement.pools")
         size = sum(pools.values()) if pools else self.world_size
         with contextlib.chdir(self.root):
-            runtime = self.make(changes, engine, live, journal, size)
+            runtime = self.make(changes, live, journal, size)
             try:
                 return runtime, runtime.start(ROLES, TOTAL_STEPS), journal
             except BaseException:
@@ -160,9 +157,13 @@ class RuntimeBench:
     def new_journal(self) -> Path:
         """Make a folder for what engines log."""
         self._count += 1
-        journal = self.folder / str(self._count)
-        journal.mkdir()
-        return journal
+        self.journal.mkdir()
+        return self.journal
+
+    @property
+    def journal(self) -> Path:
+        """The folder of the runtime that was started last, also if its start failed."""
+        return self.folder / str(self._count)
 
     # -- what contracts look at ---------------------------------------------
 
@@ -173,6 +174,20 @@ class RuntimeBench:
             lines = [json.loads(line) for line in file.read_text().splitlines()]
             found.append([line for line in lines if method in ("", line["method"])])
         return found
+
+    def check_closed(self, journal: Path) -> None:
+        """Assert that every engine that was built is closed, once; or its process has ended before that."""
+        for role in ROLES:
+            for rank, lines in enumerate(self.written(journal, role)):
+                built, closed = (
+                    [line["pid"] for line in lines if line["method"] == what] for what in ("build", "close")
+                )
+                assert len(closed) <= len(built), f"{role}[{rank}] was closed {len(closed)} times."
+                left = {pid for pid in built if pid not in closed}
+                assert os.getpid() not in left, (
+                    f"{role}[{rank}] was built in this process and never closed: what it holds is not freed."
+                )
+                assert self.gone(left), f"{role}[{rank}] was not closed, and its process still runs."
 
     def processes(self, journal: Path) -> set[int]:
         """Return the process ids of the ranks that logged a call."""

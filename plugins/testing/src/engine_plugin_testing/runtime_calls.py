@@ -34,19 +34,20 @@ def raised(
     raise AssertionError(f"no {kind} was raised")
 
 
-@contract()
+@contract(catches=("engines left open by a start that fails",))
 def a_start_that_fails_tells_why(bench: RuntimeBench) -> None:
     """If an engine cannot be built, ``start`` raises the engine's error.
 
-    Another runtime starts afterwards.
+    The engines that were built before are closed. Another runtime starts afterwards.
     """
 
     def start() -> None:
-        """Start a runtime whose engine fails to build."""
-        with bench.started({"fail": "ConfigError"}):
+        """Start a runtime of which the last engine fails to build."""
+        with bench.started({"rollout.probe_sampler.fail": "ConfigError"}):
             pass
 
     assert "requested failure" in str(raised(start, ConfigError))
+    bench.check_closed(bench.journal)
     _, groups, _ = bench.shared
     assert groups["actor"].call("optimizer_step").result().lr == 0.25
 

@@ -142,27 +142,64 @@ def a_worker_that_is_killed_is_told_within_seconds(bench: RuntimeBench) -> None:
     assert bench.gone(pids), "processes are left"
 
 
-@contract(capability="processes")
-def pools_lie_in_processes_of_their_own(bench: RuntimeBench) -> None:
-    """Roles of different pools share no process.
+@contract(
+    capability="processes",
+    option="max_replacements",
+    catches=("requests answered before a loss sampled again", "requests of a lost sampler never sent again"),
+)
+def a_request_of_a_lost_sampler_is_answered_once(bench: RuntimeBench) -> None:
+    """If one of two samplers is killed and may be replaced, ``stream`` gives every rollout once.
 
-    Each pool is a separate world, and weights travel from one to the other.
+    The other sampler takes the requests that the lost one had not answered. Rollouts that came before the loss do not come
+    again.
     """
-    changes = {
-        "placement.pools": {"train": bench.world_size, "serve": 1},
+    changes = {**_pools(bench), f"runtime.{bench.backend}.max_replacements": 1}
+    _, groups, journal = bench.start_last(changes)
+    requests = bench.requests(8)
+    requests[-1].prompt.columns["do"] = f"die:{journal / 'lost'}"
+    came = [rollout.request_id for part in groups["rollout"].stream(requests) for rollout in part]
+    assert (journal / "lost").exists(), "No sampler was lost."
+    assert sorted(came) == sorted(request.id for request in requests), (
+        f"Rollouts came of the requests {sorted(came)}; expected each once."
+    )
+    asked = [line["ids"] for lines in bench.written(journal, "rollout", "add") for line in lines]
+    assert max(len(ids) for ids in asked if "r7" in ids) > 1, (
+        f"The lost sampler had one request alone: {asked}."
+    )
+
+
+def _pools(bench: RuntimeBench) -> dict[str, Any]:
+    """Return the keys of a run whose sampler has a pool of two processes."""
+    return {
+        "placement.pools": {"train": bench.world_size, "serve": 2},
         "placement.actor": "train",
         "placement.rollout": "serve",
     }
-    runtime, groups, journal = bench.start_last(changes)
+
+
+@contract(capability="processes", catches=("the bytes of one receiver reported for all",))
+def pools_lie_in_processes_of_their_own(bench: RuntimeBench) -> None:
+    """Roles of different pools share no process.
+
+    Each pool is a separate world, and weights travel from one to the other. The bytes of an update are those of all
+    receivers together.
+    """
+    runtime, groups, journal = bench.start_last(_pools(bench))
     batch = bench.batch(LENGTHS)
     worlds = {
         role: groups[role].call("infer", batch, outputs=("world",)).result()["world"].unique().tolist()
         for role in ("actor", "ref")
     }
     assert worlds == {"actor": [bench.world_size], "ref": [bench.world_size]}, worlds
-    assert groups["rollout"].world_size == 1
+    assert groups["rollout"].world_size == 2
     result = runtime.push_weights("actor", "rollout", 3)
-    assert result.bytes == 4 * sum(WEIGHTS.values()), result
+    size = 4 * sum(WEIGHTS.values())
+    assert result.bytes == 2 * size, f"The bytes of an update to two samplers: {result}; expected {2 * size}."
+    for rank, lines in enumerate(bench.written(journal, "rollout", "update_weights")):
+        found = [(line["version"], line["bytes"], line["checksum"]) for line in lines]
+        assert found == [(3, size, result.checksum)], (
+            f"rollout[{rank}] received {found}; the push says {result}."
+        )
     groups["rollout"].call("generate", requests=bench.requests(3)).result()
     pids = {
         role: {line["pid"] for lines in bench.written(journal, role) for line in lines}
@@ -184,10 +221,11 @@ def nothing_is_left_once_it_is_closed(bench: RuntimeBench) -> None:
     assert bench.gone(pids), "processes are left"
 
 
-@contract()
+@contract(catches=("engines left open by close", "engines closed again by a second close"))
 def closing_twice_is_closing_once(bench: RuntimeBench) -> None:
-    """``close`` may be called twice, even after a start that failed."""
-    runtime, _, _ = bench.last
+    """``close`` may be called twice, even after a start that failed; every engine is closed once."""
+    runtime, _, journal = bench.last
     runtime.close()
     runtime.close()
     bench.end_shared()
+    bench.check_closed(journal)

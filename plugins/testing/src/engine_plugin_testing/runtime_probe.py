@@ -52,12 +52,19 @@ class Journal:
 
 
 def happens(what):
-    """Raise an error for ``raise:CLASS``, or run ``kill`` or ``sleep:SECONDS``; ignore other text."""
+    """Raise an error for ``raise:CLASS``, or run ``kill``, ``die:FILE`` or ``sleep:SECONDS``; ignore other text.
+
+    With ``die`` this process is killed unless the file exists, once what it has sent had time to arrive.
+    """
     kind, _, detail = what.partition(":")
     if kind == "raise":
         error = FAILURES[detail]("requested failure")
         error.add_note("requested note")
         raise error
+    if kind == "die" and not Path(detail).exists():
+        Path(detail).touch()
+        time.sleep(0.5)
+        kind = "kill"
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "sleep":
@@ -194,6 +201,10 @@ class ProbeTrain(TrainEngine):
         """Log the folder."""
         self.journal.write("export", folder=str(folder))
 
+    def close(self):
+        """Log the call."""
+        self.journal.write("close")
+
 
 class ProbeSampler(RolloutEngine):
     """A rollout engine that finishes one request per step; the prompt's column ``do`` runs first (``happens``)."""
@@ -218,8 +229,8 @@ class ProbeSampler(RolloutEngine):
         return [self.answer(self.queue.pop(id), "abort") for id in ids if id in self.queue]
 
     def step(self):
-        """Run the action of the oldest request and return its rollout."""
-        request = next(iter(self.queue.values()))
+        """Run the action of the oldest request and return its rollout; one with ``die:FILE`` comes after the others."""
+        request = min(self.queue.values(), key=lambda one: one.prompt.columns.get("do", "")[:3] == "die")
         happens(request.prompt.columns.get("do", ""))
         return [self.answer(self.queue.pop(request.id), "stop")]
 
@@ -244,6 +255,10 @@ class ProbeSampler(RolloutEngine):
         self.version = version
         self.journal.write("update_weights", version=version, bytes=moved, checksum=digest.hexdigest())
         return digest.hexdigest()
+
+    def close(self):
+        """Log the call."""
+        self.journal.write("close")
 
 
 def _bytes(batch):
