@@ -29,12 +29,9 @@ def table(suite: type[Suite]) -> str:
 
 
 def _runs_for(made: Contract) -> str:
-    """Return the capability, role or option that the contract needs, or "" if it always runs."""
-    if made.capability:
-        return f"capability `{made.capability}`"
-    if made.option:
-        return f"option `{made.option}`"
-    return f"role `{made.role}`" if made.role else ""
+    """Return the capability, option and role that the contract needs, or "" if it always runs."""
+    needed = {"capability": made.capability, "option": made.option, "role": made.role}
+    return ", ".join(f"{kind} `{name}`" for kind, name in needed.items() if name)
 
 
 def main() -> None:
