@@ -18,8 +18,13 @@ globals().update(
             "gpu_memory_utilization": 0.2,
             "kv_cache_memory_bytes": 1 << 26,
             "log_probs": "full",
+            "enable_prefix_caching": False,  # vLLM on CPUs has none for recurrent layers
         },
-        model={"head_dim": 32},
+        model={
+            "hidden_size": 128,
+            "head_dim": 32,
+            "moe_intermediate_size": 32,
+        },  # sizes that its kernels for CPUs know
         worker_context="../../plugins/vllm_rollout/tests/pooled.py:one_engine",
         deadline=600.0,
     )

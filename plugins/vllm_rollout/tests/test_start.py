@@ -55,6 +55,11 @@ from engine_plugin_vllm_rollout.start import (
             'rollout.backend, such as "hf"',
         ),
         (
+            AssertionError("Chunked prefill is required for mamba cache mode 'align'."),
+            ConfigError,
+            "rollout.vllm.enable_prefix_caching = false",
+        ),
+        (
             AssertionError("CuMem allocator can only be used for one instance per process."),
             ConfigError,
             "rollout.vllm.sleep_level = 0",

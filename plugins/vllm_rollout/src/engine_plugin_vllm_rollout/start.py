@@ -67,6 +67,11 @@ MEANINGS: tuple[tuple[str, type[ConfigError] | type[EnvironmentProblem], str], .
         "The memory ran out. Lower {key}.gpu_memory_utilization, {key}.max_num_seqs or {key}.max_num_batched_tokens.",
     ),
     (
+        r"Chunked prefill is required for mamba",
+        ConfigError,
+        "On a CPU vLLM keeps no prefixes of a model with recurrent layers. Set {key}.enable_prefix_caching = false.",
+    ),
+    (
         r"one instance per process",
         ConfigError,
         "Two engines of vLLM in one process cannot both sleep. Set {key}.sleep_level = 0 for one of them.",
