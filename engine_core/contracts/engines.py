@@ -442,7 +442,10 @@ class RolloutEngine(abc.ABC):
         self.version = version
 
     def sleep(self, keep: Sequence[str] = ()) -> None:
-        """Free device memory of the parts ``weights`` and ``kv_cache``, except those in ``keep``, while the trainer works."""
+        """Free device memory of the parts ``weights`` and ``kv_cache``, except those in ``keep``, while the trainer works.
+
+        ``step`` and ``update_weights`` raise an error while the weights are asleep; requests wait.
+        """
 
     def wake(self, only: Sequence[str] | None = None) -> None:
         """Bring the parts back to device memory; default: all of them."""

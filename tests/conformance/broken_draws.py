@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import sys
 import uuid
 from unittest import mock
 
@@ -126,6 +127,116 @@ class WakesAllOrNothing(HFRolloutEngine):
     def wake(self, only=None):
         if only is None:
             super().wake()
+
+
+class SleepsWholeOnly(HFRolloutEngine):
+    def sleep(self, keep=()):
+        if "kv_cache" not in keep:
+            super().sleep(keep)
+
+
+class WakesAll(HFRolloutEngine):
+    def wake(self, only=None):
+        super().wake()
+
+
+class StepsAsleep(HFRolloutEngine):
+    def step(self):
+        asleep, self._asleep = self._asleep, False
+        try:
+            return super().step()
+        finally:
+            self._asleep = asleep
+
+
+class DrainsOneBatch(HFRolloutEngine):
+    def pause(self, mode="drain"):
+        if mode == "drain" and self._queue:
+            self._done += self._sample_next()
+            while self._decoding is not None:
+                self._done += self._sample_next()
+            mode = "keep"
+        super().pause(mode)
+
+
+class DrainsOneStep(HFRolloutEngine):
+    def pause(self, mode="drain"):
+        if mode == "drain":
+            self._done += self._sample_next()
+            mode = "keep"
+        super().pause(mode)
+
+
+class ContinuesFailed(HFRolloutEngine):
+    def _drop_batch(self):
+        if sys.exc_info()[0] is None:
+            super()._drop_batch()
+
+
+class LosesFailed(HFRolloutEngine):
+    def step(self):
+        try:
+            return super().step()
+        except BaseException:
+            self._queue.clear()
+            raise
+
+
+class CutsGreedy(HFRolloutEngine):
+    def step(self):
+        whole = decoding.Distributions
+
+        def cut(samplings, device):
+            made = whole(samplings, device)
+            made.top_p = torch.tensor([s.top_p for s in samplings], device=device)
+            return made
+
+        with mock.patch.object(decoding, "Distributions", cut):
+            return super().step()
+
+
+class CertainGreedy(HFRolloutEngine):
+    def _rollout(self, request, sampled):
+        if not request.sampling.temperature:
+            sampled = dataclasses.replace(sampled, log_probs=[0.0] * len(sampled.tokens))
+        return super()._rollout(request, sampled)
+
+
+class StopsAmongNew(Batches):
+    def made(self, requests, ends, positions, device):
+        batch = self.whole(requests, ends, positions, device)
+        search = batch._stop_strings
+
+        def among_new(number, running, step, decode):
+            batch.tail = step + 1
+            return search(number, running, step, decode)
+
+        batch._stop_strings = among_new
+        return batch
+
+
+class Later(HFRolloutEngine):
+    """``later`` are changes to the sampling of a continued response."""
+
+    later = {}
+
+    def add(self, requests):
+        super().add(
+            [
+                dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, **self.later))
+                if r.begun
+                else r
+                for r in requests
+            ]
+        )
+
+
+class NoStopsLater(Later):
+    later = {"stop": ()}
+
+
+class NoStopIdsLater(Later):
+    later = {"stop_token_ids": ()}
 
 
 class AbortsTwice(HFRolloutEngine):

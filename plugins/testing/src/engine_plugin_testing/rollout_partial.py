@@ -10,7 +10,7 @@ import torch
 
 from engine_core.types import SUPPORT, padded_support
 from engine_plugin_testing.contracts import close, contract, refused
-from engine_plugin_testing.reference import LIVELIER
+from engine_plugin_testing.reference import EOS, LIVELIER, VOCABULARY
 from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, plain_text, response
 from engine_plugin_testing.rollout_cuts import CUTTING
 from engine_plugin_testing.rollout_draws import SIGMAS, places_of, rows_of_response
@@ -25,6 +25,7 @@ LONG = 48  # tokens of a response: more than an engine takes in a step
 SUPPORT_WIDTH = 8  # most tokens of a support
 STEPS = (1, 4, 16)  # steps before requests are stopped: the first number that gives a token
 HOT, PAIRS = 2.0, 80  # temperature and number of responses whose first and new tokens are compared
+ENDS = 3  # of the first new tokens of a continued response, to stop at
 MANY = 40  # requests for a text: more than end before their timeout is checked
 # an engine's steps are short where its run may stop responses
 STOPS: dict[str, Any] = {"request_timeout_seconds": 3600.0}
@@ -243,11 +244,19 @@ def _check_independence(bench: RolloutBench, engine: RolloutEngine) -> None:
     )
 
 
-@contract(capability="partial")
+@contract(
+    capability="partial",
+    catches=(
+        "stop strings searched among new tokens only",
+        "a continued response without stop strings",
+        "a continued response without stop tokens",
+    ),
+)
 def a_response_goes_on_to_the_same_end(bench: RolloutBench) -> None:
     """A greedy response that is stopped and continued equals one that is never stopped.
 
-    The weights are the same.
+    The weights are the same. A stop string ends a continued response also if it begins in ``begun``, and so does a stop
+    token.
     """
     module, engine = bench.reference(), bench.engine(**STOPS)
     requests = bench.requests(temperature=0.0, max_response_tokens=LONG)
@@ -259,6 +268,72 @@ def a_response_goes_on_to_the_same_end(bench: RolloutBench) -> None:
         found = response(whole)[: len(expected)]
         assert found == expected, f"'{request.id}' came to {found}; expected {expected}."
         _check_log_probs(bench, module, whole, request)
+    if bench.supported({"stop": ()}):
+        _check_stop_strings(bench, engine, module, again)
+    if bench.supported({"temperature": HOT, "stop_token_ids": ()}):
+        _check_stop_tokens(bench, engine, again)
+
+
+def _check_stop_strings(
+    bench: RolloutBench, engine: RolloutEngine, module: nn.Module, requests: Sequence[Request]
+) -> None:
+    """Continue each greedy response to a stop string at each of its next tokens, and assert that it ends there."""
+    cases: list[tuple[Request, list[int]]] = []
+    for request in requests:
+        assert request.begun is not None
+        count = request.begun.response_length
+        story = bench.greedy(module, request.prompt.token_ids, count + ENDS)
+        for end in range(count + 1, len(story) + 1):
+            tokens, text = story[:end], plain_text(bench, story[:end])
+            if len(text) < end:  # a token is no character
+                break
+            # from the first new token, the last one before, the first of all
+            for stop in {text[-width:] for width in (end - count, end - count + 1, end)}:
+                if stop not in text[:-1]:
+                    cases.append((_again(request, f"{len(cases)}", stop=("no such text", stop)), tokens))
+    assert cases, f"No greedy response has a token at which it could be stopped. {LIVELIER}"
+    rollouts = engine.generate([request for request, _ in cases])
+    for (request, expected), rollout in zip(cases, rollouts, strict=True):
+        assert request.begun is not None
+        found = response(rollout)
+        assert (found, rollout.finish_reason) == (expected, "stop"), (
+            f"A response was continued after {request.begun.response_length} tokens with the stop string "
+            f"{request.sampling.stop[1]!r} and came to {found} ({rollout.finish_reason}); expected {expected} (stop)."
+        )
+
+
+def _check_stop_tokens(bench: RolloutBench, engine: RolloutEngine, requests: Sequence[Request]) -> None:
+    """Continue each response at a high temperature, and assert that the first token that was not in it before ends it."""
+    asked = []
+    for request in requests:
+        assert request.begun is not None
+        stops = tuple(sorted({*range(VOCABULARY)} - {EOS, *response(request.begun)}))
+        asked.append(_again(request, request.id, temperature=HOT, stop_token_ids=stops))
+    ended = 0
+    for request, rollout in zip(asked, engine.generate(asked), strict=True):
+        assert request.begun is not None
+        count, ends = request.begun.response_length, {EOS, *request.sampling.stop_token_ids}
+        found = response(rollout)[count:]
+        at = next((at for at, token in enumerate(found) if token in ends), LONG)
+        assert at >= len(found) - 1, (
+            f"'{request.id}' was continued after {count} tokens, and its new tokens {found} go on after the stop token {found[at]}."
+        )
+        reason = "stop" if found[-1] in ends else "length"
+        assert rollout.finish_reason == reason, (
+            f"'{request.id}' was continued and ends with token {found[-1]}: finish_reason is '{rollout.finish_reason}'; "
+            f"expected '{reason}'."
+        )
+        ended += reason == "stop"
+    assert ended, f"None of {len(asked)} continued responses ended with a stop token. {LIVELIER}"
+
+
+def _again(request: Request, id: str, **sampling: Any) -> Request:
+    """Return the request with another id, which its ``begun`` has too, and other sampling options."""
+    assert request.begun is not None
+    begun = dataclasses.replace(request.begun, request_id=id)
+    return dataclasses.replace(
+        request, id=id, sampling=dataclasses.replace(request.sampling, **sampling), begun=begun
+    )
 
 
 @contract(capability="partial")

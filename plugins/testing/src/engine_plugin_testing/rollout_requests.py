@@ -17,10 +17,11 @@ if TYPE_CHECKING:
     from engine_core.contracts.engines import RolloutEngine
     from engine_core.types import Rollout
 
+CROWD = 264  # requests: more than an engine may sample at a time
 LONG_ID = 40 * "a/\u00e9 \U0001f600\n"  # no limit of an id is known
 
 
-def _finish(engine: RolloutEngine, calls: int = 2000) -> list[Rollout]:
+def finish(engine: RolloutEngine, calls: int = 2000) -> list[Rollout]:
     """Step until no request is unfinished and return the rollouts."""
     done: list[Rollout] = []
     for _ in range(calls):
@@ -157,7 +158,7 @@ def malformed_requests_are_refused(bench: RolloutBench) -> None:
     assert engine.num_unfinished == 1, (
         f"num_unfinished is {engine.num_unfinished} after one good request; expected 1."
     )
-    assert [rollout.request_id for rollout in _finish(engine)] == [good.id], (
+    assert [rollout.request_id for rollout in finish(engine)] == [good.id], (
         "The good request is not answered once."
     )
 
@@ -174,7 +175,7 @@ def every_request_comes_back_once(bench: RolloutBench) -> None:
     engine.add(requests[:5])
     done = engine.step()
     engine.add(requests[5:])
-    done += _finish(engine)
+    done += finish(engine)
     assert sorted(r.request_id for r in done) == sorted(r.id for r in requests), (
         "Not every request came back once."
     )
@@ -203,7 +204,7 @@ def aborted_requests_come_back_at_once(bench: RolloutBench) -> None:
     assert engine.num_unfinished == len(left), (
         f"num_unfinished is {engine.num_unfinished}; expected {len(left)}."
     )
-    assert {rollout.request_id for rollout in _finish(engine)} == left, (
+    assert {rollout.request_id for rollout in finish(engine)} == left, (
         "The other requests are not all answered."
     )
     assert engine.abort([requests[0].id]) == [], "abort of a finished request gives a rollout."
@@ -215,14 +216,18 @@ def aborted_requests_come_back_at_once(bench: RolloutBench) -> None:
         "finished rollouts lost in a pause",
         "requests that finished in a pause not counted",
         "requests that finished in a pause lost where they are aborted",
+        "one batch drained and the others left",
+        "a drain of a single step",
     ),
 )
 def a_pause_loses_no_request(bench: RolloutBench) -> None:
     """After any mode of ``pause``, every request comes back exactly once when ``resume`` is called.
 
     The mode ``abort`` returns unfinished requests as aborted. ``abort`` after a pause returns the rollouts of all that it
-    names, also of those that finished in the pause.
+    names, also of those that finished in the pause. The mode ``drain`` finishes all requests, however many and long, so
+    that an update after it changes no response.
     """
+    _check_drained(bench)
     for mode in ("drain", "keep", "abort"):
         engine, requests = bench.engine(), bench.requests()
         engine.add(requests)
@@ -231,7 +236,7 @@ def a_pause_loses_no_request(bench: RolloutBench) -> None:
             f"num_unfinished is {engine.num_unfinished} after pause('{mode}'); no rollout of {len(requests)} was returned."
         )
         engine.resume()
-        done = _finish(engine)
+        done = finish(engine)
         assert sorted(r.request_id for r in done) == sorted(r.id for r in requests), (
             f"pause('{mode}') lost requests."
         )
@@ -246,12 +251,36 @@ def a_pause_loses_no_request(bench: RolloutBench) -> None:
         assert sorted(rollout.request_id for rollout in stopped) == named, (
             f"abort after pause('{mode}') returned {len(stopped)} rollouts; it named {len(named)} requests."
         )
-        done = stopped + _finish(engine)
+        done = stopped + finish(engine)
         assert sorted(r.request_id for r in done) == sorted(r.id for r in requests), (
             f"pause('{mode}') and abort lost requests."
         )
     with refused("pause('no such mode')"):
         bench.engine().pause("no such mode")
+
+
+def _check_drained(bench: RolloutBench) -> None:
+    """Drain more requests than an engine samples at a time, and assert that none continues under later weights."""
+    engine = bench.engine(request_timeout_seconds=3600.0)  # the steps of an engine may be short
+    count = max(CROWD, engine.capacity + 8)
+    requests = bench.requests(("ab",), group=count, max_response_tokens=1)
+    for request in requests[::64]:
+        request.sampling = dataclasses.replace(request.sampling, max_response_tokens=48)
+    engine.add(requests)
+    engine.pause("drain")
+    engine.update_weights(bench.stream(bench.model(seed=1)), 3)
+    engine.resume()
+    done = finish(engine)
+    assert sorted(r.request_id for r in done) == sorted(r.id for r in requests), (
+        f"pause('drain') lost some of {count} requests."
+    )
+    late = [r for r in done if set(r.policy_versions[r.prompt_length :].tolist()) != {0}]
+    assert not late, (
+        f"pause('drain') left {len(late)} of {count} requests unfinished: they have tokens of an update after the pause, "
+        f"such as '{late[0].request_id}'."
+    )
+    reasons = {rollout.finish_reason for rollout in done}
+    assert reasons <= {"stop", "length"}, f"pause('drain') ended responses with {sorted(reasons)}."
 
 
 @contract(capability="pause")
@@ -272,7 +301,7 @@ def a_pause_under_load_loses_no_request(bench: RolloutBench) -> None:
         "abort gave a rollout that step had given."
     )
     engine.add(later)
-    done += stopped + _finish(engine)
+    done += stopped + finish(engine)
     assert sorted(r.request_id for r in done) == sorted(r.id for r in requests), (
         "Not every request came back exactly once."
     )

@@ -10,15 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_core import tables
+from engine_core.types import Sampling
 from engine_plugin_testing.contracts import close, contract
 from engine_plugin_testing.reference import EOS, LETTERS, LIVELIER, VOCABULARY, logits_of
 from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, plain_text, response
 from engine_plugin_testing.rollout_cuts import CUTTING, ONE, SHARP, cuts
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Iterator
 
-    from engine_core.types import Rollout
+    from torch import Tensor, nn
+
+    from engine_core.contracts.engines import RolloutEngine
+    from engine_core.types import Request, Rollout
     from engine_plugin_testing.rollout_cuts import Cut
 
 SIGMAS = 5.0  # chance of a false alarm below one in a million
@@ -122,17 +126,42 @@ def _unlike(cut: Cut, tokens: Tensor) -> str:
     return f"the mean log-prob of {len(tokens)} samples is {found:.3f}; expected {mean:.3f} within {spread:.3f}. Is it applied?"
 
 
-@contract(catches=("temperature 0 sampled at 1",))
+@contract(
+    catches=("temperature 0 sampled at 1", "greedy log-probs of what top-p left", "greedy log-probs of 0")
+)
 def temperature_0_is_greedy(bench: RolloutBench) -> None:
-    """With temperature 0 or top-k 1, the most likely token is taken for any seed."""
+    """With temperature 0 or top-k 1, the most likely token is taken for any seed.
+
+    At temperature 0, log-probs are those of the whole distribution at temperature 1, also with top-p and top-k.
+    """
     engine, module = bench.engine(), bench.reference()
-    for sampling in bench.supported({"temperature": 0.0}, {"temperature": 0.0, "seed": 99}, ONE):
-        for rollout in engine.generate(bench.requests(**sampling)):
+    greedy: dict[str, Any] = {"temperature": 0.0}
+    cases = ({}, {"seed": 99}, {"top_p": 0.4}, {"top_k": 3}, {"top_k": 12, "top_p": 0.7})
+    for sampling in bench.supported(*({**greedy, **case} for case in cases), ONE):
+        for request, rollout in _pairs(engine, bench.requests(**sampling)):
             expected = bench.greedy(module, rollout.prompt.token_ids, 12)
             found = response(rollout)[: len(expected)]
             assert found == expected, (
                 f"{sampling}: '{rollout.prompt.text}' gives {found}, expected {expected}."
             )
+            if not request.sampling.temperature:
+                _check_uncut(bench, module, rollout, sampling)
+
+
+def _pairs(engine: RolloutEngine, requests: list[Request]) -> Iterator[tuple[Request, Rollout]]:
+    return zip(requests, engine.generate(requests), strict=True)
+
+
+def _check_uncut(bench: RolloutBench, module: nn.Module, rollout: Rollout, sampling: dict[str, Any]) -> None:
+    """Assert that log-probs are those at temperature 1 without top-p and top-k, and that no mass was cut."""
+    expected, _ = expected_log_probs(module, rollout, Sampling(temperature=1.0))
+    found, what = (
+        rollout.rollout_log_probs[rollout.prompt_length :],
+        f"of '{rollout.request_id}' with {sampling}",
+    )
+    close(found, expected, bench.tolerance, f"rollout_log_probs {what}")
+    if (mass := rollout.extras.get("support_log_mass")) is not None:
+        close(mass, torch.zeros(len(mass)), bench.tolerance, f"support_log_mass {what}")
 
 
 def _greedy_story(bench: RolloutBench) -> tuple[str, list[int]]:

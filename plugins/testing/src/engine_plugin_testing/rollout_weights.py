@@ -14,9 +14,12 @@ from engine_core.contracts.weight_sync import same_process
 from engine_core.types import Batch, LossCall
 from engine_plugin_testing.contracts import REFUSALS, close, contract, refused
 from engine_plugin_testing.reference import fill
-from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs
+from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, response
+from engine_plugin_testing.rollout_requests import finish
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch import Tensor, nn
 
     from engine_core.contracts.engines import RolloutEngine, TrainEngine
@@ -240,12 +243,19 @@ def a_trained_policy_reaches_the_sampler(bench: RolloutBench) -> None:
 
 
 @contract(
-    capability="share_module", catches=("set_version ignored", "a shared module sampled in training mode")
+    capability="share_module",
+    catches=(
+        "set_version ignored",
+        "a shared module sampled in training mode",
+        "a batch continued after a step that failed in its midst",
+        "requests lost by a step that failed",
+    ),
 )
 def a_shared_module_is_followed_without_transport(bench: RolloutBench) -> None:
     """With ``share_module``, the sampler follows every step of the train engine.
 
-    The dropout of the model is off. Only ``set_version`` announces a step.
+    The dropout of the model is off. Only ``set_version`` announces a step. If the model fails in the midst of a
+    ``step``, the next one samples the same requests as if nothing had happened.
     """
     path = bench.second_model()
     engine, trainer = bench.engine(path), trained(bench, path)
@@ -254,19 +264,80 @@ def a_shared_module_is_followed_without_transport(bench: RolloutBench) -> None:
         engine.set_version(version)
         _check_policy(bench, engine, policy_of(bench, trainer, path), version, "from a shared module")
         train_step(trainer)
+    _check_failures(bench, engine, trainer, policy_of(bench, trainer, path))
 
 
-@contract(capability="sleep", catches=("an update taken while asleep",))
+class _Failure(Exception):
+    """What a model raises in place of an interruption, or of an error of the device."""
+
+
+def _check_failures(
+    bench: RolloutBench, engine: RolloutEngine, trainer: TrainEngine, reference: nn.Module
+) -> None:
+    """Let the shared module fail once in each of several forward passes, before it and after it, and compare responses."""
+    requests = bench.requests(temperature=0.0)
+    most = requests[0].sampling.max_response_tokens
+    right = {request.id: bench.greedy(reference, request.prompt.token_ids, most) for request in requests}
+    for call, hook in itertools.product((0, 1, 4), ("register_forward_pre_hook", "register_forward_hook")):
+        passes = itertools.count()
+
+        def fail(*_: object, call: int = call, passes: Iterator[int] = passes) -> None:
+            """Raise at one call."""
+            if next(passes) == call:
+                raise _Failure
+
+        with trainer.generation_module() as module:
+            handle = getattr(module, hook)(fail)
+        engine.add(requests)
+        try:
+            done = finish(engine)
+        except _Failure:
+            done = None
+        handle.remove()
+        assert done is None, f"The shared module raised in forward pass {call}, and step did not."
+        what = f"after a step that failed in forward pass {call}"
+        assert engine.num_unfinished == len(requests), (
+            f"{engine.num_unfinished} of {len(requests)} requests are unfinished {what}."
+        )
+        by_id = {rollout.request_id: rollout for rollout in finish(engine)}
+        assert by_id.keys() == {request.id for request in requests}, f"Requests were lost {what}."
+        for id, expected in right.items():
+            found = response(by_id[id])[: len(expected)]
+            assert found == expected, f"'{id}' {what}: {found}; expected {expected}."
+
+
+@contract(
+    capability="sleep",
+    catches=(
+        "an update taken while asleep",
+        "weights woken with the cache",
+        "weights that stay awake if the cache is kept",
+        "a step taken while asleep",
+    ),
+)
 def an_engine_asleep_takes_no_update(bench: RolloutBench) -> None:
-    """While the engine is asleep, it refuses ``update_weights``.
+    """While the weights are asleep, the engine refuses ``update_weights`` and ``step``.
 
+    Cases: the whole engine sleeps, it keeps its cache, or the cache alone was woken. A request that waits is answered after ``wake``.
     After ``wake`` it works, and sampling is of the new weights.
     """
     engine, other = bench.engine(), bench.model(seed=1)
-    engine.sleep()
-    with refused("update_weights while asleep"):
-        engine.update_weights(bench.stream(other), 1)
-    engine.wake()
+    requests = bench.requests(("ab",))
+    for keep, only in (((), None), (("kv_cache",), None), ((), ("kv_cache",))):
+        engine.sleep(keep=keep)
+        how = f"after sleep(keep={keep})"
+        if only:
+            engine.wake(only=only)
+            how += f" and wake(only={only})"
+        with refused(f"update_weights {how}, with the weights asleep,"):
+            engine.update_weights(bench.stream(other), 1)
+        engine.add(requests)
+        with refused(f"step {how}, with the weights asleep,"):
+            finish(engine)
+        engine.wake()
+        assert [r.request_id for r in finish(engine)] == [r.id for r in requests], (
+            f"The request that waited {how} is not answered once after wake()."
+        )
     engine.update_weights(bench.stream(other), 2)
     _check_policy(bench, engine, bench.reference(other), 2, "after an update that followed sleep")
 
