@@ -94,6 +94,8 @@ class PlainRollout(RolloutEngine):
 def distribution(logits, sampling):
     """What is sampled from, [V], and the share of the whole that top-k and top-p leave."""
     probs = torch.softmax(logits / (sampling.temperature or 1.0), dim=-1)
+    if not sampling.cuts:  # greedy, or neither top-k nor top-p
+        return probs, torch.tensor(1.0)
     ranked, order = probs.sort(descending=True)
     if sampling.top_k:
         ranked[sampling.top_k :] = 0.0
