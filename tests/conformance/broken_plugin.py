@@ -118,6 +118,12 @@ def scores_failures(completion):
     return float(bool(completion) and completion != "fail")
 
 
+def hides_delay(completions):
+    """An error for a sample that came too late."""
+    failures = {"fail": RuntimeError("no score"), "late": RuntimeError("no answer in 5 s")}
+    return [failures.get(text, float(bool(text))) for text in completions]
+
+
 class Undocumented(Options):
     most: int = 3
 
@@ -146,6 +152,7 @@ def engine_rewards():
         unbounded,
         reads_first,
         scores_failures,
+        hides_delay,
     )
     return {
         **{function.__name__: Reward(load=function) for function in functions},

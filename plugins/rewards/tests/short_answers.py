@@ -4,7 +4,8 @@ import asyncio
 
 
 def score(completions, most):
-    return [float(len(text) <= most) for text in completions]
+    failures = {"late": TimeoutError("no answer"), "fail": ValueError("no score")}
+    return [failures.get(text, float(len(text) <= most)) for text in completions]
 
 
 async def score_later(completion, most):
@@ -31,3 +32,8 @@ class Later:
 
 
 later = Later()
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Of verl's form."""
+    return float(solution_str == ground_truth)

@@ -48,6 +48,11 @@ class TestNumericTolerances(RewardSuite):
         (FOUR | {"completion": "4.5"}, 1.0, "4"),
         (FOUR | {"completion": "4.52"}, 0.0, "4.52"),
         (FOUR | {"completion": "-4"}, 0.0, "-4"),
+        # a share of the answer, not of the response
+        ({"completion": "991", "answer": "1001"}, 1.0, "1001"),
+        ({"completion": "1011.05", "answer": "1001"}, 0.0, "1011.05"),
+        ({"completion": "-991", "answer": "-1001"}, 1.0, "-1001"),
+        ({"completion": "-1011.05", "answer": "-1001"}, 0.0, "-1011.05"),
         ({"completion": "-126.2", "answer": "-125"}, 1.0, "-125"),
     ]
 
@@ -108,6 +113,7 @@ class TestPython(RewardSuite):
     name = "python"
     options = {"path": "short_answers.py", "allow_local_code": True, "arguments": {"most": 3}}
     examples = [("abc", 1.0), ("abcd", 0.0)]
+    failing = [("late", "timeout"), ("fail", "error")]
 
 
 class TestAsync(RewardSuite):
@@ -136,6 +142,17 @@ class TestAsyncObject(RewardSuite):
     examples = [("2 + 2 = 4", 1.0), ("5", 0.0)]
 
 
+class TestVerl(RewardSuite):
+    """``ground_truth`` is the column of this name, and the column ``answer`` only where the data has no other."""
+
+    name = "python"
+    options = {"path": "short_answers.py", "function": "compute_score", "allow_local_code": True}
+    examples = [
+        ({"completion": "4", "answer": "5", "ground_truth": "4", "data_source": "sums"}, 1.0),
+        ({"completion": "5", "answer": "5", "ground_truth": "4", "data_source": "sums"}, 0.0),
+    ]
+
+
 class Lengths(BaseHTTPRequestHandler):
     """A server whose scores are the lengths of the completions, and that refuses ``fail``."""
 
@@ -151,7 +168,7 @@ class Lengths(BaseHTTPRequestHandler):
 
 class TestHTTP(RewardSuite):
     name = "http"
-    failing = ["fail"]
+    failing = [("fail", "error")]
     examples = [("abc", 3.0), ("", 0.0), ({"completion": "\u00e9", "prompt": "Q"}, 1.0)]
 
     @classmethod

@@ -85,6 +85,12 @@ def test_verl_s_form_is_called_for_each_sample_with_the_answer_as_ground_truth(m
     }
 
 
+def test_a_column_ground_truth_comes_before_the_answer_also_where_a_row_lacks_it(make_rollout):
+    rows = [make_rollout("a", answer="5", ground_truth="4"), make_rollout("b", 1, answer="6")]
+    values = given_arguments(lambda solution_str, ground_truth, answer=None: 0, rows)
+    assert (values["ground_truth"], values["answer"]) == (["4", None], ["5", "6"])
+
+
 def test_a_column_that_only_some_rows_have_is_none_in_the_others(make_rollout):
     rows = [make_rollout("a", hint="h"), make_rollout("b", 1)]
     assert given_arguments(lambda completion, hint: 0, rows)["hint"] == ["h", None]

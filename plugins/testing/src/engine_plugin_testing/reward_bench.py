@@ -122,12 +122,15 @@ class RewardBench(Bench):
         finally:
             runner.close()
 
-    def _runner(self, workers: int = 0) -> RewardRunner:
-        """Build the core's runner with this reward alone."""
+    def _runner(self, workers: int = 0, weight: float = 1.0) -> RewardRunner:
+        """Build the core's runner with this reward alone; a failure drops its rollout."""
         plugins = self.load_plugins()
         config = RewardConfig(
             name=self.name,
             workers=workers,
+            weight=weight,
+            on_error="drop",
+            on_timeout="drop",
             options=self.checked_options(plugins),
             timeout_seconds=self.settings["timeout_seconds"],
             max_failure_share=1.0,
@@ -142,14 +145,22 @@ class RewardBench(Bench):
                 f"{str(sample)[:80]} got {value}; `bounds` are {low} to {high}."
             )
 
-    def failing(self) -> list[tuple[Sample, Outcome | None]]:
-        """Score each sample of the suite's ``failing`` in a call, and return it with its outcome."""
-        samples = [{"completion": s} if isinstance(s, str) else s for s in self.settings["failing"]]
-        found: list[tuple[Sample, Outcome | None]] = []
-        with contextlib.closing(self._runner()) as runner:
-            for sample in samples:
-                runner.score(self.rollouts([sample]), step=1)
-                found.append((sample, runner.scorers[0].runner.outcomes[0]))
+    def failing(
+        self, weight: float = 1.0, workers: int = 0
+    ) -> list[tuple[Sample, str, Outcome | None, Rollout]]:
+        """Score each sample of the suite's ``failing`` in a call, with the policy ``drop``.
+
+        Returns:
+            The sample, the kind of failure that the suite names (or ""), its outcome and its scored rollout.
+        """
+        found: list[tuple[Sample, str, Outcome | None, Rollout]] = []
+        with contextlib.closing(self._runner(workers, weight)) as runner:
+            for given in self.settings["failing"]:
+                sample, kind = given if isinstance(given, tuple | list) else (given, "")
+                sample = {"completion": sample} if isinstance(sample, str) else sample
+                (rollout,) = rollouts = self.rollouts([sample])
+                runner.score(rollouts, step=1)
+                found.append((sample, kind, runner.scorers[0].runner.outcomes[0], rollout))
         return found
 
     def function(self) -> RewardFunction:

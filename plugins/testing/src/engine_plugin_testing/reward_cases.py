@@ -202,12 +202,23 @@ def any_text_gets_a_value(bench: RewardBench) -> None:
         assert value is None or math.isfinite(value), f"Completion {text!r} got {value}."
 
 
-@contract(catches=("a failure that becomes a number",))
+@contract(catches=("a failure that becomes a number", "a time-out that counts as an error"))
 def what_cannot_be_scored_fails(bench: RewardBench) -> None:
-    """A sample of ``failing`` counts as a failure of the reward and gets no number."""
-    for sample, outcome in bench.failing():
-        assert outcome is not None, f"{str(sample)[:80]} got no outcome."
-        assert outcome.failure, f"{str(sample)[:80]} got {outcome.value}; expected a failure."
+    """A sample of ``failing`` counts as a failure of the reward, of the kind that the suite names, and gets no number.
+
+    Under the policy ``drop`` its rollout is left out of training; with weight 0, where the reward only measures, it is not.
+    """
+    for weight, workers in ((1.0, 0), (0.0, 0), (1.0, 1)):
+        for sample, kind, outcome, rollout in bench.failing(weight, workers):
+            shown = f"{str(sample)[:80]}, with weight {weight:g} and workers = {workers},"
+            assert outcome is not None, f"{shown} got no outcome."
+            assert outcome.failure, f"{shown} got {outcome.value}; expected a failure."
+            assert kind in ("", outcome.failure), (
+                f"{shown} failed with '{outcome.failure}' ({outcome.message}); expected '{kind}'."
+            )
+            assert rollout.rewards == {bench.name: None}, f"{shown} got the rewards {rollout.rewards}."
+            dropped = "is left out of training" if weight == 0 else "stays in training"
+            assert rollout.valid == (weight == 0), f"{shown} failed, and its rollout {dropped}."
 
 
 @contract(catches=("a value beyond its bounds",))

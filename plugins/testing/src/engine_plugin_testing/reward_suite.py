@@ -22,7 +22,7 @@ class RewardSuite(Suite, modules=(imports, reward_cases)):
             the answer that the reward reads in the response (``pred``), or the list of the group's:
             ``({"completion": "so 4.0", "answer": "4"}, 1.0, "4")``.
         failing: samples that cannot be scored, such as those for which a server answers with an error; the reward must
-            fail and give no number.
+            fail and give no number. A pair of a sample and ``error`` or ``timeout`` names the kind of the failure.
         bounds: least and largest value; None: any. Every value in every contract is compared with them.
         timeout_seconds: as in ``[[reward]]``.
     """
