@@ -52,7 +52,7 @@ class Rewards(RewardSuite):
 class Bounded(RewardSuite):
     plugins = ["broken_plugin.py"]
     examples = [("4", 1.0), ("", 0.0)]
-    failing = ["fail"]
+    failing = ["fail", ("late", "timeout")]
     bounds = (0.0, 1.0)
 
 
@@ -245,6 +245,18 @@ FAULTS = [
     (Rollout, "CutsEarly", "a response cut one token before the last position", "a_response_fits_into_the_model"),
     (Rollout, "ShortTail", "as many tokens decoded as the longest stop string has characters", "stop_strings_cross_the_borders_of_tokens"),
     (Rollout, "KeepsSharedCache", "keys and values of a shared module kept over its steps", "a_shared_module_changes_under_responses_in_flight"),
+    (Rollout, "DrainsOneBatch", "one batch drained and the others left", "a_pause_loses_no_request"),
+    (Rollout, "DrainsOneStep", "a drain of a single step", "a_pause_loses_no_request"),
+    (Rollout, "CutsGreedy", "greedy log-probs of what top-p left", "temperature_0_is_greedy"),
+    (Rollout, "CertainGreedy", "greedy log-probs of 0", "temperature_0_is_greedy"),
+    (Rollout, "StopsAmongNew", "stop strings searched among new tokens only", "a_response_goes_on_to_the_same_end"),
+    (Rollout, "NoStopsLater", "a continued response without stop strings", "a_response_goes_on_to_the_same_end"),
+    (Rollout, "NoStopIdsLater", "a continued response without stop tokens", "a_response_goes_on_to_the_same_end"),
+    (Rollout, "WakesAll", "weights woken with the cache", "an_engine_asleep_takes_no_update"),
+    (Rollout, "SleepsWholeOnly", "weights that stay awake if the cache is kept", "an_engine_asleep_takes_no_update"),
+    (Rollout, "StepsAsleep", "a step taken while asleep", "an_engine_asleep_takes_no_update"),
+    (Rollout, "ContinuesFailed", "a batch continued after a step that failed in its midst", "a_shared_module_is_followed_without_transport"),
+    (Rollout, "LosesFailed", "requests lost by a step that failed", "a_shared_module_is_followed_without_transport"),
     (Transport, "LosesLast", "the last bucket lost", "every_receiver_gets_all_weights_bit_for_bit"),
     (Transport, "CountsForEach", "bytes counted for each receiver", "bytes_are_counted_once"),
     (Transport, "ReusesBuffers", "buffers reused while the receiver holds them", "tensors_are_the_receivers_to_keep"),
@@ -283,6 +295,7 @@ FAULTS = [
     (Rows, "first_row", "the first row for all", "rows_of_a_large_batch_stay_apart"),
     (Bounded, "unbounded", "a value beyond its bounds", "very_long_text_gets_a_value"),
     (Bounded, "scores_failures", "a failure that becomes a number", "what_cannot_be_scored_fails"),
+    (Bounded, "hides_delay", "a time-out that counts as an error", "what_cannot_be_scored_fails"),
     (Advantages, "negated", "advantages of the wrong sign", "values_are_right"),
     (Advantages, "everywhere", "advantages of prompt tokens", "tokens_outside_the_mask_get_0"),
     (Advantages, "of_all", "invalid rollouts in the statistics", "invalid_rollouts_do_not_count"),
