@@ -316,7 +316,7 @@ def _check_stop_tokens(bench: RolloutBench, engine: RolloutEngine, requests: Seq
         found = response(rollout)[count:]
         at = next((at for at, token in enumerate(found) if token in ends), LONG)
         assert at >= len(found) - 1, (
-            f"'{request.id}' was continued after {count} tokens, and its new tokens {found} go on after the stop token {found[at]}."
+            f"'{request.id}' was continued after {count} tokens, and its new tokens {found} continue after the stop token {found[at]}."
         )
         reason = "stop" if found[-1] in ends else "length"
         assert rollout.finish_reason == reason, (
