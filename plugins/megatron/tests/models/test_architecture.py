@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 import torch
-from transformers import GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import GemmaConfig, LlamaConfig, MinistralConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
 
 from engine_core.errors import ConfigError, PluginError
 from engine_core.plugins.plugin_set import PluginSet
@@ -60,7 +60,7 @@ def test_what_would_be_computed_otherwise_is_refused(config, words):
 
 
 def test_another_plugin_adds_one(tmp_path):
-    file = tmp_path / "mistral.py"
+    file = tmp_path / "ministral.py"
     file.write_text(
         textwrap.dedent(
             """
@@ -68,7 +68,7 @@ def test_another_plugin_adds_one(tmp_path):
             from engine_plugin_megatron.tables import ModelArchitecture
 
 
-            def mistral():
+            def ministral():
                 from engine_plugin_megatron.models.architecture import Architecture
 
                 return Architecture()
@@ -76,14 +76,14 @@ def test_another_plugin_adds_one(tmp_path):
 
             @hookimpl
             def engine_architectures():
-                return {"mistral": ModelArchitecture(load=mistral)}
+                return {"ministral": ModelArchitecture(load=ministral)}
             """
         )
     )
-    run = PluginSet.load({}, ["mistral.py"], tmp_path)
-    assert type(architecture_of(MistralConfig(sliding_window=None), run)) is Architecture
+    run = PluginSet.load({}, ["ministral.py"], tmp_path)
+    assert type(architecture_of(MinistralConfig(layer_types=["full_attention"] * 32), run)) is Architecture
     with pytest.raises(ConfigError, match="sliding_window is 4096"):
-        architecture_of(MistralConfig(), run)
+        architecture_of(MistralConfig())
 
 
 def test_one_that_does_not_load_is_told_as_it_is(tmp_path):
