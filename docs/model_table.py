@@ -1,0 +1,150 @@
+"""Writes ``docs/reference/models.md``: which families of models each backend has run.
+
+    python docs/model_table.py                    write the page
+    python docs/model_table.py --check            change nothing; exit 1 if it is out of date
+    python docs/model_table.py --record [NAME]    run the tests of one backend (of all: an hour), then write the page
+
+The page shows recorded outcomes of ``tests/families``, which ``engine_plugin_testing.recorder`` writes into ``docs/reference/models.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # page_parts, also where this file is run by its path
+
+from page_parts import table
+
+from engine_plugin_testing.families import FAMILIES
+from engine_plugin_testing.recorder import FAILED, PASSED, read
+from engine_plugin_testing.suite import UNDECLARED, UNSUPPORTED
+
+DOCS = Path(__file__).parent
+ROOT, PAGE, RECORD = DOCS.parent, DOCS / "reference" / "models.md", DOCS / "reference" / "models.json"
+BACKENDS = ("torch", "fsdp", "deepspeed", "megatron", "hf", "vllm")
+ADAPTER = "test_an_adapter_alone_is_trained"
+NAMES = {
+    "llama": "Llama 2, 3",
+    "qwen2": "Qwen2, Qwen2.5",
+    "qwen3": "Qwen3",
+    "qwen3_5_text": "Qwen3.5 (text)",
+    "qwen3_moe": "Qwen3 MoE",
+    "qwen3_next": "Qwen3-Next",
+    "mistral": "Mistral",
+    "ministral": "Ministral",
+    "ministral3": "Ministral 3",
+    "mixtral": "Mixtral",
+    "gemma": "Gemma",
+    "gemma2": "Gemma 2",
+    "gemma3_text": "Gemma 3 (text)",
+    "phi3": "Phi-3, Phi-4",
+    "smollm3": "SmolLM3",
+    "olmo2": "OLMo 2",
+    "olmo3": "OLMo 3",
+    "granite": "Granite 3",
+    "granitemoehybrid": "Granite 4",
+    "glm4": "GLM-4",
+    "glm4_moe": "GLM-4.5",
+    "falcon_h1": "Falcon-H1",
+    "gpt_oss": "gpt-oss",
+    "cohere2": "Command R7B, Command A",
+    "deepseek_v3": "DeepSeek-V3, R1",
+    "exaone4": "EXAONE 4",
+    "lfm2": "LFM2",
+    "hunyuan_v1_dense": "Hunyuan (dense)",
+    "seed_oss": "Seed-OSS",
+    "ernie4_5": "ERNIE 4.5 (dense)",
+    "apertus": "Apertus",
+}
+INTRO = """<!-- Written by docs/model_table.py from docs/reference/models.json. Run `python docs/model_table.py --record`. -->
+
+# Supported models
+
+Any model of transformers with a causal language model class trains on `torch`, `fsdp` and `deepspeed`, and samples with `hf`. This table shows the families that
+were run with each backend. For each family a tiny model with random weights was built from its own config class, with the family's sliding windows, soft caps,
+experts and recurrent layers. **No real weights were run by us**, and nothing here says what a model learns.
+
+The runs were on CPUs: `fsdp` and `deepspeed` on two ranks, `megatron` with `tp = 2`.
+
+- A train engine passes if log-probs, entropies of long packs, gradients, export and exact resume equal an independent forward pass in float64.
+- A sampler passes if its log-probs equal that forward pass for prompts of all sizes, also after an update in the middle of a response.
+- LoRA is the same for `torch`, `fsdp` and `deepspeed`; the column shows `torch`."""
+
+
+def class_of(family: str) -> str:
+    """Return the name of a family's suite."""
+    return f"Test{family.title().replace('_', '')}"
+
+
+def outcomes(record: Mapping[str, Mapping[str, Any]], backend: str, family: str) -> Mapping[str, str] | None:
+    """Return the recorded outcomes of a family by contract, or None if there are none."""
+    found = record.get(f"tests/families/test_{backend}.py::{class_of(family)}")
+    return found["contracts"] if found else None
+
+
+def cell(found: Mapping[str, str] | None, backend: str) -> str:
+    """Return the text of a backend and a family."""
+    if found is None:
+        return "not offered" if backend == "megatron" else "not run"
+    rest = {name: value for name, value in found.items() if name != ADAPTER}
+    if reason := next((v for v in rest.values() if v.startswith(UNSUPPORTED)), ""):
+        return f"no: {reason.removeprefix(UNSUPPORTED)}"
+    if FAILED in rest.values():
+        return "**fails**"
+    return "yes" if all(v == PASSED or UNDECLARED in v for v in rest.values()) else "not run"
+
+
+def adapter(found: Mapping[str, str] | None) -> str:
+    """Return the text of LoRA on a family."""
+    outcome = (found or {}).get(ADAPTER, "not run")
+    return "yes" if outcome == PASSED else outcome.replace(UNSUPPORTED, "no: ")
+
+
+def page() -> str:
+    """Return the page's text."""
+    record = read(RECORD)
+    rows = []
+    for family in FAMILIES:
+        by_backend = [outcomes(record, backend, family) for backend in BACKENDS]
+        cells = [cell(found, backend) for found, backend in zip(by_backend, BACKENDS, strict=True)]
+        rows.append([NAMES[family], f"`{family}`", *cells, adapter(by_backend[0])])
+    versions = {
+        f"{name} {run['versions'][name]}" for run in record.values() for name in ("torch", "transformers")
+    }
+    days = sorted({run["date"] for run in record.values()})
+    ran = f"Run with {', '.join(sorted(versions))}" + (f", {days[0]} to {days[-1]}." if days else ".")
+    return "\n\n".join([INTRO, ran, table(["family", "`model_type`", *BACKENDS, "LoRA"], rows)]) + "\n"
+
+
+def run(backends: list[str]) -> int:
+    """Run the tests of these backends (of all if none is given); return pytest's exit code."""
+    tests = [f"tests/families/test_{backend}.py" for backend in backends or BACKENDS]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "engine_plugin_testing.recorder"]
+    command += ["--rootdir", str(ROOT), "--record-contracts", str(RECORD), *tests]
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
+
+
+def main() -> None:
+    """Read the command line, and record, check or write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--check", action="store_true", help="change nothing; exit 1 if the page is out of date"
+    )
+    parser.add_argument("--record", nargs="*", choices=BACKENDS, metavar="NAME", help="run tests first")
+    given = parser.parse_args()
+    code = 0 if given.record is None else run(given.record)
+    made = page()
+    if not given.check:
+        PAGE.write_text(made, "utf-8")
+    elif not PAGE.is_file() or PAGE.read_text("utf-8") != made:
+        sys.exit(f"{PAGE.relative_to(ROOT)} is out of date: run python docs/model_table.py.")
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
