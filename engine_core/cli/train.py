@@ -117,6 +117,9 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Only the LoRA adapter, as a folder of peft.")
     ] = False,
+    role: Annotated[
+        str, typer.Option("--role", metavar="ROLE", help="The trained role to write: actor or critic.")
+    ] = "actor",
     sets: Sets = None,
 ) -> None:
     """Write the trained model of a run as a Hugging Face folder: weights, config, tokenizer.
@@ -127,6 +130,6 @@ def export(
     folder = RunFolder.open(run)
     checkpoint = checkpoint_of(folder, step)
     with closing(trainer_of(read_run(folder, sets))) as trainer:
-        trainer.load_checkpoint(checkpoint)
-        trainer.export(out, adapter)
+        trainer.load_checkpoint(checkpoint, [] if role == "actor" else [role])
+        trainer.export(out, adapter, role)
     print(out)

@@ -6,8 +6,9 @@ The reference model of an actor with a LoRA adapter is the actor itself without 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,6 +171,48 @@ def reward_roles(config: EngineConfig, plugins: PluginSet) -> dict[str, Role]:
         return {}
     part: RewardModels = plugins.require("parts", "reward_models")
     return part.roles(config)
+
+
+def with_roles(
+    roles: Mapping[str, Role], trained: Mapping[str, Role], wanted: Collection[str]
+) -> dict[str, Role]:
+    """Add the wanted roles without an optimizer, for export, to ``roles``.
+
+    Raises:
+        ConfigError: one of them is none of ``trained``, the roles of the run in training, or has no optimizer there.
+    """
+    known = [name for name, role in trained.items() if role.kind == "train" and role.trainable]
+    if missing := [name for name in wanted if name not in known]:
+        raise ConfigError(f"The run trains no role '{missing[0]}'. It trains: {', '.join(known)}.")
+    further = [name for name in wanted if name not in roles]
+    return {**roles, **{name: replace(trained[name], trainable=False) for name in further}}
+
+
+def loaded(groups: Mapping[str, WorkerGroup], role: str) -> WorkerGroup:
+    """Return the workers of a role.
+
+    Raises:
+        ConfigError: it has none here.
+    """
+    if role not in groups:
+        raise ConfigError(
+            f"The role '{role}' is not loaded here, only {', '.join(groups)}. Load it from a checkpoint of the run: "
+            f"load_checkpoint(FOLDER, ['{role}'])."
+        )
+    return groups[role]
+
+
+def export_options(config: EngineConfig, role: str, adapter: bool) -> dict[str, Any]:
+    """Return the further arguments of an engine's ``export``.
+
+    Raises:
+        ConfigError: an adapter is wanted of a role that trains its whole model.
+    """
+    if adapter and config.role(role).lora is None:
+        raise ConfigError(
+            f"The run trained the whole model: it has no [{role}.lora], so there is no adapter."
+        )
+    return {"adapter": True} if adapter else {}  # an engine without adapters need not know the argument
 
 
 def start_groups(

@@ -25,12 +25,11 @@ from engine_core.errors import ConfigError, DataError, TrainingFailed
 from engine_core.metrics import Max, Sum, declared, merge
 from engine_core.model_config import load_hf_config
 from engine_core.runs.state_files import STATE, plain_state, reading
-from engine_core.train import checkpointing
+from engine_core.train import checkpointing, models
 from engine_core.train.checkpointing import Resume, ResumePoint
 from engine_core.train.clock import Clock
 from engine_core.train.given import GivenRows, check_live
 from engine_core.train.loop import train
-from engine_core.train.models import reward_roles, start_groups, text_config, warn_of_random_weights
 from engine_core.train.settings import Settings
 from engine_core.train.stopping import StopSignals
 from engine_core.types import Batch, TrainOutput
@@ -90,6 +89,7 @@ class TrainingRun(abc.ABC):
         self.trained = False  #: whether ``train`` has begun
         self.training = False  #: whether it is set up with optimizers, or about to be
         self._restores = False
+        self._further_roles: Sequence[str] = ()  # to load without training
         self.weights_changed = False  # an optimizer step was done in this step, so the step must finish
         self._cleanup = ExitStack()  # workers and data
 
@@ -183,12 +183,12 @@ class TrainingRun(abc.ABC):
         self.runtime = runtime(self.config, self.plugins, {**self.live, "tokenizer": self.tokenizer})
         self._cleanup.callback(self.runtime.close)
         steps = self.total_steps * self.optimizer_steps_per_step if training else 0
-        roles = self.roles(training)
+        roles = models.with_roles(self.roles(training), self.roles(training=True), self._further_roles)
         if "rollout" in roles:
-            roles |= reward_roles(self.config, self.plugins)
-        self.groups |= start_groups(self.runtime, self.config, roles, steps)
+            roles |= models.reward_roles(self.config, self.plugins)
+        self.groups |= models.start_groups(self.runtime, self.config, roles, steps)
         if resume is None and not self._restores and not self.builds_model:
-            warn_of_random_weights(self.config, self.plugins, roles)
+            models.warn_of_random_weights(self.config, self.plugins, roles)
         self.start()
 
     @property
@@ -199,7 +199,7 @@ class TrainingRun(abc.ABC):
     @functools.cached_property
     def text_config(self) -> Any:
         """The transformers config of the text model; None for a model that a plugin builds."""
-        return text_config(self.config.model, self.plugins, self.live.get("model"))
+        return models.text_config(self.config.model, self.plugins, self.live.get("model"))
 
     def load_inputs(self) -> None:
         """Do the part of ``setup`` before any model is built: tokenizer, data, ``prepare``."""
@@ -253,28 +253,28 @@ class TrainingRun(abc.ABC):
             )
         return train(self, resume)
 
-    def export(self, folder: Path, adapter: bool = False) -> None:
-        """Write the actor and the tokenizer as a Hugging Face folder.
+    def export(self, folder: Path, adapter: bool = False, role: str = "actor") -> None:
+        """Write the model of a role and the tokenizer as a Hugging Face folder.
 
         Args:
             folder: a new folder.
             adapter: write only the LoRA adapter, for peft; else base and adapter are merged.
+            role: a trained role; after ``load_checkpoint``, the actor or a role named there.
 
         Raises:
-            ConfigError: the run has no adapter.
+            ConfigError: the role has no adapter, or is not loaded.
         """
-        if adapter and self.config.actor.lora is None:
-            raise ConfigError(
-                "The run trained the whole model: it has no [actor.lora], so there is no adapter."
-            )
+        what = models.export_options(self.config, role, adapter)
         self.setup()
-        what: dict[str, Any] = {"adapter": True} if adapter else {}
-        self.groups["actor"].call("export", folder=Path(folder), **what).result()
+        models.loaded(self.groups, role).call("export", folder=Path(folder), **what).result()
         self.tokenizer.save_pretrained(folder)
 
-    def load_checkpoint(self, path: Path) -> None:
-        """Load weights and state from a checkpoint folder; in training also optimizers and position in the data."""
-        found, self._restores = Resume.at(path), True
+    def load_checkpoint(self, path: Path, roles: Sequence[str] = ()) -> None:
+        """Load weights and state from a checkpoint folder; in training also optimizers and position in the data.
+
+        ``roles``: trained roles to load without an optimizer, besides those that evaluation needs: ``["critic"]``.
+        """
+        found, self._restores, self._further_roles = Resume.at(path), True, roles
         self.setup()
         if found.state["tokenizer"] != tokenizer_hash(self.tokenizer):
             log.warning(

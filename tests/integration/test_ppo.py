@@ -121,6 +121,37 @@ def test_a_checkpoint_is_taken_for_evaluation_and_export_without_its_critic(make
     assert (tmp_path / "exported" / "model.safetensors").is_file()
 
 
+def test_an_exported_critic_starts_another_run_with_its_values(make, tmp_path):
+    run = make({"critic.optim.lr": 0.05})
+    run.train()
+    again = make()
+    again.load_checkpoint(Checkpoints(run.folder.checkpoints).latest(), ["critic"])
+    again.export(tmp_path / "critic", role="critic")
+    saved = weights(run, "critic")
+    assert "score.weight" in saved
+    later = make({"critic.path": str(tmp_path / "critic"), "run.name": "later"})
+    later.setup(training=True)
+    assert not changed(saved, weights(later, "critic"))
+    assert changed(weights(run, "actor"), weights(later, "actor"))
+
+
+def test_a_role_that_is_not_trained_or_not_loaded_is_not_exported(make, tmp_path):
+    run = make({"run.steps": 1, "algorithm.kl_coef": 0.1})
+    run.train()
+    latest = Checkpoints(run.folder.checkpoints).latest()
+    with pytest.raises(ConfigError, match=r"The run trains no role 'ref'. It trains: actor, critic."):
+        make({"algorithm.kl_coef": 0.1}).load_checkpoint(latest, ["ref"])
+    again = make()
+    again.load_checkpoint(latest)
+    with pytest.raises(
+        ConfigError, match=r"'critic' is not loaded here, only actor, rollout. .*\['critic'\]"
+    ):
+        again.export(tmp_path / "out", role="critic")
+    with pytest.raises(ConfigError, match=r"it has no \[critic.lora\], so there is no adapter"):
+        again.export(tmp_path / "out", adapter=True, role="critic")
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_critic_alone_learns_in_the_warm_up(make):
     run = make({"critic.warmup_steps": 2})
     run.setup(training=True)
