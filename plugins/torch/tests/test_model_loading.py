@@ -107,6 +107,32 @@ def test_a_module_that_replaces_another_has_the_weights_of_its_names(weights_fol
     assert torch.equal(again.lm_head.weight, built.lm_head.weight)
 
 
+class Wrapped(torch.nn.Module):
+    """A critic: a new module around a part of the ordinary model, with other names."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base, self.head = model.model, torch.nn.Linear(model.config.hidden_size, 1)
+
+
+def test_a_module_around_the_ordinary_model_is_built_from_its_own_export_too(weights_folder, tmp_path):
+    built = load_changed_model(ModelConfig(path=str(weights_folder), seed=3), Wrapped)
+    assert torch.equal(built.base.embed_tokens.weight, load(weights_folder).model.embed_tokens.weight)
+    with torch.no_grad():
+        for weight in built.parameters():
+            weight.add_(torch.rand_like(weight))
+    folder = tmp_path / "export"
+    folder.mkdir()
+    (folder / "config.json").write_text((weights_folder / "config.json").read_text())
+    save_file(
+        {name: w.detach().clone() for name, w in own_weights(built).items()}, folder / "model.safetensors"
+    )
+    again = load_changed_model(ModelConfig(path=str(folder), seed=4), Wrapped)
+    assert type(again) is Wrapped
+    for name, weight in own_weights(again).items():
+        assert torch.equal(weight, own_weights(built)[name]), name
+
+
 def test_weights_that_fit_neither_the_ordinary_nor_the_changed_model_are_named(weights_folder, tmp_path):
     built = load_changed_model(ModelConfig(path=str(weights_folder)), with_scales)
     saved = {name: weight.detach().clone() for name, weight in own_weights(built).items()}

@@ -56,17 +56,18 @@ def load_model(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
 
 def load_changed_model(
     model: ModelConfig,
-    change: Callable[[PreTrainedModel], None],
+    change: Callable[[PreTrainedModel], nn.Module | None],
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """Load the ordinary model of ``[model]`` and change its modules, or load what ``engine export`` wrote of such a model.
+    """Load the ordinary model of ``[model]`` and change it, or load what ``engine export`` wrote of such a model.
 
     As with ``from_pretrained``, a weight whose name the folder has is loaded, also into a module that replaces another.
 
     Args:
         model: the ``[model]`` table. Its folder has the weights of the ordinary model, none, or those of the changed model.
-        change: adds or replaces modules in place. New weights that it draws are those of `model.seed`.
+        change: adds or replaces modules in place, or returns a new module around the model's parts, such as a critic. New
+            weights that it draws are those of `model.seed`.
         device: the device of the model.
         dtype: type of the parameters.
 
@@ -87,7 +88,8 @@ def load_changed_model(
     loaded = built.state_dict()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)
-        change(built)
+        changed = change(built)
+    built = built if changed is None else changed
     shapes = _state_shapes(built)
     if not exported:
         same = {name: weight for name, weight in loaded.items() if shapes.get(name) == weight.shape}
