@@ -5,6 +5,7 @@ import pytest
 
 from engine_core.config.dump import dump_toml
 from engine_core.errors import ConfigError
+from engine_core.specs import TrainBackend
 from engine_plugin_tools.schema import NO_NAME, json_schema, schema_at, type_text
 
 
@@ -72,6 +73,15 @@ def test_one_table_can_be_asked_for(schema):
     assert "lr" in schema_at(schema, "ref.optim")["properties"]
     assert "actor" in schema_at(schema, "")["properties"]
     jsonschema.Draft202012Validator.check_schema(schema_at(schema, "actor.fsdp"))
+
+
+def test_an_engine_that_never_trains_is_offered_to_a_teacher_and_not_to_a_critic(specs):
+    never = TrainBackend(load=print, frozen_only=True)
+    schema = json_schema({**specs, "train_engines": {**specs["train_engines"], "served": never}})
+    assert errors(schema, "[teacher]\nbackend = 'served'\n[teacher.served]") == []
+    assert errors(schema, "[critic]\nbackend = 'fsdp'\n[critic.fsdp]") == []
+    assert errors(schema, "[critic]\nbackend = 'served'")
+    assert "served" not in schema_at(schema, "critic")["properties"]
 
 
 def test_the_type_of_a_name_is_the_names_that_exist():

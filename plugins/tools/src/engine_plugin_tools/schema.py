@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.config.choices import AUTO, CHOICES, model_of
 from engine_core.config.models import EngineConfig
+from engine_core.config.roles import CriticConfig
 from engine_core.errors import ConfigError, did_you_mean
 from engine_core.tables import MOST
 
@@ -31,7 +32,12 @@ def json_schema(specs: Mapping[str, Mapping[str, Spec]]) -> Schema:
     for model, choices in tables.items():
         for key, kind, _ in choices:
             table = schema if model is EngineConfig else definitions[model.__name__]
-            _mount(table, key, kind, specs.get(kind, {}), definitions)
+            offered = specs.get(kind, {})
+            if model is CriticConfig:  # always trained; the table of an actor is that of a teacher too
+                offered = {
+                    name: spec for name, spec in offered.items() if not getattr(spec, "frozen_only", False)
+                }
+            _mount(table, key, kind, offered, definitions)
     for name, spec in [item for named in specs.values() for item in named.items()]:
         # names that the name's own table chooses
         own = definitions.get(f"{spec.kind}.{name}.{spec.config.__name__}")
