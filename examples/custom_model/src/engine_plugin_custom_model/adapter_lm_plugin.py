@@ -9,7 +9,7 @@ BUILDS = ("hf",)  # samplers that ask engine_build_model
 def engine_build_model(role, model_config):
     from engine_plugin_custom_model.adapter_lm import build
 
-    return build(model_config) if role in ("actor", "rollout") else None
+    return build(model_config) if role in ("actor", "ref", "rollout") else None
 
 
 @hookimpl
