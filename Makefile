@@ -46,7 +46,7 @@ test: install
 # Most slow tests wait for each other's ranks or for a process that imports: a few files at a time. Those that use all cores
 # with threads, or look at memory over minutes, have the machine for themselves.
 test-full: test
-	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "slow and not alone and not gpu"
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "slow and not alone and not families and not gpu"
 	$(PYTEST) -m "alone and not gpu"
 
 # Words of the style guide (CONTRIBUTING.md) that have a plainer one: logged or sent, again, next to, continues, fix.
@@ -62,13 +62,16 @@ lint: install
 docs: install
 	$(BIN)/python docs/references.py
 	$(BIN)/python docs/scoreboard.py
+	$(BIN)/python docs/model_table.py
 	$(BIN)/python docs/algorithm_tables.py
 	$(BIN)/sphinx-build --quiet --fresh-env --write-all -W --keep-going docs docs/_build
 	@echo docs/_build/index.html
 
-# Half an hour: every suite of every train engine, slow ones too; docs/reference/backends.md tells what they gave.
+# Two hours: every suite of every train engine, and every backend with every family of models. The pages docs/reference/backends.md and
+# docs/reference/models.md show the results.
 scoreboard: install
-	OMP_NUM_THREADS=1 $(BIN)/python docs/scoreboard.py --record
+	OMP_NUM_THREADS=1 ENGINE_TEST_FORK=1 $(BIN)/python docs/scoreboard.py --record
+	OMP_NUM_THREADS=1 ENGINE_TEST_FORK=1 $(BIN)/python docs/model_table.py --record
 
 curves: install
 	$(BIN)/python benchmarks/curves/run.py

@@ -1,8 +1,18 @@
 """The rollout engine ``hf`` samples from every family."""
 
+import pytest
+
 from engine_plugin_testing import RolloutEngineSuite
 from engine_plugin_testing.families import SAMPLES, suites
 
+SCOREBOARD = (pytest.mark.slow, pytest.mark.families)
 globals().update(
-    suites(RolloutEngineSuite, SAMPLES, module=__name__, fast=("falcon_h1", "gpt_oss"), backend="hf")
+    suites(
+        RolloutEngineSuite,
+        SAMPLES,
+        module=__name__,
+        marks=SCOREBOARD,
+        fast=("falcon_h1", "gpt_oss"),
+        backend="hf",
+    )
 )

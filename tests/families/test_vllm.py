@@ -1,14 +1,17 @@
 """The rollout engine ``vllm`` samples from every family that it has."""
 
+import pytest
+
 from engine_plugin_testing import RolloutEngineSuite
 from engine_plugin_testing.families import SAMPLES, suites
 
+SCOREBOARD = (pytest.mark.slow, pytest.mark.families)
 globals().update(
     suites(
         RolloutEngineSuite,
         SAMPLES,
         module=__name__,
-        fast=(),
+        marks=SCOREBOARD,
         backend="vllm",
         options={
             "dtype": "float32",

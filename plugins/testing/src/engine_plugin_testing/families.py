@@ -16,13 +16,13 @@ recurrent layers where the family has them. Its weights are random: nothing here
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 if TYPE_CHECKING:
+    import pytest
+
     from engine_plugin_testing.suite import Suite
 
 WINDOW = {"sliding_window": 8}
@@ -148,7 +148,8 @@ def suites(
     families: Collection[str] = tuple(FAMILIES),
     model: Mapping[str, Any] | None = None,
     gaps: Mapping[str, str | Mapping[str, str]] | None = None,
-    fast: Collection[str] | None = None,
+    fast: Collection[str] = (),
+    marks: Sequence[pytest.MarkDecorator] = (),
     **attributes: Any,
 ) -> dict[str, type[Suite]]:
     """Return a suite for each family, by the name of its class.
@@ -160,7 +161,8 @@ def suites(
         families: names of ``FAMILIES``.
         model: further changes to the config of each model.
         gaps: by family why the engine does not support it, or the ``unsupported`` of its suite.
-        fast: families whose tests are not marked as ``slow``; default: all.
+        fast: families whose tests have no ``marks``.
+        marks: marks of pytest for all other families, such as ``pytest.mark.slow``.
         attributes: further attributes of each class.
     """
     found = {}
@@ -173,8 +175,8 @@ def suites(
             "unsupported": dict.fromkeys(contracts, gap) if isinstance(gap, str) else gap,
             **attributes,
         }
-        if fast is not None and family not in fast:
-            own["pytestmark"] = pytest.mark.slow
+        if family not in fast:
+            own["pytestmark"] = [*marks]
         others = dict.fromkeys(name for name in base.contracts if name not in contracts)  # None: no test
         name = f"Test{family.title().replace('_', '')}"
         found[name] = type(name, (base,), {**others, **own})
