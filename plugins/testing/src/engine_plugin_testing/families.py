@@ -35,13 +35,28 @@ LLAMA_3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 4.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 32,
+}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTED_EXPERTS = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "n_shared_experts": 1,
+    "topk_method": "noaux_tc",
     "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
@@ -101,9 +116,14 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "gpt_oss": {
             **HALF_WINDOW,
             **LOCAL_EXPERTS,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+            "rope_parameters": YARN,
         },
-        "cohere2": {**HALF_WINDOW, "logit_scale": 1.0},
+        "cohere2": {
+            **WINDOW,
+            "num_hidden_layers": 4,
+            "layer_types": [*3 * ["sliding_attention"], "full_attention"],
+            "logit_scale": 1.0,
+        },
         "deepseek_v3": {**LATENT_ATTENTION, **ROUTED_EXPERTS},
         "exaone4": HALF_WINDOW,
         "lfm2": {"layer_types": ["conv", "full_attention"]},

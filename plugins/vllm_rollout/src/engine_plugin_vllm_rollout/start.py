@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine_core.errors import ConfigError, EnvironmentProblem
+from engine_plugin_vllm_rollout.own_classes import separate
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -176,12 +177,15 @@ def start(
         }
         config = EngineArgs(**(arguments | options.passed_on())).create_engine_config()
         take_device(config, place.device)
-        return LLMEngine(
+        made = LLMEngine(
             config,
             executor_class=Executor.get_class(config),
             log_stats=False,
             multiprocess_mode=False,
         )
+        if options.tensor_parallel_size == 1:  # else the model is in other processes
+            made.apply_model(separate)
+        return made
 
 
 def take_device(config: Any, device: torch.device) -> None:
