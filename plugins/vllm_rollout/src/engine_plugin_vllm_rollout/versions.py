@@ -100,6 +100,16 @@ def reload(engine: LLMEngine, weights: list[tuple[str, Tensor]]) -> None:
     engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
     if on_cpu():
         engine.apply_model(refresh_tied_head)
+        engine.apply_model(refresh_experts)
+
+
+@torch.no_grad()
+def refresh_experts(model: Any) -> None:
+    """Pack the weights of experts for the kernels of CPUs, which vLLM does after the first load alone."""
+    for layer in list(model.modules()):
+        kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+        if kernel is not None:
+            kernel.fused_experts.process_weights_after_loading(layer)
 
 
 @torch.no_grad()
