@@ -15,6 +15,14 @@ async def guess(episode):
     return episode.rollout({"solved": float(turn.text.strip() == answer) + len(turn.text) / 100})
 
 
+async def again(episode):
+    await episode.sample(max_tokens=4)
+    while episode.goes_on:
+        episode.append_messages({"role": "user", "content": "Again."})
+        await episode.sample(max_tokens=4)
+    return episode.rollout({})
+
+
 async def greedy_reader(episode):
     turn = await episode.sample(max_tokens=4)
     return episode.rollout({"solved": float(turn.text[1] == "4")})
@@ -37,5 +45,5 @@ class Counter:
 
 @hookimpl
 def engine_environments():
-    made = {"guess": guess, "greedy_reader": greedy_reader, "dice": dice, "counter": Counter}
+    made = {"guess": guess, "again": again, "greedy_reader": greedy_reader, "dice": dice, "counter": Counter}
     return {name: Environment(load=load, rewards=frozenset({"solved"})) for name, load in made.items()}

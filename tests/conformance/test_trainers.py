@@ -35,3 +35,10 @@ class TestAsync(TrainerSuite):
 class TestGuess(EnvironmentSuite):
     name = "guess"
     plugins = ["guess.py"]
+
+
+@pytest.mark.slow
+class TestAgain(EnvironmentSuite):
+    name = "again"
+    plugins = ["guess.py"]
+    chat = True

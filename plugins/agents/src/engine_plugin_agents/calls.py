@@ -48,7 +48,9 @@ def _read(text: str, tag: str, closed: bool) -> ToolCall:
         made = json.loads(text)
     except (ValueError, RecursionError) as error:
         if not closed:
-            return ToolCall("", problem=f"the call has no </{tag}>: the response was cut off, or the tag is missing")
+            return ToolCall(
+                "", problem=f"the call has no </{tag}>: the response was cut off, or the tag is missing"
+            )
         return ToolCall("", problem=f"the call is not JSON ({error})")
     if not isinstance(made, dict) or not isinstance(made.get("name"), str):
         return ToolCall("", problem='the call must be an object with "name" and "arguments"')

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 ROWS = [
     {"prompt": f"{number}+1=", "response": str(number + 1), "answer": str(number + 1)} for number in range(16)
 ]
+CHAT = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+"""A chat template whose turns end with the tokenizer's end token."""
 MEASURED = re.compile(r"^(time$|time/|throughput/|memory/|gpu/)|seconds")
 """Metrics of the machine, which differ from run to run."""
 
@@ -121,4 +126,19 @@ class EnvironmentBench(TrainerBench):
             "max_failure_share": 1.0,
             **({self.name: dict(options)} if options else {}),
         }
-        return {"environment": table, "rollout.group_size": 2, "rollout.max_response_tokens": 24}
+        chat = {"data.chat_template": True} if self.settings["chat"] else {}
+        return {"environment": table, "rollout.group_size": 2, "rollout.max_response_tokens": 24, **chat}
+
+    def model(self) -> str:
+        """Return the folder of a random model; with ``chat`` its tokenizer has a chat template."""
+        if not self.settings["chat"]:
+            return super().model()
+        from engine_plugin_testing.reference import tokenizer, write_model
+
+        folder = self.place.cache / "chat-model"
+        if not folder.exists():
+            write_model(folder, {}, seed=0, tied=True)
+            made = tokenizer()
+            made.chat_template = CHAT
+            made.save_pretrained(folder)
+        return str(folder)

@@ -42,12 +42,14 @@ class EnvironmentSuite(AlgorithmSuite, modules=(environment_cases,)):
         options: its table, as in ``[environment.NAME]``.
         keys: further keys of the run file: ``{"environment.max_turns": 5}``.
         rows: rows of data; default: sums, with the columns ``prompt`` and ``answer``.
+        chat: the tokenizer has a chat template, and each prompt is a user message; for environments that append messages.
     """
 
     kind = "environments"
     section = "environment"
     bench = "engine_plugin_testing.trainer_bench:EnvironmentBench"
-    fields: ClassVar[tuple[str, ...]] = ("name", "options", "plugins", "keys", "rows")
+    fields: ClassVar[tuple[str, ...]] = ("name", "options", "plugins", "keys", "rows", "chat")
 
     keys: Mapping[str, Any] = {}
     rows: Sequence[Mapping[str, Any]] = ()
+    chat: bool = False
