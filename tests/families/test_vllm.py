@@ -16,6 +16,7 @@ SIZES = {  # those that vLLM's kernels for CPUs have
 }
 GAPS = {
     "apertus": "log-probs differ by up to 3e-3 nats in float32",
+    "cohere2": "log-probs of vLLM 0.32 differ behind the sliding window",
     "deepseek_v3": "vLLM has no latent attention of this size on CPUs",
     "glm4_moe": "log-probs of vLLM 0.32 on CPUs are off by nats",
     "gpt_oss": "vLLM has no kernel for its experts on CPUs",

@@ -133,6 +133,32 @@ def test_a_module_around_the_ordinary_model_is_built_from_its_own_export_too(wei
         assert torch.equal(weight, own_weights(built)[name]), name
 
 
+def test_a_second_change_begins_from_the_ordinary_model_or_from_what_was_exported_of_either(
+    weights_folder, tmp_path
+):
+    def folder_of(built, name):
+        made = tmp_path / name
+        made.mkdir()
+        (made / "config.json").write_text((weights_folder / "config.json").read_text())
+        weights = {key: weight.detach().clone() for key, weight in own_weights(built).items()}
+        save_file(weights, made / "model.safetensors")
+        return ModelConfig(path=str(made), seed=4)
+
+    ordinary = ModelConfig(path=str(weights_folder), seed=3)
+    actor = load_changed_model(ordinary, with_scales)
+    with torch.no_grad():
+        for weight in actor.parameters():
+            weight.add_(torch.rand_like(weight))
+    critic = load_changed_model(folder_of(actor, "actor"), with_scales, Wrapped)
+    assert torch.equal(critic.base.layers[1].scale, actor.model.layers[1].scale)
+    assert torch.equal(critic.base.norm.weight, actor.model.norm.weight)
+    again = load_changed_model(folder_of(critic, "critic"), with_scales, Wrapped)
+    for name, weight in own_weights(again).items():
+        assert torch.equal(weight, own_weights(critic)[name]), name
+    fresh = load_changed_model(ordinary, with_scales, Wrapped)
+    assert torch.equal(fresh.base.norm.weight, load(weights_folder).model.norm.weight)
+
+
 def test_weights_that_fit_neither_the_ordinary_nor_the_changed_model_are_named(weights_folder, tmp_path):
     built = load_changed_model(ModelConfig(path=str(weights_folder)), with_scales)
     saved = {name: weight.detach().clone() for name, weight in own_weights(built).items()}

@@ -56,7 +56,7 @@ def load_model(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
 
 def load_changed_model(
     model: ModelConfig,
-    change: Callable[[PreTrainedModel], nn.Module | None],
+    *changes: Callable[[Any], nn.Module | None],
     device: torch.device = CPU,
     dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
@@ -65,44 +65,52 @@ def load_changed_model(
     As with ``from_pretrained``, a weight whose name the folder has is loaded, also into a module that replaces another.
 
     Args:
-        model: the ``[model]`` table. Its folder has the weights of the ordinary model, none, or those of the changed model.
-        change: adds or replaces modules in place, or returns a new module around the model's parts, such as a critic. New
-            weights that it draws are those of `model.seed`.
+        model: the ``[model]`` table. Its folder has the weights of the ordinary model, none, or those of the model after any
+            of the changes: a critic around a changed actor can begin from the export of that actor.
+        changes: in their order. Each adds or replaces modules in place, or returns a new module around the model's parts, such
+            as a critic. New weights that they draw are those of `model.seed`.
         device: the device of the model.
         dtype: type of the parameters.
 
     Raises:
         ConfigError: as :func:`load_model`.
-        DataError: the weights fit neither the ordinary nor the changed model.
+        DataError: the weights fit neither the ordinary model nor the model after a change.
     """
     files = sorted(Path(model.path).glob("*.safetensors"))
     if damaged := damaged_file(model.path):
         raise ConfigError(damaged)
     saved = {name: shape for file in files for name, shape in _shapes(file).items()}
     config = load_hf_config(model)
-    chosen = with_attention(model, config, device)
     with torch.device("meta"):
         ordinary = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code)
-    exported = not saved.items() <= _state_shapes(ordinary).items()
-    built: Any = random_model(config, chosen, device) if exported else load_model(model, device, dtype)
-    loaded = built.state_dict()
+    complete = saved.items() <= _state_shapes(ordinary).items()  # the weights are in the model
+    built: Any = (
+        load_model(model, device, dtype)
+        if complete
+        else random_model(config, with_attention(model, config, device), device)
+    )
+    unfit: dict[str, set[str]] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)
-        changed = change(built)
-    built = built if changed is None else changed
-    shapes = _state_shapes(built)
-    if not exported:
-        same = {name: weight for name, weight in loaded.items() if shapes.get(name) == weight.shape}
-        built.load_state_dict(same, strict=False)
-        return cast_parameters(built, dtype).to(device)
-    unfit = {
-        "not in the folder": {name for name, _ in built.named_parameters()} - saved.keys(),
-        "not in the model": saved.keys() - shapes.keys(),
-        "of another shape": {name for name in saved.keys() & shapes.keys() if saved[name] != shapes[name]},
-    }
-    _refuse_unfit(model.path, built, unfit)
-    for file in files:
-        built.load_state_dict(load_file(file), strict=False)
+        for change in changes:
+            loaded = built.state_dict()
+            changed = change(built)
+            built = built if changed is None else changed
+            shapes = _state_shapes(built)
+            if complete:
+                same = {name: weight for name, weight in loaded.items() if shapes.get(name) == weight.shape}
+                built.load_state_dict(same, strict=False)
+                continue
+            unfit = {
+                "not in the folder": {name for name, _ in built.named_parameters()} - saved.keys(),
+                "not in the model": saved.keys() - shapes.keys(),
+                "of another shape": {n for n in saved.keys() & shapes.keys() if saved[n] != shapes[n]},
+            }
+            if complete := not any(unfit.values()):
+                for file in files:
+                    built.load_state_dict(load_file(file), strict=False)
+    if not complete:
+        _refuse_unfit(model.path, built, unfit)
     return cast_parameters(built, dtype).to(device)
 
 
