@@ -1,4 +1,7 @@
-"""The train engine ``deepspeed`` computes the log-probs, gradients and adapters of every family on two ranks."""
+"""The train engine ``deepspeed`` computes the log-probs and gradients of every family on two ranks.
+
+Adapters take half a minute each with weights in parts (ZeRO stage 3); the plugin's own suites have their contracts.
+"""
 
 import pytest
 
@@ -9,7 +12,7 @@ SCOREBOARD = (pytest.mark.slow, pytest.mark.families)
 globals().update(
     suites(
         TrainEngineSuite,
-        TRAINS,
+        [name for name in TRAINS if "adapter" not in name],
         module=__name__,
         marks=SCOREBOARD,
         backend="deepspeed",
