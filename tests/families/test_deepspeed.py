@@ -15,6 +15,11 @@ globals().update(
         [name for name in TRAINS if "adapter" not in name],
         module=__name__,
         marks=SCOREBOARD,
+        gaps={
+            "apertus": {
+                "test_a_resumed_run_continues_exactly": "DeepSpeed cannot write a weight of one number over two ranks"
+            }
+        },
         backend="deepspeed",
         options={"param_persistence_threshold": 0},
         world_size=2,

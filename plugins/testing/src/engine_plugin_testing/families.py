@@ -109,6 +109,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             **LOCAL_EXPERTS,
             "layer_types": ["mamba", "attention"],
             "shared_intermediate_size": 32,
+            "initializer_range": 0.1,
         },
         "glm4": {},
         "glm4_moe": ROUTED_EXPERTS,
