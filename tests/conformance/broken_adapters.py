@@ -8,8 +8,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
+from engine_core.contracts.weight_sync import ADAPTER_PREFIX as PREFIX
 from engine_plugin_torch import adapter as adapters
-from engine_plugin_torch.adapter import NAME, PREFIX, Adapter
+from engine_plugin_torch.adapter import NAME, Adapter
 from engine_plugin_torch.engine import TorchEngine
 
 

@@ -32,7 +32,8 @@ def write(folder, model, seed, tied):
         nn.init.normal_(module.shift, std=model["initializer_range"])
     folder.mkdir()
     save_file(module.state_dict(), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps({"size": size, "vocab_size": model["vocab_size"]}))
+    kept = {name: model[name] for name in ("vocab_size", "max_position_embeddings")}
+    (folder / "config.json").write_text(json.dumps({"size": size, **kept}))
 
 
 def write_small(folder, model, seed, tied):

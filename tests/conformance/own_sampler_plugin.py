@@ -1,5 +1,6 @@
 """A sampler and a train engine of one model of our own; the core's ``torch`` cannot build that model."""
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +30,8 @@ class Sampler(PlainRollout):
         RolloutEngine.__init__(self, config, model_config, context)
         self.tokenizer = context.live["tokenizer"]
         self.module = load(model_config.path).float().to(context.device)
-        positions = 48 if "max_position_embeddings=48" in model_config.path else 128
-        self.module.config = SimpleNamespace(vocab_size=97, max_position_embeddings=positions)
+        written = json.loads((Path(model_config.path) / "config.json").read_text())
+        self.module.config = SimpleNamespace(**written)
         self.module.register_forward_pre_hook(with_positions, with_kwargs=True)
         self.module.register_forward_hook(lambda module, inputs, logits: SimpleNamespace(logits=logits))
         self.queue, self.whole = {}, True

@@ -54,7 +54,7 @@ def test_a_broken_promise_is_shown_with_the_numbers_and_without_our_own_frames(r
     result = run(0.5)
     result.stdout.fnmatch_lines(
         [
-            "Every example gets its value in a worker process*",
+            "In a worker process, every example gets its value*",
             "Example 1 ({'completion': 'abcdef'}): sample 0 got 0.0, expected 0.5.",
         ]
     )

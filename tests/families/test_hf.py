@@ -12,7 +12,7 @@ globals().update(
         SAMPLES,
         module=__name__,
         marks=SCOREBOARD,
-        fast=("falcon_h1", "gpt_oss"),
+        fast=("lfm2", "gpt_oss"),
         backend="hf",
     )
 )

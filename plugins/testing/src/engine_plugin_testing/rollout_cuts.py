@@ -31,6 +31,11 @@ SHARP: tuple[dict[str, Any], ...] = ({"top_k": 3}, {"top_p": 0.6})
 """Sampling options that leave few tokens."""
 ONE: dict[str, Any] = {"temperature": 1.0, "top_k": 1}
 """Sampling options that leave the most likely token alone."""
+GREEDY: tuple[dict[str, Any], ...] = tuple(
+    {"temperature": 0.0, **more}
+    for more in ({}, {"seed": 99}, {"top_p": 0.4}, {"top_k": 3}, {"top_k": 12, "top_p": 0.7})
+)
+"""Sampling options that draw the most likely token, with cuts that must not show."""
 
 EDGE = 1e-3  # tolerance of a sum of probabilities (absolute), and of the order of two tokens (relative)
 PRECISE = 1e-3  # a suite's tolerance for float32, in nats, at which EDGE holds
