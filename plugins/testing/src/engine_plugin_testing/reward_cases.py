@@ -46,7 +46,7 @@ def _same(found: Values, expected: Values, what: str) -> None:
 
 @contract(catches=("wrong length returned", "an answer that is not the one of its example"))
 def values_are_right(bench: RewardBench) -> None:
-    """In a worker process, every example gets its value, both in a call of its own and in a call with all others.
+    """In a worker process, every example gets its value, both in a separate call and in a call with all others.
 
     An example that names an answer has this answer, which votes of a group count.
     """

@@ -189,7 +189,7 @@ def sequences_that_belong_together_are_not_split(bench: TrainBench) -> None:
     )
 )
 def every_call_reports_its_own_loss_and_metrics(bench: TrainBench) -> None:
-    """Each call of ``forward_backward`` reports loss and metrics of its own batch only, to five digits.
+    """Each call of ``forward_backward`` reports loss and metrics of that call's batch only, to five digits.
 
     There are two calls for each step, in one micro-batch or several.
     """

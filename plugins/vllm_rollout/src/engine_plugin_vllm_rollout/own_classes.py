@@ -1,4 +1,4 @@
-"""Classes of their own for the modules that vLLM takes from transformers.
+"""Separate classes for the modules that vLLM takes from transformers.
 
 vLLM runs many families (SmolLM3, OLMo 2 and 3, Seed-OSS, ...) with transformers' own modules. For that it changes the class of
 the model in place: its constructor then needs vLLM's config, and a call runs vLLM's compiled code. The trainer in the same
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def separate(model: Any) -> None:
-    """Move vLLM's changes from transformers' classes to new classes of its own modules.
+    """Move vLLM's changes from transformers' classes to new classes, which only vLLM's modules have.
 
     Args:
         model: vLLM's model in this process.
