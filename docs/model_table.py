@@ -73,7 +73,8 @@ The runs were on CPUs: `fsdp` and `deepspeed` on two ranks, `megatron` with `tp 
 
 - A train engine passes if log-probs, entropies of long packs, gradients, export and exact resume equal an independent forward pass in float64.
 - A sampler passes if its log-probs equal that forward pass for prompts of all sizes, also after an update in the middle of a response.
-- LoRA was run with `torch` and `fsdp`; the column shows `torch`."""
+- LoRA was run with `torch` and `fsdp`; the column shows `torch`.
+- On one H100, SmolLM3 and OLMo 2 also trained three steps of GRPO with `torch` and `vllm` in one process, compiled and with CUDA graphs."""
 
 
 def class_of(family: str) -> str:
