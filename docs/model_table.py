@@ -9,8 +9,6 @@ The page shows recorded outcomes of ``tests/families``, which ``engine_plugin_te
 
 from __future__ import annotations
 
-import argparse
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,14 +16,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # page_parts, also where this file is run by its path
 
-from page_parts import table
+from page_parts import recorded_page, run_recorded, table
 
 from engine_plugin_testing.families import FAMILIES
 from engine_plugin_testing.recorder import FAILED, PASSED, read
 from engine_plugin_testing.suite import UNDECLARED, UNSUPPORTED
 
 DOCS = Path(__file__).parent
-ROOT, PAGE, RECORD = DOCS.parent, DOCS / "reference" / "models.md", DOCS / "reference" / "models.json"
+PAGE, RECORD = DOCS / "reference" / "models.md", DOCS / "reference" / "models.json"
 BACKENDS = ("torch", "fsdp", "deepspeed", "megatron", "hf", "vllm")
 ADAPTER = "test_an_adapter_alone_is_trained"
 NAMES = {
@@ -93,10 +91,10 @@ def cell(found: Mapping[str, str] | None, backend: str) -> str:
     if found is None:
         return "not offered" if backend == "megatron" else "not run"
     rest = {name: value for name, value in found.items() if name != ADAPTER}
-    if reason := next((v for v in rest.values() if v.startswith(UNSUPPORTED)), ""):
-        return f"no: {reason.removeprefix(UNSUPPORTED)}"
     if FAILED in rest.values():
         return "**fails**"
+    if reason := next((v for v in rest.values() if v.startswith(UNSUPPORTED)), ""):
+        return f"no: {reason.removeprefix(UNSUPPORTED)}"
     return "yes" if all(v == PASSED or UNDECLARED in v for v in rest.values()) else "not run"
 
 
@@ -125,27 +123,8 @@ def page() -> str:
 def run(backends: list[str]) -> int:
     """Run the tests of these backends (of all if none is given); return pytest's exit code."""
     tests = [f"tests/families/test_{backend}.py" for backend in backends or BACKENDS]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "", "-p", "engine_plugin_testing.recorder"]
-    command += ["--rootdir", str(ROOT), "--record-contracts", str(RECORD), *tests]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
-
-
-def main() -> None:
-    """Read the command line, and record, check or write."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit 1 if the page is out of date"
-    )
-    parser.add_argument("--record", nargs="*", choices=BACKENDS, metavar="NAME", help="run tests first")
-    given = parser.parse_args()
-    code = 0 if given.record is None else run(given.record)
-    made = page()
-    if not given.check:
-        PAGE.write_text(made, "utf-8")
-    elif not PAGE.is_file() or PAGE.read_text("utf-8") != made:
-        sys.exit(f"{PAGE.relative_to(ROOT)} is out of date: run python docs/model_table.py.")
-    sys.exit(code)
+    return run_recorded(RECORD, tests)
 
 
 if __name__ == "__main__":
-    main()
+    recorded_page(__doc__, PAGE, page, BACKENDS, run)

@@ -11,13 +11,15 @@ load a plugin of the same file, such as those of LoRA, are left out.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).parent))  # page_parts, also where this file is run by its path
+
+from page_parts import ROOT, recorded_page, run_recorded
 
 from engine_plugin_testing import TrainEngineSuite
 from engine_plugin_testing.recorder import FAILED, PASSED, read, settings
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from engine_plugin_testing.contracts import Contract
 
 DOCS = Path(__file__).parent
-ROOT, PAGE, RECORD = DOCS.parent, DOCS / "reference" / "backends.md", DOCS / "reference" / "contracts.json"
+PAGE, RECORD = DOCS / "reference" / "backends.md", DOCS / "reference" / "contracts.json"
 SUITES = {
     "torch": "tests/conformance/test_torch.py",
     "fsdp": "plugins/fsdp/tests/test_conformance.py",
@@ -203,32 +205,8 @@ def run_suites(backends: list[str]) -> int:
         for backend in backends or SUITES
         for suite in suites_of(backend)
     ]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "engine_plugin_testing.recorder"]
-    command += ["--rootdir", str(ROOT), "--record-contracts", str(RECORD), *tests]
-    return subprocess.run(command, cwd=ROOT, check=False).returncode
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--check", action="store_true", help="change nothing; exit 1 where the page is out of date"
-    )
-    parser.add_argument(
-        "--record",
-        nargs="*",
-        choices=[*SUITES],
-        metavar="NAME",
-        help="run the suites of these backends first, or of all",
-    )
-    given = parser.parse_args()
-    code = 0 if given.record is None else run_suites(given.record)
-    made = page()
-    if not given.check:
-        PAGE.write_text(made, "utf-8")
-    elif not PAGE.is_file() or PAGE.read_text("utf-8") != made:
-        sys.exit(f"{PAGE.relative_to(ROOT)} is out of date: run python docs/scoreboard.py.")
-    sys.exit(code)
+    return run_recorded(RECORD, tests)
 
 
 if __name__ == "__main__":
-    main()
+    recorded_page(__doc__, PAGE, page, SUITES, run_suites)

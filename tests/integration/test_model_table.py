@@ -42,6 +42,7 @@ def test_the_contracts_of_families_are_those_of_the_suites():
         ({"test_a": "passed", "test_b": f"the spec{UNDECLARED}'lora'"}, "yes"),
         ({"test_a": "passed", "test_b": "failed"}, "**fails**"),
         ({"test_a": f"{UNSUPPORTED}no such kernel"}, "no: no such kernel"),
+        ({"test_a": f"{UNSUPPORTED}no such kernel", "test_b": "failed"}, "**fails**"),
         ({"test_a": "passed", "test_an_adapter_alone_is_trained": "failed"}, "yes"),
         (None, "not run"),
     ],

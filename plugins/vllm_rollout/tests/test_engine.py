@@ -338,3 +338,34 @@ def test_a_length_without_room_for_a_prompt_is_refused_before_vllm_starts(folder
 def test_a_length_over_the_models_is_one_message(folders):
     with pytest.raises(ConfigError, match=r"rollout\.vllm\.max_model_len is more than the model can hold"):
         build(folders / "0", max_model_len=4096)
+
+
+def test_each_update_of_a_mixture_of_experts_is_what_is_sampled(tmp_path):
+    """On a CPU vLLM packs the weights of experts for its kernels when it loads them first."""
+    shape = {
+        "model_type": "qwen3_moe",
+        "hidden_size": 128,
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    }
+    for seed in (0, 1):
+        write_model(tmp_path / str(seed), shape, seed, tied=False)
+    engine = build(tmp_path / "0")
+    try:
+        for version, seed in enumerate(("0", "1", "0")):
+            if version:
+                engine.update_weights(load_file(tmp_path / seed / "model.safetensors").items(), version)
+            (rollout,) = engine.generate(asked(1, temperature=1.0))
+            with torch.no_grad():
+                rows = torch.log_softmax(
+                    logits_of(load_reference(str(tmp_path / seed)), rollout.token_ids), -1
+                )
+            expected = rows[2:-1].gather(1, rollout.token_ids[3:, None].long()).squeeze(1)
+            torch.testing.assert_close(
+                rollout.rollout_log_probs[3:].double(), expected, atol=1e-3, rtol=0, check_dtype=False
+            )
+    finally:
+        engine.close()

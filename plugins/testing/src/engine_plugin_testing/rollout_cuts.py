@@ -35,7 +35,7 @@ GREEDY: tuple[dict[str, Any], ...] = tuple(
     {"temperature": 0.0, **more}
     for more in ({}, {"seed": 99}, {"top_p": 0.4}, {"top_k": 3}, {"top_k": 12, "top_p": 0.7})
 )
-"""Sampling options that draw the most likely token, with cuts that must not show."""
+"""Sampling options at temperature 0, where top-p and top-k change neither tokens nor log-probs."""
 
 EDGE = 1e-3  # tolerance of a sum of probabilities (absolute), and of the order of two tokens (relative)
 PRECISE = 1e-3  # a suite's tolerance for float32, in nats, at which EDGE holds

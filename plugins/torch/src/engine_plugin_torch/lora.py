@@ -168,8 +168,10 @@ def _targets(module: nn.Module, lora: LoRAConfig, role: str, saved: Collection[s
     layers = {name: part for name, part in module.named_modules() if isinstance(part, ADAPTED)}
     if asked == "all-linear":
         found = [name for name, part in layers.items() if isinstance(part, LINEAR) and part is not head]
-        found = [name for name in found if not any(_inside(name, end) for end in saved)]
-        found = [name for name in found if not _bypassed(module, name)]
+        bypassed = _bypassed(module)
+        found = [
+            name for name in found if name not in bypassed and not any(_inside(name, end) for end in saved)
+        ]
         if not found:
             raise ConfigError(f"{key}: {type(module).__name__} has no linear layer besides its head.")
         return found
@@ -220,25 +222,30 @@ def _check(
                 f"{role}.lora: '{name}' shares its weight with another module of this model (tied embeddings). "
                 "Changing one of them cannot be written as one model: leave it out of target_modules and modules_to_save."
             )
-    for name in targets:
-        if reason := _bypassed(module, name):
-            raise ConfigError(f"{role}.lora.target_modules: '{name}' cannot have an adapter: {reason}.")
+    bypassed = _bypassed(module)
+    if refused := [name for name in targets if name in bypassed]:
+        raise ConfigError(
+            f"{role}.lora.target_modules: '{refused[0]}' cannot have an adapter: {bypassed[refused[0]]}."
+        )
     if lora.dora and (other := [name for name in targets if type(parts[name]) is not nn.Linear]):
         raise ConfigError(
             f"{role}.lora.dora: '{other[0]}' is a {type(parts[other[0]]).__name__}, not an nn.Linear."
         )
 
 
-def _bypassed(module: nn.Module, name: str) -> str:
-    """Return why an adapter on the layer ``name`` would not be used; "" if it is used."""
-    parent, _, end = name.rpartition(".")
-    mamba = all(hasattr(module.get_submodule(parent), part) for part in ("A_log", "D"))
-    if mamba and end == "out_proj":
-        return "the fused kernel of Mamba layers reads the weight itself"
-    fused = any(getattr(getattr(part, "gate_up_proj", None), "ndim", 0) == 3 for part in module.modules())
-    if fused and end in EXPERT_PARTS:
-        return "peft adapts all experts of a mixture instead of a layer of this name"
-    return ""
+def _bypassed(module: nn.Module) -> dict[str, str]:
+    """Return by the name of a layer why an adapter on it would not be used; other layers are left out."""
+    parts = dict(module.named_modules())
+    mamba = "the fused kernel of Mamba layers reads the weight itself"
+    found = {
+        f"{name}.out_proj": mamba
+        for name, part in parts.items()
+        if hasattr(part, "A_log") and hasattr(part, "D")
+    }
+    if any(getattr(getattr(part, "gate_up_proj", None), "ndim", 0) == 3 for part in parts.values()):
+        experts = "peft adapts all experts of a mixture instead of a layer of this name"
+        found |= {name: experts for name in parts if name.rpartition(".")[2] in EXPERT_PARTS}
+    return found
 
 
 def _shortest(module: nn.Module, targets: Collection[str]) -> list[str]:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from engine_core.errors import ConfigError, EnvironmentProblem
-from engine_plugin_vllm_rollout.own_classes import separate
+from engine_plugin_vllm_rollout.transformers_classes import restore_classes
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -184,7 +184,7 @@ def start(
             multiprocess_mode=False,
         )
         if options.tensor_parallel_size == 1:  # else the model is in other processes
-            made.apply_model(separate)
+            made.apply_model(restore_classes)
         return made
 
 

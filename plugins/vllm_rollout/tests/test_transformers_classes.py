@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig, set_current_vllm_config
 
-from engine_plugin_vllm_rollout.own_classes import separate
+from engine_plugin_vllm_rollout.transformers_classes import restore_classes
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def test_a_module_of_the_trainer_can_be_built_and_called_after_vllm_has_started(
     model, plain, made = family
     with pytest.raises(AssertionError, match="vLLM config is not set"):
         model()
-    separate(nn.ModuleList([made]))
+    restore_classes(nn.ModuleList([made]))
     assert model.__init__ is plain
     assert model.__bases__ == (nn.Module,)
     called = []
@@ -45,7 +45,7 @@ def test_a_module_of_the_trainer_can_be_built_and_called_after_vllm_has_started(
 def test_the_module_of_vllm_keeps_the_changes_and_is_still_of_the_family(family):
     model, _, made = family
     changed = type(made).__call__
-    separate(nn.ModuleList([made]))
+    restore_classes(nn.ModuleList([made]))
     assert type(made).__call__ is changed
     assert isinstance(made, model)
     assert type(made) is not model
@@ -53,10 +53,10 @@ def test_the_module_of_vllm_keeps_the_changes_and_is_still_of_the_family(family)
 
 def test_a_second_engine_finds_the_class_as_the_first_one_did(family):
     model, plain, made = family
-    separate(nn.ModuleList([made]))
+    restore_classes(nn.ModuleList([made]))
     support_torch_compile(dynamic_arg_dims={"x": 0})(model)
     with set_current_vllm_config(VllmConfig()):
         second = model()
-    separate(nn.ModuleList([made, second]))
+    restore_classes(nn.ModuleList([made, second]))
     assert model.__init__ is plain
     assert isinstance(second, model)

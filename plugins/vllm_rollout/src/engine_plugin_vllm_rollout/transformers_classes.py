@@ -1,8 +1,8 @@
-"""Separate classes for the modules that vLLM takes from transformers.
+"""The restoring of transformers' classes that vLLM changes when it starts.
 
-vLLM runs many families (SmolLM3, OLMo 2 and 3, Seed-OSS, ...) with transformers' own modules. For that it changes the class of
-the model in place: its constructor then needs vLLM's config, and a call runs vLLM's compiled code. The trainer in the same
-process could no longer build or run such a model.
+vLLM runs many families (SmolLM3, OLMo 2 and 3, Seed-OSS, ...) with transformers' modules. For that it changes the model's class in
+place: the constructor then needs vLLM's config, and a call runs vLLM's compiled code. The trainer in the same process could no
+longer build or run such a model.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import inspect
 from typing import Any
 
 
-def separate(model: Any) -> None:
-    """Move vLLM's changes from transformers' classes to new classes, which only vLLM's modules have.
+def restore_classes(model: Any) -> None:
+    """Give vLLM's modules new classes that have its changes, and restore the classes of transformers.
 
     Args:
         model: vLLM's model in this process.
