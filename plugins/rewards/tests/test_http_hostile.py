@@ -96,7 +96,7 @@ def test_a_packed_answer_is_not_unpacked(scorer_server):
     def packed(handler, sent):
         handler.answer(bomb, headers=[("Content-Encoding", "gzip")])
 
-    found = ask(scorer_server(packed).url, attempt_timeout_seconds=5)
+    found = ask(scorer_server(packed).url, attempt_timeout_seconds=60)
     assert all("the response is no JSON: '\\x1f" in str(error) for error in found)
 
 
