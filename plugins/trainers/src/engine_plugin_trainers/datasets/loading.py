@@ -1,0 +1,183 @@
+"""Read public data sets with the library ``datasets``: rows stay in its memory-mapped files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from engine_core.errors import ConfigError, DataError, EnvironmentProblem
+from engine_plugin_trainers.datasets.conversion import Row
+from engine_plugin_trainers.datasets.table import SETS, PublicSet
+
+log = logging.getLogger("engine")
+
+BATCH_ROWS = 1000  # rows that are hashed at a time
+
+
+class DatasetRows(Sequence[Row]):
+    """The rows of a split, converted when they are read.
+
+    Args:
+        dataset: a ``datasets.Dataset``.
+        chosen: the table's entry.
+        suffix: text after each question.
+        examples: converted rows that precede each question as worked examples.
+    """
+
+    def __init__(
+        self, dataset: Any, chosen: PublicSet, suffix: str = "", examples: Sequence[Row] = ()
+    ) -> None:
+        self.dataset, self.chosen, self.suffix = dataset, chosen, suffix
+        self.lead = "".join(
+            f"Question: {self._question(row)}\nAnswer: {row['response']}\n\n" for row in examples
+        )
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        row = self.chosen.convert(self.dataset[index])
+        if self.chosen.reward:
+            row["prompt"] = self._question(row)
+            if self.lead:
+                row["prompt"] = f"{self.lead}Question: {row['prompt']}\nAnswer:"
+        return row
+
+    def _question(self, row: Row) -> str:
+        gap = " " if self.suffix and not self.suffix[0].isspace() else ""
+        return f"{row['prompt']}{gap}{self.suffix}"
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of the stored rows and of the texts that are added to each."""
+        import pyarrow as pa
+
+        state = hashlib.sha256(json.dumps([self.lead, self.suffix]).encode())
+        for table in self.dataset.with_format("arrow").iter(BATCH_ROWS):
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, table.schema) as stream:
+                stream.write_table(table)
+            state.update(sink.getvalue())
+        return state.hexdigest()
+
+
+def rows_of(
+    name: str,
+    split: str,
+    *,
+    folder: str | None = None,
+    revision: str = "",
+    limit: int = 0,
+    suffix: str | None = None,
+    shots: int = 0,
+) -> Sequence[Row]:
+    """Return the rows of a split of a public data set; none if the set has no validation split.
+
+    Args:
+        name: a name of ``SETS``.
+        split: ``train`` or ``validation``.
+        folder: a folder with the files of the hub repository; None: the hub.
+        revision: a commit, tag or branch of the hub repository; empty: the table's.
+        limit: maximum number of rows; 0: all.
+        suffix: text after each question; None: the table's.
+        shots: number of worked examples before each question.
+
+    Raises:
+        ConfigError: the options contradict each other or the set.
+        DataError: the set cannot be read, or has other columns than expected.
+        EnvironmentProblem: the library ``datasets`` is not installed.
+    """
+    chosen = SETS[name]
+    if folder and revision:
+        raise ConfigError(
+            f"data.{name}.revision: got '{revision}', but data.{name}.folder names files that are used as they "
+            "are. Remove one of the two keys."
+        )
+    if split == "train" and not chosen.train:
+        raise DataError(
+            f"data.source = '{name}': {chosen.repo} has no training split, it is for evaluation. Train on another "
+            f"set: {', '.join(other for other in SETS if SETS[other].train)}."
+        )
+    if split == "validation" and not chosen.validation:
+        return []
+    dataset = open_split(name, split, folder, revision)
+    examples = _examples(name, shots, folder, revision) if shots else []
+    first = len(examples) if split == "train" else 0
+    last = min(len(dataset), first + limit) if limit else len(dataset)
+    dataset = dataset.select(range(first, last))
+    return DatasetRows(dataset, chosen, chosen.suffix if suffix is None else suffix, examples)
+
+
+def open_split(name: str, split: str, folder: str | None = None, revision: str = "") -> Any:
+    """Return a split as a ``datasets.Dataset``, without the rows that cannot be used.
+
+    Raises:
+        DataError: it cannot be read, or has other columns than expected.
+        EnvironmentProblem: the library ``datasets`` is not installed.
+    """
+    chosen = SETS[name]
+    hub_split = chosen.train if split == "train" else chosen.validation
+    try:
+        from datasets import load_dataset
+    except ModuleNotFoundError as error:
+        raise EnvironmentProblem(
+            f"data.source = '{name}' needs the library 'datasets': {error}. "
+            "Try: pip install 'engine-plugin-trainers[datasets]'"
+        ) from error
+    place = f"folder '{folder}'" if folder else f"{chosen.repo} on the hub"
+    try:
+        dataset = load_dataset(
+            folder or chosen.repo,
+            chosen.config,
+            split=hub_split,
+            revision=None if folder else revision or chosen.revision,
+        )
+    except Exception as error:  # of many libraries: HTTP clients, file formats, the hub's client
+        raise DataError(
+            f"data.source = '{name}': the split '{hub_split}' of {place} cannot be read: "
+            f"{type(error).__name__}: {error}. {_advice(chosen, folder)}"
+        ) from error
+    if missing := [column for column in chosen.columns if column not in dataset.column_names]:
+        raise DataError(
+            f"data.source = '{name}': {place} lacks the columns {', '.join(missing)}. Expected the columns "
+            f"{', '.join(chosen.columns)}; found {', '.join(dataset.column_names)}."
+        )
+    if chosen.usable:
+        whole = len(dataset)
+        dataset = dataset.filter(chosen.usable)
+        if len(dataset) < whole:
+            log.info("Data source '%s' (%s): %d rows left out.", name, split, whole - len(dataset))
+    return dataset
+
+
+def _advice(chosen: PublicSet, folder: str | None) -> str:
+    download = f"hf download {chosen.repo} --repo-type dataset --local-dir FOLDER"
+    if folder:
+        return f"It must hold the files of {chosen.url}, as `{download}` writes them."
+    return (
+        f"Where the hub cannot be reached, set the option 'folder' to a copy that `{download}` has written."
+    )
+
+
+def _examples(name: str, shots: int, folder: str | None, revision: str) -> list[Row]:
+    """Return the first ``shots`` rows of the training split, converted.
+
+    Raises:
+        ConfigError: the set has no training split with solutions, or fewer rows.
+    """
+    chosen = SETS[name]
+    rows = []
+    if chosen.train:
+        train = open_split(name, "train", folder, revision)
+        rows = [chosen.convert(train[number]) for number in range(min(shots, len(train)))]
+    usable = [row for row in rows if row.get("response")]
+    if len(usable) < shots:
+        raise ConfigError(
+            f"data.{name}.shots: got {shots}, but the training split of {chosen.repo} has {len(usable)} worked "
+            "solutions at its start. Set 0."
+        )
+    return usable
