@@ -12,7 +12,6 @@ from pydantic import Field
 
 from engine_core.specs import FilePath, Options
 from engine_plugin_trainers.datasets import conversion
-from engine_plugin_trainers.datasets.conversion import Row
 
 HUB = "https://huggingface.co/datasets/"
 FINAL_LINE = 'Let\'s think step by step and output the final answer after "####".'
@@ -56,8 +55,8 @@ class PublicSet:
     rows: Mapping[str, int] = field(default_factory=dict)  #: rows of our splits on the hub
     reward: str = ""  #: reward that fits; empty: none is needed
     suffix: str = ""  #: text after each question
-    convert: Callable[[Row], Row] = dict  #: makes our columns of a row
-    usable: Callable[[Row], bool] | None = None  #: whether a row can be used; None: each one can
+    convert: Callable[[conversion.Row], conversion.Row] = dict  #: makes our columns of a row
+    usable: Callable[[conversion.Row], bool] | None = None  #: whether a row can be used; None: each one can
 
     @property
     def url(self) -> str:
