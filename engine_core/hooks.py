@@ -406,6 +406,9 @@ def engine_data_sources() -> Mapping[str, DataSource]:
             def engine_data_sources():
                 return {"squares": DataSource(load=squares, config=SquaresOptions, license="CC0-1.0")}
 
+    A run reads all rows at its start, to check and hash them. It skips that for a sequence with a text ``digest``, the
+    hash of its rows.
+
     Collects from all plugins; entry-point group ``engine.data_sources``. Called once in every process. Not collective.
     """
 

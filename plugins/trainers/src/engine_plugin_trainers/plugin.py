@@ -10,6 +10,7 @@ from engine_core.specs import (
     SAMPLING_SECTIONS,
     SHARED_SECTIONS,
     Advantage,
+    Command,
     DataSource,
     Objective,
     PairLoss,
@@ -143,3 +144,9 @@ def engine_data_sources() -> Mapping[str, DataSource]:
         )
         for name, chosen in SETS.items()
     }
+
+
+@hookimpl
+def engine_commands() -> Mapping[str, Command]:
+    """Offer ``engine data``."""
+    return {"data": Command(load="engine_plugin_trainers.data_command:data")}

@@ -42,8 +42,9 @@ def has_answer(row: Row) -> bool:
 
 def dapo(row: Row) -> Row:
     """Take ``solution``, which is the final answer, and drop the columns that repeat it in the layout of verl."""
-    row = {name: value for name, value in row.items() if name not in ("reward_model", "source_prompt")}
-    return {**row, "answer": row.pop("solution")}
+    repeated = ("solution", "reward_model", "source_prompt")
+    kept = {name: value for name, value in row.items() if name not in repeated}
+    return {**kept, "answer": row["solution"]}
 
 
 def openr1(row: Row) -> Row:

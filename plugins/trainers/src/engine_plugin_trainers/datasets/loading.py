@@ -7,6 +7,7 @@ import json
 import logging
 from collections.abc import Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from engine_core.errors import ConfigError, DataError, EnvironmentProblem
@@ -98,9 +99,10 @@ def rows_of(
             "are. Remove one of the two keys."
         )
     if split == "train" and not chosen.train:
+        others = ", ".join(other for other, found in SETS.items() if found.train and found.reward)
         raise DataError(
-            f"data.source = '{name}': {chosen.repo} has no training split, it is for evaluation. Train on another "
-            f"set: {', '.join(other for other in SETS if SETS[other].train)}."
+            f"data.source = '{name}': {chosen.repo} has no training split, it is for evaluation. "
+            f"Sets of questions to train on: {others}."
         )
     if split == "validation" and not chosen.validation:
         return []
@@ -135,12 +137,16 @@ def open_split(name: str, split: str, folder: str | None = None, revision: str =
             chosen.config,
             split=hub_split,
             revision=None if folder else revision or chosen.revision,
+            cache_dir=_cache_of(folder) if folder else None,
         )
     except Exception as error:  # of many libraries: HTTP clients, file formats, the hub's client
         raise DataError(
             f"data.source = '{name}': the split '{hub_split}' of {place} cannot be read: "
             f"{type(error).__name__}: {error}. {_advice(chosen, folder)}"
         ) from error
+    if folder or revision:
+        where = f"{place}, whose revision is not checked" if folder else f"revision {revision}"
+        log.info("Data source '%s' (%s) is read from %s.", name, split, where)
     if missing := [column for column in chosen.columns if column not in dataset.column_names]:
         raise DataError(
             f"data.source = '{name}': {place} lacks the columns {', '.join(missing)}. Expected the columns "
@@ -152,6 +158,17 @@ def open_split(name: str, split: str, folder: str | None = None, revision: str =
         if len(dataset) < whole:
             log.info("Data source '%s' (%s): %d rows left out.", name, split, whole - len(dataset))
     return dataset
+
+
+def _cache_of(folder: str) -> str:
+    """Return the cache of these files. The library's own would return other files of a folder of the same name."""
+    from datasets import config
+
+    files = [(path, path.stat()) for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+    state = [(str(path.relative_to(folder)), found.st_size, found.st_mtime_ns) for path, found in files]
+    return str(
+        Path(config.HF_DATASETS_CACHE, "folders", hashlib.sha256(json.dumps(state).encode()).hexdigest())
+    )
 
 
 def _advice(chosen: PublicSet, folder: str | None) -> str:

@@ -1,6 +1,13 @@
 """The public data sets that ``[data] source`` knows by name: one table, and the options of each set.
 
-Every revision is a commit of the hub repository. The comment above it names a public project that pins the same one.
+Every revision is a commit of the hub repository that public projects pin, too:
+
+* ``math``, ``aime25``: the evaluations of inspect_evals;
+* ``math``, ``aime24``, ``deepscaler``: task sets for the library verifiers;
+* ``hh_rlhf``: the task curation of marin-community/marin;
+* ``aime24``, ``deepscaler``, ``openr1_math``, ``tulu3_sft``: the hub's pages of the repository name it as the newest commit;
+* ``gsm8k``, ``math500``, ``dapo_math_17k``, ``ultrafeedback``, ``ultrachat``: five or more training and evaluation
+  repositories each, all the same commit.
 """
 
 from __future__ import annotations
@@ -249,7 +256,7 @@ SETS: Mapping[str, PublicSet] = {
         content="conversations of many kinds (Tulu 3)",
         repo="allenai/tulu-3-sft-mixture",
         revision="b14afda60f1bbebe55d5d2fa1e4df5042f97f8be",
-        license="ODC-By-1.0",
+        license="ODC-By-1.0 (parts: non-commercial)",
         train="train",
         rows={"train": 939343},
         columns={"id": "text", "messages": MESSAGES, "source": "text"},
