@@ -56,6 +56,7 @@ NOT_RUN_HERE = {
     r"ray start .*|engine train .* runtime.backend=ray.*": "a cluster takes a while; plugins/ray/tests/test_losses.py runs it",
     r"torchrun .*": "two nodes; tests/integration/test_two_nodes.py runs it on loopback",
     r"python examples/calculator/run.py": "minutes; tests/integration/test_calculator.py runs it in small, and `slow` in full",
+    r"engine data gsm8k gsm8k-rows .*": "needs a copy of the hub's repository; tests/integration/test_public_datasets.py has one",
     r"engine serve-reward .*": "serves until it is ended; tests/integration/test_serve_reward.py starts, asks and ends it",
     r"pytest first/.*": "needs the package installed; plugins/tools/tests/test_scaffold.py runs the template's tests",
     r"pytest examples/(custom_model|backends)": "tests/integration/test_examples.py runs them",

@@ -131,6 +131,8 @@ def run_file(
     lines += [f'trainer = "{chosen.trainers[0]}"{others}', "", "[data]"]
     lines += [f"{split} = {json.dumps(file.as_posix())}" for split, (file, _) in files.items()]
     lines += [] if files else [f'source = "{name}"']
+    if chosen.pairs:
+        lines.append(f'# for kto: source = "{name}", and unpaired = true in [data.{name}]')
     if chosen.reward:
         lines += [
             "chat_template = true  # not for a base model",

@@ -141,6 +141,19 @@ def test_folder_and_revision_together_are_refused(rows_of):
         rows_of("gsm8k", revision="main")
 
 
+@pytest.mark.parametrize("name", ["ultrafeedback", "hh_rlhf"])
+def test_each_pair_is_two_judged_rows(rows_of, name):
+    pairs, judged = rows_of(name), rows_of(name, unpaired=True)
+    assert len(judged) == 2 * len(pairs)
+    for number, pair in enumerate(pairs):
+        good, bad = judged[2 * number], judged[2 * number + 1]
+        assert good["prompt"] == bad["prompt"] == pair["prompt"]
+        assert (good["response"], good["label"]) == (pair["chosen"], True)
+        assert (bad["response"], bad["label"]) == (pair["rejected"], False)
+    assert not {"chosen", "rejected", "messages"} & {*judged[0]}
+    assert judged.digest != pairs.digest
+
+
 # ------------------------------------------------------------------ the digest
 
 

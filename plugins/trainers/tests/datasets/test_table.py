@@ -6,7 +6,7 @@ import hub_folders
 import pytest
 
 from engine_plugin_trainers import plugin
-from engine_plugin_trainers.datasets.table import SETS, DatasetOptions, QuestionOptions
+from engine_plugin_trainers.datasets.table import SETS, DatasetOptions, PairOptions, QuestionOptions
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -27,4 +27,5 @@ def test_every_set_is_a_data_source_with_license_revision_and_address():
     assert (gsm8k.license, gsm8k.url) == ("MIT", "https://huggingface.co/datasets/openai/gsm8k")
     assert gsm8k.revision == SETS["gsm8k"].revision
     assert gsm8k.config is QuestionOptions
+    assert sources["hh_rlhf"].config is PairOptions
     assert sources["tulu3_sft"].config is DatasetOptions

@@ -59,15 +59,31 @@ def ultrachat(row: Row) -> Row:
     return {name: value for name, value in row.items() if name != "prompt"}
 
 
+def ultrafeedback(row: Row) -> Row:
+    """Divide both conversations into prompt and reply; drop ``messages``, which repeats the better one."""
+    rest = {name: value for name, value in row.items() if name != "messages"}
+    return {**rest, **pair(row["chosen"], row["rejected"])}
+
+
 def different(row: Row) -> bool:
     """Return whether the two responses differ."""
     return bool(row["chosen"] != row["rejected"])
 
 
 def hh_rlhf(row: Row) -> Row:
-    """Read both conversations: what precedes the last assistant turn is the prompt."""
-    chosen, rejected = turns(row["chosen"]), turns(row["rejected"])
-    return {**row, "prompt": chosen[:-1], "chosen": chosen[-1:], "rejected": rejected[-1:]}
+    """Read both conversations and divide them into prompt and reply."""
+    return pair(turns(row["chosen"]), turns(row["rejected"]))
+
+
+def pair(chosen: list[Message], rejected: list[Message]) -> Row:
+    """Return the columns of two conversations that differ in their last turn."""
+    return {"prompt": chosen[:-1], "chosen": chosen[-1:], "rejected": rejected[-1:]}
+
+
+def judged(row: Row, desirable: bool) -> Row:
+    """Return one response of a pair, with its label for KTO."""
+    rest = {name: value for name, value in row.items() if name not in ("chosen", "rejected")}
+    return {**rest, "response": row["chosen" if desirable else "rejected"], "label": desirable}
 
 
 def one_reply_differs(row: Row) -> bool:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_core.errors import ConfigError, DataError, EnvironmentProblem
-from engine_plugin_trainers.datasets.conversion import Row
+from engine_plugin_trainers.datasets.conversion import Row, judged
 from engine_plugin_trainers.datasets.table import SETS, PublicSet
 
 log = logging.getLogger("engine")
@@ -27,20 +27,28 @@ class DatasetRows(Sequence[Row]):
         chosen: the table's entry.
         suffix: text after each question.
         examples: converted rows that precede each question as worked examples.
+        unpaired: two rows of each pair, the chosen response first.
     """
 
     def __init__(
-        self, dataset: Any, chosen: PublicSet, suffix: str = "", examples: Sequence[Row] = ()
+        self,
+        dataset: Any,
+        chosen: PublicSet,
+        suffix: str = "",
+        examples: Sequence[Row] = (),
+        unpaired: bool = False,
     ) -> None:
-        self.dataset, self.chosen, self.suffix = dataset, chosen, suffix
+        self.dataset, self.chosen, self.suffix, self.unpaired = dataset, chosen, suffix, unpaired
         self.lead = "".join(
             f"Question: {self._question(row)}\nAnswer: {row['response']}\n\n" for row in examples
         )
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self.dataset) * (1 + self.unpaired)
 
     def __getitem__(self, index: Any) -> Any:
+        if self.unpaired:
+            return judged(self.chosen.convert(self.dataset[index // 2]), index % 2 == 0)
         row = self.chosen.convert(self.dataset[index])
         if self.chosen.reward:
             row["prompt"] = self._question(row)
@@ -57,7 +65,7 @@ class DatasetRows(Sequence[Row]):
         """SHA-256 of the stored rows and of the texts that are added to each."""
         import pyarrow as pa
 
-        state = hashlib.sha256(json.dumps([self.lead, self.suffix]).encode())
+        state = hashlib.sha256(json.dumps([self.lead, self.suffix, self.unpaired]).encode())
         for table in self.dataset.with_format("arrow").iter(BATCH_ROWS):
             sink = pa.BufferOutputStream()
             with pa.ipc.new_stream(sink, table.schema) as stream:
@@ -75,6 +83,7 @@ def rows_of(
     limit: int = 0,
     suffix: str | None = None,
     shots: int = 0,
+    unpaired: bool = False,
 ) -> Sequence[Row]:
     """Return the rows of a split of a public data set; none if the set has no validation split.
 
@@ -86,6 +95,7 @@ def rows_of(
         limit: maximum number of rows; 0: all.
         suffix: text after each question; None: the table's.
         shots: number of worked examples before each question.
+        unpaired: make two rows of each pair.
 
     Raises:
         ConfigError: the options contradict each other or the set.
@@ -111,7 +121,8 @@ def rows_of(
     first = len(examples) if split == "train" else 0
     last = min(len(dataset), first + limit) if limit else len(dataset)
     dataset = dataset.select(range(first, last))
-    return DatasetRows(dataset, chosen, chosen.suffix if suffix is None else suffix, examples)
+    suffix = chosen.suffix if suffix is None else suffix
+    return DatasetRows(dataset, chosen, suffix, examples, unpaired)
 
 
 def open_split(name: str, split: str, folder: str | None = None, revision: str = "") -> Any:
@@ -142,7 +153,7 @@ def open_split(name: str, split: str, folder: str | None = None, revision: str =
     except Exception as error:  # of many libraries: HTTP clients, file formats, the hub's client
         raise DataError(
             f"data.source = '{name}': the split '{hub_split}' of {place} cannot be read: "
-            f"{type(error).__name__}: {error}. {_advice(chosen, folder)}"
+            f"{type(error).__name__}: {str(error).rstrip('.')}. {_advice(chosen, folder)}"
         ) from error
     if folder or revision:
         where = f"{place}, whose revision is not checked" if folder else f"revision {revision}"

@@ -46,6 +46,13 @@ class QuestionOptions(DatasetOptions):
     """Number of worked examples before each question: the first rows of the training split, which training then leaves out."""
 
 
+class PairOptions(DatasetOptions):
+    """``[data.NAME]``: options of a public data set of pairs of responses."""
+
+    unpaired: bool = False
+    """For the trainer ``kto``: make two rows of each pair, one for each response, with the column ``label``."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PublicSet:
     """A public data set: where it is, what its rows hold, and what they fit."""
@@ -71,8 +78,15 @@ class PublicSet:
         return HUB + self.repo
 
     @property
+    def pairs(self) -> bool:
+        """Whether the rows are pairs of responses."""
+        return "dpo" in self.trainers
+
+    @property
     def options(self) -> type[DatasetOptions]:
         """The option model."""
+        if self.pairs:
+            return PairOptions
         return QuestionOptions if self.reward else DatasetOptions
 
 
@@ -236,7 +250,8 @@ SETS: Mapping[str, PublicSet] = {
             "score_chosen": "float",
             "score_rejected": "float",
         },
-        trainers=("dpo", "kto", "reward_model"),
+        trainers=("dpo", "reward_model", "kto"),
+        convert=conversion.ultrafeedback,
         usable=conversion.different,
     ),
     "hh_rlhf": PublicSet(
@@ -248,7 +263,7 @@ SETS: Mapping[str, PublicSet] = {
         validation="test",
         rows={"train": 160800, "validation": 8552},
         columns={"chosen": "text with Human and Assistant turns", "rejected": "the same"},
-        trainers=("dpo", "kto", "reward_model"),
+        trainers=("dpo", "reward_model", "kto"),
         convert=conversion.hh_rlhf,
         usable=conversion.one_reply_differs,
     ),
