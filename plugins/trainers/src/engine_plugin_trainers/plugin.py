@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from engine_core.hooks import hookimpl
 from engine_core.specs import (
     SAMPLING_SECTIONS,
     SHARED_SECTIONS,
     Advantage,
-    Command,
-    DataSource,
     Objective,
     PairLoss,
     Part,
     Stage,
     TrainerSpec,
 )
-from engine_plugin_trainers.datasets.loading import rows_of
-from engine_plugin_trainers.datasets.table import SETS
 from engine_plugin_trainers.options import (
     PAIR_LOSSES,
     AsyncOptions,
@@ -129,24 +124,3 @@ def engine_objectives() -> Mapping[str, Objective]:
 def engine_parts() -> Mapping[str, Part]:
     """Offer early stopping."""
     return {"early_stop": Part(load="engine_plugin_trainers.early_stop:Stragglers")}
-
-
-@hookimpl
-def engine_data_sources() -> Mapping[str, DataSource]:
-    """Offer public data sets."""
-    return {
-        name: DataSource(
-            load=partial(rows_of, name),
-            config=chosen.options,
-            license=chosen.license,
-            revision=chosen.revision,
-            url=chosen.url,
-        )
-        for name, chosen in SETS.items()
-    }
-
-
-@hookimpl
-def engine_commands() -> Mapping[str, Command]:
-    """Offer ``engine data``."""
-    return {"data": Command(load="engine_plugin_trainers.data_command:data")}

@@ -5,7 +5,7 @@ import re
 import hub_folders
 import pytest
 
-from engine_plugin_trainers import plugin
+from engine_plugin_trainers.datasets import plugin
 from engine_plugin_trainers.datasets.table import SETS, DatasetOptions, PairOptions, QuestionOptions
 
 
