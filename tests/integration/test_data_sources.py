@@ -213,6 +213,35 @@ def test_a_source_without_held_out_rows_leaves_the_other_sets(make, world, train
     assert all(name.startswith("eval/more/") for name in evaluated)
 
 
+def test_rows_with_a_digest_are_read_when_they_are_needed(make):
+    lazy = """
+    class Lazy:
+        digest = "abc"
+
+        def __init__(self, rows):
+            self.rows, self.read = rows, CALLS
+
+        def __len__(self):
+            return len(self.rows)
+
+        def __getitem__(self, number):
+            self.read.append(number)
+            return self.rows[number]
+
+    """
+    source = SUMS.replace("    CALLS = []\n", lazy + "\n    CALLS = []\n")
+    source = source.replace("return [\n", "return Lazy([\n").replace(
+        "+ number)\n        ]", "+ number)\n        ])"
+    )
+    run = make({"run.steps": 1, "data.sums.count": 1000}, source)
+    run.train()
+
+    assert 4 <= len({number for number in calls_of(run) if number != "train"}) < 1000
+    assert run.source.state()["files"] == [
+        {"file": "data source 'sums' (train)", "rows": 1000, "sha256": "abc"}
+    ]
+
+
 # ------------------------------------------------------------------ resuming
 
 
