@@ -167,7 +167,8 @@ def open_split(name: str, split: str, folder: str | None = None, revision: str =
         whole = len(dataset)
         dataset = dataset.filter(chosen.usable)
         if len(dataset) < whole:
-            log.info("Data source '%s' (%s): %d rows left out.", name, split, whole - len(dataset))
+            left_out = whole - len(dataset)
+            log.info("Data source '%s' (%s): %d of %d rows cannot be used.", name, split, left_out, whole)
     return dataset
 
 
@@ -187,7 +188,8 @@ def _advice(chosen: PublicSet, folder: str | None) -> str:
     if folder:
         return f"It must hold the files of {chosen.url}, as `{download}` writes them."
     return (
-        f"Where the hub cannot be reached, set the option 'folder' to a copy that `{download}` has written."
+        f"Where the hub cannot be reached, name in the option 'folder' (engine data: --source) a copy that `{download}` "
+        "has written."
     )
 
 
