@@ -92,6 +92,12 @@ def test_rows_stay_in_the_memory_mapped_file(rows_of):
     assert rows[0] is not rows[0]
 
 
+def test_rows_are_selected_again_when_the_code_that_selects_them_changes(rows_of, monkeypatch):
+    before, same = (rows_of("deepscaler").dataset._fingerprint for _ in range(2))
+    monkeypatch.setattr(loading.inspect, "getsource", lambda module: "other code")
+    assert before == same != rows_of("deepscaler").dataset._fingerprint
+
+
 # ------------------------------------------------------------------ options
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import logging
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine_core.errors import ConfigError, DataError, EnvironmentProblem
+from engine_plugin_trainers.datasets import conversion
 from engine_plugin_trainers.datasets.conversion import Row, judged
 from engine_plugin_trainers.datasets.table import SETS, PublicSet
 
@@ -163,13 +165,20 @@ def open_split(name: str, split: str, folder: str | None = None, revision: str =
             f"data.source = '{name}': {place} lacks the columns {', '.join(missing)}. Expected the columns "
             f"{', '.join(chosen.columns)}; found {', '.join(dataset.column_names)}."
         )
-    if chosen.usable:
-        whole = len(dataset)
-        dataset = dataset.filter(chosen.usable)
-        if len(dataset) < whole:
-            left_out = whole - len(dataset)
-            log.info("Data source '%s' (%s): %d of %d rows cannot be used.", name, split, left_out, whole)
-    return dataset
+    return _usable(dataset, name, split)
+
+
+def _usable(dataset: Any, name: str, split: str) -> Any:
+    """Return the rows that can be used. The library's cache keeps the result until the code that decides changes."""
+    from datasets.fingerprint import Hasher
+
+    if not (usable := SETS[name].usable):
+        return dataset
+    fingerprint = Hasher.hash([dataset._fingerprint, usable.__name__, inspect.getsource(conversion)])
+    kept = dataset.filter(usable, new_fingerprint=fingerprint)
+    if left_out := len(dataset) - len(kept):
+        log.info("Data source '%s' (%s): %d of %d rows cannot be used.", name, split, left_out, len(dataset))
+    return kept
 
 
 def _cache_of(folder: str) -> str:
