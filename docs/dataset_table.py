@@ -40,7 +40,7 @@ Rows become the columns of [plain layouts](../data.md#layouts). Other columns st
 - **Questions** become `prompt`, with the set's suffix, and `answer`. A solution becomes `response`, for SFT and for worked examples. The solutions of GSM8K
   keep their calculator notes, such as `<<48/2=24>>`.
 - **Pairs** become `prompt`, `chosen` and `rejected`, as messages. Pairs that the trainers refuse are left out: with equal responses, with an empty one, or with
-  conversations that differ before the last turn.
+  conversations that differ before the last turn. So are questions without an answer. The log counts them.
 - **Conversations** stay in the column `messages`.
 
 A prompt of text becomes a user message with `chat_template = true`. For a base model, leave that out, and set a suffix that separates question and response,
@@ -80,6 +80,10 @@ engine data gsm8k gsm8k-rows --source mirrors/gsm8k
 Rows are read from the memory-mapped files of the library's cache (`HF_DATASETS_CACHE`), in which changed files of a folder are noticed. Checkpoints store
 the hash of all rows, so a resumed run warns if they changed."""
 
+HUB = """## What is read from the hub
+
+The library downloads all splits of a configuration. A folder must have these splits and columns:"""
+
 
 def page() -> str:
     """Return the page's text."""
@@ -104,7 +108,7 @@ def page() -> str:
     options = table(
         ["option", "sets", "what it does"], [row for model, of in models.items() for row in keys(model, of)]
     )
-    parts = [INTRO, sets, ROWS, OPTIONS, options, OFFLINE, "## What is read from the hub", hub]
+    parts = [INTRO, sets, ROWS, OPTIONS, options, OFFLINE, HUB, hub]
     return "\n\n".join(parts) + "\n"
 
 
