@@ -65,7 +65,8 @@ suffix = ""
 
 OFFLINE = """## Without access to the hub
 
-Copy the repository on a machine with access, and name the folder on the other one. Nothing is downloaded then, and the commit is not checked:
+Copy the repository on a machine with access, and name the folder on the other one. Nothing is downloaded then, and the log names
+the commit that `hf` recorded in the folder:
 
 ```sh
 hf download openai/gsm8k --repo-type dataset --revision 740312add88f781978c0658806c59bc2815b9866 --local-dir mirrors/gsm8k

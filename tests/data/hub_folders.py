@@ -1,6 +1,6 @@
 """Small copies of the public data sets' hub repositories: same files, configurations and columns, 20 rows of our own a split.
 
-``write("gsm8k", folder)`` writes the files as ``hf download --local-dir`` does. Every row's numbers follow from its number,
+``write("gsm8k", folder)`` writes the files as ``hf download --local-dir`` does, with its records of the commit. Every row's numbers follow from its number,
 so a test knows the right answer.
 """
 
@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 ROWS = 20
+COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 Row = dict
 
@@ -202,7 +203,7 @@ def rows_of(name: str, split: str = "train") -> list[Row]:
     return [SETS[name][0](i) for i in range(first + 1, first + ROWS + 1)]
 
 
-def write(name: str, folder: Path) -> Path:
+def write(name: str, folder: Path, commit: str = COMMIT) -> Path:
     """Write the files of a set's repository below ``folder`` and return it."""
     _, license, configs = SETS[name]
     folder.mkdir(parents=True)
@@ -218,6 +219,10 @@ def write(name: str, folder: Path) -> Path:
         rows = rows_of(name, Path(plain).stem)
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / plain).write_text(json.dumps(rows, indent=2) if plain.endswith(".json") else lines)
+    for file in [path for path in folder.rglob("*") if path.is_file()]:
+        record = folder / ".cache" / "huggingface" / "download" / f"{file.relative_to(folder)}.metadata"
+        record.parent.mkdir(parents=True, exist_ok=True)
+        record.write_text(f"{commit}\n{len(file.read_bytes()):040x}\n1764000000.0\n")
     return folder
 
 

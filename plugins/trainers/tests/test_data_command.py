@@ -49,7 +49,7 @@ def test_both_splits_are_written_and_named(engine, tmp_path):
     hub_folders.write("gsm8k", tmp_path / "copy")
     shown = engine("data", "gsm8k", "out", "--source", "copy")
     assert shown.code == 0, shown.err
-    assert "# revision: not checked, files of 'copy'\n" in shown.out
+    assert f"# revision: {hub_folders.COMMIT}\n" in shown.out
     assert "# out/train.parquet: 20 rows\n# out/validation.parquet: 20 rows\n" in shown.out
     keys = tomllib.loads(shown.out)
     assert keys["data"] == {

@@ -114,7 +114,9 @@ def run_file(
     name: str, chosen: PublicSet, files: Mapping[str, tuple[Path, int]], source: Path | None
 ) -> list[str]:
     """Return the lines of a run file that uses a data set: its files, or without files the data source."""
-    revision = f"not checked, files of '{source}'" if source else chosen.revision
+    from engine_plugin_trainers.datasets.loading import commit_of
+
+    revision = (commit_of(str(source)) or f"unknown, files of '{source}'") if source else chosen.revision
     lines = [
         f"# {name}: {chosen.content}",
         f"# license: {chosen.license}",

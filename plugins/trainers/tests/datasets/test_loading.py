@@ -160,6 +160,20 @@ def test_each_pair_is_two_judged_rows(rows_of, name):
     assert judged.digest != pairs.digest
 
 
+def test_the_commit_of_a_folder_is_the_one_that_the_download_recorded(copy_of, tmp_path, caplog):
+    caplog.set_level("INFO", "engine")
+    folder = shutil.copytree(copy_of("aime25"), tmp_path / "copy")
+    read = functools.partial(loading.rows_of, "aime25", "validation", folder=str(folder))
+    read()
+    assert (
+        f"'aime25' (validation) is read from folder '{folder}', revision {hub_folders.COMMIT}." in caplog.text
+    )
+    record = folder / ".cache" / "huggingface" / "download" / "README.md.metadata"
+    record.write_text("another\n")
+    read()
+    assert f"folder '{folder}', revision unknown." in caplog.text
+
+
 # ------------------------------------------------------------------ the digest
 
 

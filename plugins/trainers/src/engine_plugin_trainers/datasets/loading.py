@@ -158,14 +158,21 @@ def open_split(name: str, split: str, folder: str | None = None, revision: str =
             f"{type(error).__name__}: {str(error).rstrip('.')}. {_advice(chosen, folder)}"
         ) from error
     if folder or revision:
-        where = f"{place}, whose revision is not checked" if folder else f"revision {revision}"
-        log.info("Data source '%s' (%s) is read from %s.", name, split, where)
+        found = (commit_of(folder) or "unknown") if folder else revision
+        log.info("Data source '%s' (%s) is read from %s, revision %s.", name, split, place, found)
     if missing := [column for column in chosen.columns if column not in dataset.column_names]:
         raise DataError(
             f"data.source = '{name}': {place} lacks the columns {', '.join(missing)}. Expected the columns "
             f"{', '.join(chosen.columns)}; found {', '.join(dataset.column_names)}."
         )
     return _usable(dataset, name, split)
+
+
+def commit_of(folder: str) -> str:
+    """Return the commit that ``hf download`` has recorded for all files of a folder; empty without one, or with several."""
+    records = Path(folder, ".cache", "huggingface", "download").rglob("*.metadata")
+    commits = {record.read_text("utf-8").partition("\n")[0] for record in records}
+    return commits.pop() if len(commits) == 1 else ""
 
 
 def _usable(dataset: Any, name: str, split: str) -> Any:
