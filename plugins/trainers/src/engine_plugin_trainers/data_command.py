@@ -11,6 +11,7 @@ import typer
 
 from engine_core.cli.output import check_new, print_table
 from engine_core.errors import ConfigError, did_you_mean
+from engine_plugin_trainers.datasets.loading import commit_of, rows_of
 from engine_plugin_trainers.datasets.table import SETS, PublicSet
 
 BATCH_ROWS = 1000  # rows that are written at a time
@@ -75,8 +76,6 @@ def write(name: str, out: Path, source: Path | None, splits: Sequence[str]) -> d
         ConfigError: ``out`` exists, ``source`` does not, or the set has none of the splits.
         DataError: the set cannot be read; nothing is written.
     """
-    from engine_plugin_trainers.datasets.loading import rows_of
-
     chosen = SETS[name]
     has = [split for split in splits if getattr(chosen, split)]
     if not has:
@@ -114,8 +113,6 @@ def run_file(
     name: str, chosen: PublicSet, files: Mapping[str, tuple[Path, int]], source: Path | None
 ) -> list[str]:
     """Return the lines of a run file that uses a data set: its files, or without files the data source."""
-    from engine_plugin_trainers.datasets.loading import commit_of
-
     revision = (commit_of(str(source)) or f"unknown, files of '{source}'") if source else chosen.revision
     lines = [
         f"# {name}: {chosen.content}",
