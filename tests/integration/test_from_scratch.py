@@ -42,7 +42,8 @@ def test_each_step_of_a_solution_is_right_and_ends_in_the_answer(problem):
             left, right = int(a), int(b)
             worked_out = {"+": left + right, "-": left - right, "*": left * right, "/": left / right}
             assert worked_out[sign] == int(result)
-        assert steps[-1][-1] == row["answer"] and int(row["answer"]) > 0
+        assert steps[-1][-1] == row["answer"]
+        assert int(row["answer"]) > 0
         assert row["response"].endswith(f"The answer is \\boxed{{{row['answer']}}}.")
 
 
@@ -73,4 +74,5 @@ def test_the_stages_run_one_after_another_and_the_export_answers(tmp_path):
     answers = run_path(str(tmp_path / "ask.py"))["with_transformers"](
         str(tmp_path / "out/final"), questions[:2]
     )
-    assert len(answers) == 2 and all(answers)
+    assert len(answers) == 2
+    assert all(answers)
