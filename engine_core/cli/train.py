@@ -12,12 +12,14 @@ import typer
 from engine_core.cli.loading import checkpoint_of, placing, print_unread, read, read_run, trainer_of
 from engine_core.cli.options import AllowCode, Files, Run, Sets, Step
 from engine_core.cli.output import check_new
+from engine_core.config.assemble import plugins_for
 from engine_core.errors import DataError, WorkerLost
 from engine_core.redaction import without_secrets
 from engine_core.runs.tracking import RunFolder
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
+    from engine_core.contracts.parts import ModelCard
     from engine_core.train.checkpointing import Resume
 
 Steps = Annotated[
@@ -120,6 +122,9 @@ def export(
     role: Annotated[
         str, typer.Option("--role", metavar="ROLE", help="The trained role to write: actor or critic.")
     ] = "actor",
+    card: Annotated[
+        bool, typer.Option("--card", help="Also write a model card, README.md, from the files of the run.")
+    ] = False,
     sets: Sets = None,
 ) -> None:
     """Write the trained model of a run as a Hugging Face folder: weights, config, tokenizer.
@@ -128,8 +133,11 @@ def export(
     """
     check_new(out)
     folder = RunFolder.open(run)
-    checkpoint = checkpoint_of(folder, step)
-    with closing(trainer_of(read_run(folder, sets))) as trainer:
+    checkpoint, config = checkpoint_of(folder, step), read_run(folder, sets)
+    write_card: ModelCard | None = plugins_for(config).require("parts", "model_card") if card else None
+    with closing(trainer_of(config)) as trainer:
         trainer.load_checkpoint(checkpoint, [] if role == "actor" else [role])
         trainer.export(out, adapter, role)
+        if write_card is not None:
+            write_card(out, folder, config, trainer.step_done, adapter, role)
     print(out)

@@ -12,7 +12,7 @@ from engine_core.config import EngineConfig
 from engine_core.errors import DataError
 from engine_core.runs.tracking import RunFolder, TrackerHub, write_rollouts
 from engine_core.types import Prompt, Rollout
-from engine_plugin_tools.report import _figure, write_report
+from engine_plugin_tools.report import draw_curves, write_report
 
 HOSTILE = "<script>alert(1)</script>&<b>"
 
@@ -131,7 +131,7 @@ def test_a_run_that_died_and_steps_without_a_number_are_drawn(tmp_path):
 def test_one_step_is_enough_and_is_drawn_as_dots(tmp_path):
     run = make_run(tmp_path, RL[:1])
     assert write_report(run.path).exists()
-    for axes in _figure(run.read_metrics()).axes[:-1]:  # the last panel is a stack of phases
+    for axes in draw_curves(run.read_metrics()).axes[:-1]:  # the last panel is a stack of phases
         assert all(line.get_marker() == "o" for line in axes.lines if line.get_alpha() is None), (
             axes.get_title()
         )

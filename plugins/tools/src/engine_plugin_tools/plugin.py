@@ -22,8 +22,11 @@ def engine_trackers() -> Mapping[str, TrackerSpec]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
-    """Offer ``advice``."""
-    return {"advice": Part(load="engine_plugin_tools.advice:advice")}
+    """Offer ``advice`` and ``model_card``."""
+    return {
+        "advice": Part(load="engine_plugin_tools.advice:advice"),
+        "model_card": Part(load="engine_plugin_tools.model_card:write_card"),
+    }
 
 
 @hookimpl
@@ -43,6 +46,7 @@ def engine_commands() -> Mapping[str, Command]:
         "inspect.rollouts": Command(load=here + "runs:rollouts"),
         "replay": Command(load=here + "replay:replay"),
         "prune": Command(load=here + "runs:prune"),
+        "push": Command(load=here + "push:push"),
         **{
             f"bench.{name}": Command(load=f"{here}bench:{name}")
             for name in ("train", "rollout", "sync", "step")

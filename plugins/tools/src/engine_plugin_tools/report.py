@@ -77,7 +77,7 @@ def write_report(run_path: Path | str) -> Path:
             f"No metrics in {run.metrics_file}: the run has not finished a step, so there is nothing to report."
         )
     environment = json.loads((run.path / "env.json").read_text(encoding="utf-8"))
-    figure = _figure(metrics)
+    figure = draw_curves(metrics)
     figure.savefig(run.path / "curves.png", dpi=130)
     template = (
         resources.files("engine_plugin_tools").joinpath("report_template.html").read_text(encoding="utf-8")
@@ -162,7 +162,8 @@ def _svg(figure: Figure) -> str:
     return text[text.index("<svg") :]
 
 
-def _figure(metrics: Metrics) -> Figure:
+def draw_curves(metrics: Metrics) -> Figure:
+    """Return the learning curves of a run, one panel for each question that its metrics answer."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
