@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.utils import validate_repo_id
 
+from engine_core import load_config
 from engine_core.cli.loading import read_run
 from engine_core.config import EngineConfig
 from engine_core.runs.tracking import RunFolder
@@ -180,7 +181,6 @@ def test_what_a_run_lacks_is_left_out(make):
     (run.path / "env.json").unlink()
     card = card_of(folder, run, config, step=1)
     assert card.data.to_dict() == {
-        "library_name": "transformers",
         "tags": ["engine", "rl", "grpo", "ppo_clip"],
         "model_name": "out",
     }
@@ -240,6 +240,14 @@ def test_the_license_and_the_lineage_are_those_of_the_base_models_own_card(make,
     assert "trained from `my-sft` (from [org/origin](https://huggingface.co/org/origin))" in found.text
     (base / "README.md").write_text("---\nbase_model: [\n---\n")
     assert card_of(folder, run, config).data.base_model is None
+
+
+def test_a_trainer_with_a_loss_of_its_options_is_tagged_with_it(make, tmp_path):
+    folder, run, _ = make()
+    pairs = load_config(overrides={"trainer": "dpo", "dpo.loss": "ipo", "model.path": "org/base-1b"})
+    card = card_of(folder, run, pairs)
+    assert card.data.tags == ["engine", "dpo", "ipo"]
+    assert "2 steps of the trainer `dpo` (`ipo`)." in card.text
 
 
 def test_an_adapter_names_its_base_and_loads_with_peft(make):

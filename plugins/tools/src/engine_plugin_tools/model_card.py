@@ -106,10 +106,10 @@ def write_card(
     }
     metadata = ModelCardData(
         **(base.license if base else {}),
-        base_model=base and base.id,
+        base_model=base.id if base else None,
         base_model_relation=("adapter" if adapter else "finetune") if base and base.id else None,
         datasets=[dataset] if (dataset := hub_dataset(source)) else None,
-        library_name="peft" if adapter else "transformers",
+        library_name="peft" if adapter else "transformers" if (folder / "config.json").is_file() else None,
         pipeline_tag=task,
         tags=["engine", config.trainer, *algorithm, *(["lora"] if adapter else [])],
         model_name=shown["name"],
@@ -187,7 +187,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _base(config: EngineConfig, role: str) -> Base | None:
     """Return the model that a role started from; None if the run file names none.
 
-    A folder's id is that of its own card: the base of the model that was exported there.
+    The id of a folder is the base model that the folder's card names.
     """
     path = config.role(role).path or config.model.path
     if not path:
@@ -204,7 +204,7 @@ def _base(config: EngineConfig, role: str) -> Base | None:
 def _task(folder: Path, adapter: bool) -> str | None:
     """Return the task of the exported model's class on the hub; None for another class."""
     if adapter:
-        kind = _read_json(folder / "adapter_config.json").get("task_type")
+        kind = str(_read_json(folder / "adapter_config.json").get("task_type"))
         return {"CAUSAL_LM": "text-generation", "SEQ_CLS": "text-classification"}.get(kind)
     names = _read_json(folder / "config.json").get("architectures") or [""]
     return next((task for end, task in CLASSES.items() if names[0].endswith(end)), None)
