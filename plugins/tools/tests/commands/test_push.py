@@ -194,6 +194,8 @@ def test_a_dry_run_lists_everything_and_contacts_nothing(hub, engine, trained, t
     [
         ("first model", "'model' is no name of a repository. Write USER/NAME"),
         ("first me/a--b", "'me/a--b' is no name of a repository: Cannot have -- or .."),
+        ("first me/model --role critc", "--role: step_00000002 holds no model 'critc'. Known: actor."),
+        ("first me/model --adapter", "--adapter: the run has no [actor.lora]: it trained the whole model."),
         ("exported me/model --adapter --step 1", "--step, --adapter: 'exported' is an exported model"),
         ("first other/model", "The hub answered 403 (You don't have the rights to create a model there): the token"),
         ("first me/public --private", "--private: 'me/public' exists and is public."),
@@ -265,3 +267,17 @@ def test_metadata_that_the_hub_refuses_are_named(hub, engine, exported):
     assert answer.code == 2
     assert "Invalid metadata in README.md. - Repo id must use alphanumeric chars" in answer.err
     assert "nothing was published." in answer.err
+
+
+def test_weights_that_another_machine_keeps_are_missed_before_the_upload(hub, engine, trained, monkeypatch):
+    def export_elsewhere(self, folder, adapter, role):
+        self.tokenizer.save_pretrained(folder)
+
+    monkeypatch.setattr("engine_core.train.run.TrainingRun.export", export_elsewhere)
+    answer = engine("push", "first", "me/model")
+    assert answer.code == 5
+    assert (
+        "the role 'actor' runs on another machine. Set TMPDIR to a folder that all machines share"
+        in answer.err
+    )
+    assert hub.asked("POST", "preupload") == 0

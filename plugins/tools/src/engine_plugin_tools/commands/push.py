@@ -7,19 +7,23 @@ import os
 import shutil
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from engine_core.cli.loading import checkpoint_of, read_run, trainer_of
 from engine_core.cli.options import Sets, Step
 from engine_core.cli.output import print_table
-from engine_core.errors import ConfigError
+from engine_core.errors import ConfigError, EnvironmentProblem, did_you_mean
 from engine_core.runs.tracking import RunFolder
 from engine_core.temporary_folder import TemporaryFolder
 from engine_plugin_tools.hub import Target
 from engine_plugin_tools.model_card import CARD, rename_card, write_card
+
+if TYPE_CHECKING:
+    from engine_core.config import EngineConfig
 
 ADAPTER = "adapter_config.json"
 EXPORTED = ("config.json", ADAPTER)  # a folder with one of them is an exported model
@@ -54,37 +58,65 @@ def push(
     that exists, it replaces the weights in a new commit; other files stay.
     """
     target = Target(name, private, branch)
-    exported = Path(source) if any((Path(source) / file).is_file() for file in EXPORTED) else None
-    if exported is not None:
+    if any((Path(source) / file).is_file() for file in EXPORTED):
         _refuse_options(
             source, {"--step": step, "--adapter": adapter, "--role": role != "actor", "--set": sets}
         )
-        label = exported.resolve().name
+        fill = partial(_take_exported, Path(source), name)
     else:
         run = RunFolder.open(source)
         checkpoint, config = checkpoint_of(run, step), read_run(run, sets)
-        label = run.path.name
+        _check_exportable(checkpoint, config, adapter, role)
+        fill = partial(_export, run, checkpoint, config, adapter, role, name)
     if not dry_run:
         target.prepare()
     temporary = TemporaryFolder("push-")
     folder = Path(temporary.path) / "model"
     try:
-        if exported is not None:
-            shutil.copytree(exported.resolve(), folder, copy_function=_take)
-            rename_card(folder, name)
-        else:
-            with closing(trainer_of(config)) as trainer:
-                trainer.load_checkpoint(checkpoint, [] if role == "actor" else [role])
-                trainer.export(folder, adapter, role)
-                write_card(folder, run, config, trainer.step_done, adapter, role, name)
-                label += f", step {trainer.step_done}"
+        message = fill(folder)
         _name_base(folder)
         if dry_run:
             _print_content(folder, target)
         else:
-            print(target.upload(folder, f"Upload {label}"))
+            print(target.upload(folder, message))
     finally:
         temporary.remove()
+
+
+def _take_exported(exported: Path, name: str, folder: Path) -> str:
+    """Fill ``folder`` with an exported model under its name on the hub; return the message of the commit."""
+    shutil.copytree(exported.resolve(), folder, copy_function=_take)
+    rename_card(folder, name)
+    return f"Upload {exported.resolve().name}"
+
+
+def _export(
+    run: RunFolder, checkpoint: Path, config: EngineConfig, adapter: bool, role: str, name: str, folder: Path
+) -> str:
+    """Fill ``folder`` with the model of a checkpoint and its card; return the message of the commit.
+
+    Raises:
+        EnvironmentProblem: a worker on another machine wrote the weights there.
+    """
+    with closing(trainer_of(config)) as trainer:
+        trainer.load_checkpoint(checkpoint, [] if role == "actor" else [role])
+        trainer.export(folder, adapter, role)
+        if not any(folder.glob("*.safetensors")):
+            raise EnvironmentProblem(
+                f"No weights arrived in {folder}: the role '{role}' runs on another machine. Set TMPDIR to a folder that "
+                "all machines share, or use 'engine export RUN OUT --card' with such a folder, then 'engine push OUT'."
+            )
+        write_card(folder, run, config, trainer.step_done, adapter, role, name)
+        return f"Upload {run.path.name}, step {trainer.step_done}"
+
+
+def _check_exportable(checkpoint: Path, config: EngineConfig, adapter: bool, role: str) -> None:
+    """Raise ``ConfigError`` if the checkpoint does not hold the role, or its adapter is wanted and it has none."""
+    if not (checkpoint / role).is_dir():
+        known = [folder.name for folder in checkpoint.iterdir() if folder.is_dir()]
+        raise ConfigError(f"--role: {checkpoint.name} holds no model '{role}'.{did_you_mean(role, known)}")
+    if adapter and config.role(role).lora is None:
+        raise ConfigError(f"--adapter: the run has no [{role}.lora]: it trained the whole model.")
 
 
 def _refuse_options(source: str, given: dict[str, object]) -> None:
