@@ -52,7 +52,8 @@ class Target:
             raise ConfigError(f"'{self.name}' is no name of a repository: {error}") from error
 
     def __str__(self) -> str:
-        return self.name + (f", branch {self.branch}" if self.branch else "")
+        branch = f", branch {self.branch}" if self.branch else ""
+        return f"{self.name}{branch}{', private' if self.private else ''}"
 
     def prepare(self) -> None:
         """Check the token and create the repository and its branch where they are missing.

@@ -180,9 +180,9 @@ def test_an_exported_folder_is_pushed_under_its_new_name_and_stays_as_it_is(hub,
 
 
 def test_a_dry_run_lists_everything_and_contacts_nothing(hub, engine, trained, tmp_path):
-    answer = engine("push", "first", "me/model", "--dry-run", "--branch", "x")
+    answer = engine("push", "first", "me/model", "--dry-run", "--branch", "x", "--private")
     assert answer.code == 0, answer.err
-    assert answer.out.startswith("me/model, branch x, nothing is uploaded:\nREADME.md  ")
+    assert answer.out.startswith("me/model, branch x, private, nothing is uploaded:\nREADME.md  ")
     assert re.search(r"^model.safetensors +[\d,]+ bytes$", answer.out, re.MULTILINE)
     assert "library_name: transformers" in answer.out
     assert hub.requests == []
