@@ -19,7 +19,7 @@ from engine_core.config.models import EngineConfig
 from engine_core.config.rewards import MODELS
 
 # section -> its choices: (key, kind of name, field of the model that holds the options); "reward.model" means the
-# table `model` in each element of the array `reward`
+# table `model` in each element of the array `reward`, "eval.set" each element of the array `set` in the table `eval`
 CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "": (("trainer", "trainers", "options"),),
     "actor": (("backend", "train_engines", "options"),),
@@ -38,6 +38,7 @@ CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "stage": (("name", "stages", "options"),),
     "algorithm": (("advantage", "advantages", "advantage_options"), ("loss", "losses", "loss_options")),
     "data": (("source", "data_sources", "options"),),
+    "eval.set": (("source", "data_sources", "options"),),
     "tracking": (("trackers", "trackers", "options"),),
     "runtime": (("backend", "runtimes", "options"),),
 }
@@ -143,15 +144,18 @@ def places(data: dict[str, Any]) -> Iterator[ChoiceTable]:
     for section in CHOICES:
         top, _, inner = section.partition(".")
         node = data if not section else data.get(top, None if section in OPTIONAL else {})
+        array: tuple[str, ...] = (top,)
+        if inner and isinstance(node, dict):  # an array in a table
+            array, node, inner = (top, inner), node.get(inner), ""
         if isinstance(node, list):
             for number, element in enumerate(node):
                 if isinstance(element, dict):
                     name = element.get("name")
-                    path = (top, name if isinstance(name, str) else str(number))
+                    path = (*array, name if isinstance(name, str) else str(number))
                     table = element.get(inner) if inner else element
                     if isinstance(table, dict):
                         yield _place(section, (*path, inner) if inner else path, table)
-        elif isinstance(node, dict) and not inner:
+        elif isinstance(node, dict) and "." not in section:
             yield _place(section, (section,) if section else (), node)
     entries, tables = data.get("plugins", []), data.get("plugin", {})
     if isinstance(entries, list) and isinstance(tables, dict):

@@ -178,9 +178,11 @@ def _unjudged(config: EngineConfig, plugins: PluginSet, names: Sequence[str], mo
     """
     votes = ["off", "text", *(n for n in names if getattr(plugins.find("rewards", n), "answers", False))]
     for held_out in held_out_sets(config):
-        key = key_text(held_out.key("score"))
-        if held_out.score and held_out.score not in names and not more:
-            yield f"{key}: got '{held_out.score}', which is no reward of the run.{did_you_mean(held_out.score, names)}"
+        for key, name in [*(("rewards", name) for name in held_out.rewards), ("score", held_out.score)]:
+            own = held_out.rewards if key == "score" else []
+            if name and name not in (own or names) and not more:
+                whose = "is not in rewards of the set" if own else "is no reward of the run"
+                yield f"{key_text(held_out.key(key))}: got '{name}', which {whose}.{did_you_mean(name, own or names)}"
         key, vote = key_text(held_out.key("majority")), held_out.majority
         if vote not in votes and not (more and vote not in names):
             known = ", ".join(map(repr, votes))

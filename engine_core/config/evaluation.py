@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
 from engine_core.config.wording import Problem
-from engine_core.tables import Distribution, NonNegativeFloat, NonNegativeInt, PositiveInt, Table
+from engine_core.tables import Distribution, NonNegativeFloat, NonNegativeInt, PositiveInt, Table, Text
 
 if TYPE_CHECKING:
     from engine_core.config.models import DataConfig, EngineConfig
@@ -25,14 +25,18 @@ class SetOptions(Table, Distribution):  # type: ignore[misc]  # a table is not f
     """Maximum number of prompts of a set that are evaluated, from the first prompt on; default: all."""
     max_response_tokens: PositiveInt | None = None
     """A response is cut after this many tokens; default: `rollout.max_response_tokens`."""
+    stop: tuple[Text, ...] | None = None
+    """Strings that end a response; default: `rollout.stop`."""
     samples_per_prompt: PositiveInt = 1
     """n: number of responses for each prompt."""
     k: list[PositiveInt] = []
     """Measure pass@k for each k of this list (https://arxiv.org/abs/2107.03374): the probability that at least one of k responses passes. Each k is at most `samples_per_prompt`."""
     majority: str = "off"
     """Also measure maj@k: how often the most frequent answer of k responses is correct. ``text``: compare whole responses. Name of a reward: compare the answers that this reward extracts. ``off``: do not measure."""
+    rewards: list[str] = []
+    """Names of the rewards that score the responses; default: all rewards of the run file."""
     score: str | None = None
-    """Name of the reward whose score decides accuracy, pass@k and maj@k; default: the first reward of the run file."""
+    """Name of the reward whose score decides accuracy, pass@k and maj@k; default: the first of `rewards`, or of the run file."""
     pass_threshold: float = 1.0
     """Minimum score of a response that passes."""
 
@@ -42,10 +46,16 @@ class EvalSetConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     """Name of the set in metrics and files."""
-    path: str | list[str]
+    path: str | list[str] = []
     """Files in the layout of ``[data]``. A relative path starts at the folder of the TOML file that names it."""
+    source: str = ""
+    """Data source of a plugin, by name, in place of `path`: its held-out rows. Its options are in ``[eval.set.NAME]`` below, as those of ``[data]`` do not apply here."""
+    chat_template: bool | None = None
+    """Render prompts with the tokenizer's chat template; default: `data.chat_template`."""
     temperature: NonNegativeFloat = 0.0  # as in EvalConfig
     """Sampling temperature; 0 is greedy."""
+    options: Any = Field(default=None, exclude=True)
+    """The table of the data source, filled in by the loader."""
 
 
 class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
@@ -80,11 +90,12 @@ class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
         )
 
 
-class HeldOut(SetOptions):  # type: ignore[misc]  # a table is not frozen
-    """A held-out set with every key of ``[[eval.set]]`` filled in."""
+class HeldOut(EvalSetConfig):  # type: ignore[misc]  # a table is not frozen
+    """A held-out set with every key of ``[[eval.set]]`` filled in; `source` is not read if there are files."""
 
-    name: str  # empty: the set of data.validation
-    path: str | list[str]
+    name: str = ""  # empty: the set of data.validation
+    temperature: NonNegativeFloat = 0.0  # as in EvalConfig
+    """Sampling temperature; 0 is greedy."""
     max_response_tokens: PositiveInt
 
     @property
@@ -93,8 +104,15 @@ class HeldOut(SetOptions):  # type: ignore[misc]  # a table is not frozen
         return f"eval/{self.name}/" if self.name else "eval/"
 
     def data(self, config: EngineConfig) -> DataConfig:
-        """Return ``[data]`` with the files of this set as its validation files."""
-        return config.data.model_copy(update={"validation": self.path})
+        """Return ``[data]`` with the files of this set as its validation files.
+
+        The layout and the columns of ``[data]`` are those of the run's rows, so a set with its own source has the
+        default ones.
+        """
+        layout = type(config.data)() if self.name and self.source else config.data
+        chat = config.data.chat_template if self.chat_template is None else self.chat_template
+        own = {"chat_template": chat, "format": layout.format, "columns": layout.columns}
+        return config.data.model_copy(update={"validation": self.path, **own})
 
     def key(self, key: str) -> tuple[str, ...]:
         """Return the path of a key of this set in a run file."""
@@ -104,13 +122,14 @@ class HeldOut(SetOptions):  # type: ignore[misc]  # a table is not frozen
 def held_out_sets(config: EngineConfig) -> list[HeldOut]:
     """Return the set of ``data.validation`` or ``data.source``, then each ``[[eval.set]]``.
 
-    The set of ``data.source`` has no path.
+    The set of a data source has no path.
     """
-    evaluation, sets = config.eval, []
+    evaluation, data, sets = config.eval, config.data, []
     shared = {key: getattr(evaluation, key) for key in SetOptions.model_fields}
     shared["max_response_tokens"] = evaluation.max_response_tokens or config.rollout.max_response_tokens
-    if any(config.data.validation) or config.data.source:
-        sets.append(HeldOut(name="", path=config.data.validation, **shared))
+    shared["stop"] = config.rollout.stop if evaluation.stop is None else evaluation.stop
+    if any(data.validation) or data.source:
+        sets.append(HeldOut(path=data.validation, source=data.source, options=data.options, **shared))
     own = [{key: value for key, value in each if value is not None} for each in evaluation.set]
     return sets + [HeldOut(**shared | each) for each in own]
 
@@ -124,6 +143,11 @@ def evaluation_problems(config: EngineConfig) -> Iterator[Problem]:
         if name == UNNAMED:
             text = f"'{name}' is the name of data.validation in files. Rename the set."
             yield Problem(("eval", "set", name, "name"), text)
+    for each in config.eval.set:
+        if any(each.path) == bool(each.source):
+            what = "files in path, or the name of a data source in source (engine plugins)"
+            both = ", and both are set. Remove one" if each.source else ""
+            yield Problem(("eval", "set", each.name), f"expected {what}{both}.")
     for held_out in held_out_sets(config):
         samples = held_out.samples_per_prompt
         if max(held_out.k, default=0) > samples:

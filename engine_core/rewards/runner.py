@@ -8,6 +8,7 @@ apply. A failed sample has None in ``rollout.rewards`` (0 under ``zero``). Under
 
 from __future__ import annotations
 
+import copy
 import logging
 import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -172,6 +173,16 @@ class RewardRunner:
                     f"Reward '{name}' has the name of the metric 'reward/{name}'. Choose another."
                 )
         self._start()
+
+    def only(self, names: Collection[str]) -> RewardRunner:
+        """Return a runner of these rewards, which shares their workers; of all rewards if there are no names."""
+        if not names:
+            return self
+        part = copy.copy(self)
+        part.scorers = [scorer for scorer in self.scorers if scorer.config.name in names]
+        part.pools = [pool for pool in self.pools if pool.name in names]
+        part.given = {name: weight for name, weight in self.given.items() if name in names}
+        return part
 
     def early(self, requests: Sequence[Request], step: int) -> EarlyScores | None:
         """Prepare to score rollouts while others are sampled; return None if every reward waits for all samples.

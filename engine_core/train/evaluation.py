@@ -14,6 +14,7 @@ from engine_core.algorithms.evaluation import (
     pass_at_k,
     score_interval,
 )
+from engine_core.types import CUT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,10 +35,11 @@ def set_metrics(rollouts: Sequence[Rollout], held_out: HeldOut) -> dict[str, flo
 
     Returns:
         ``reward_mean``, ``accuracy`` (mean score), ``mean@N`` (the same, with N > 1 responses per prompt),
-        ``pass@K``, ``maj@K``, ``NAME`` of each reward, ``response_length``, ``prompts``, ``unscored``.
+        ``pass@K``, ``maj@K``, ``NAME`` of each reward, ``response_length``, ``truncated_share`` (responses that were cut),
+        ``prompts``, ``unscored``.
     """
     names = list(dict.fromkeys(name for r in rollouts for name in r.rewards))
-    score = held_out.score or (names[0] if names else None)
+    score = held_out.score or next(iter([*held_out.rewards, *names]), None)
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.group_id, []).append(rollout)
@@ -55,6 +57,7 @@ def set_metrics(rollouts: Sequence[Rollout], held_out: HeldOut) -> dict[str, flo
     metrics |= {"accuracy": 0.0} | flat(found)
     return metrics | {
         "response_length": _mean([float(r.response_length) for r in rollouts]),
+        "truncated_share": _mean([float(r.finish_reason in CUT) for r in rollouts]),
         "prompts": float(len(groups)),
         "unscored": float(len(rollouts) - sum(map(len, scored.values()))),
     }

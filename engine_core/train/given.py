@@ -1,6 +1,7 @@
-"""Inputs of a run in place of files: objects from Python, and rows of a data source, ``[data] source = "NAME"``.
+"""Inputs of a run in place of files: objects from Python, and rows of data sources: ``source = "NAME"``.
 
-The function of the source is called once for each split, before any model is built.
+``[data]`` and each ``[[eval.set]]`` may name a source. Its function is called once for each split of ``[data]`` and
+once for each such set.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_core.config.read import key_text
 from engine_core.data.rows import MemoryRows
 from engine_core.errors import ConfigError, DataError, PluginError
 
@@ -34,7 +36,7 @@ class GivenRows:
 
     def __init__(self, config: DataConfig, plugins: PluginSet, live: Any = None) -> None:
         self.config, self.plugins, self.live = config, plugins, live
-        self._kept: dict[str, MemoryRows] = {}  # by split
+        self._kept: dict[tuple[str, str], MemoryRows] = {}  # by key of the source, and split
 
     @property
     def place(self) -> str:
@@ -50,36 +52,44 @@ class GivenRows:
             PluginError: the function of the data source failed, or returned no sequence of dicts.
             DataError: it returned no rows.
         """
-        return self.live if self.live is not None else self._of_source("train")
+        given = self.live is not None or not self.config.source
+        return self.live if given else self._of_source("data.source", self.config, "train")
 
     def held_out(self, held_out: HeldOut) -> MemoryRows | None:
         """Return the rows of a held-out set; None if files hold them.
 
         Raises:
             PluginError: the function of the data source failed, or returned no sequence of dicts.
+            DataError: it returned no rows for an ``[[eval.set]]``.
         """
-        has_files = bool(held_out.name) or any(held_out.path)  # the set of `data.validation` may have none
-        return None if has_files else self._of_source("validation")
-
-    def _of_source(self, split: str) -> MemoryRows | None:
-        if not self.config.source:
+        if any(held_out.path):
             return None
-        if split not in self._kept:
-            self._kept[split] = self._read(split)
-        return self._kept[split]
+        key = key_text(held_out.key("source")) if held_out.name else "data.source"
+        return self._of_source(key, held_out, "validation")
 
-    def _read(self, split: str) -> MemoryRows:
-        """Call the function of the data source for a split; check every row, unless the rows have a ``digest``.
+    def _of_source(self, key: str, table: DataConfig | HeldOut, split: str) -> MemoryRows:
+        if (key, split) not in self._kept:
+            self._kept[key, split] = self._read(key, table, split)
+        return self._kept[key, split]
+
+    def _read(self, place: str, table: DataConfig | HeldOut, split: str) -> MemoryRows:
+        """Call the function of a data source for a split; check every row, unless the rows have a ``digest``.
+
+        Args:
+            place: the key that names the source, for messages.
+            table: its table, with `source` and `options`.
+            split: ``train`` or ``validation``.
 
         Raises:
             PluginError: the function failed, or returned no sequence of dicts.
-            DataError: the split ``train`` has no rows.
+            DataError: there are no rows; only the split ``validation`` of ``[data]`` may be empty.
         """
-        name, options, plugins = self.config.source, self.config.options, self.plugins
+        name, options, plugins = table.source, table.options, self.plugins
         spec, plugin = plugins.chosen["data_sources", name]
         function, digest = plugins.function("data_sources", name), hashlib.sha256()
         about = [f"{key} {value}" for key in ("license", "revision", "url") if (value := getattr(spec, key))]
-        if split == "train":
+        may_be_empty = (place, split) == ("data.source", "validation")
+        if not may_be_empty:
             log.info(
                 "Data source '%s' of %s: %s.", name, plugin.label, ", ".join(about) or "no license is named"
             )
@@ -99,9 +109,9 @@ class GivenRows:
         try:
             rows = plugins.guarded("data_sources", name, read)()  # rows may be computed as they are read
         except PluginError as error:
-            raise PluginError(f"data.source = '{name}', split '{split}': {error}") from error
-        if split == "train" and not len(rows):
-            raise DataError(f"data.source = '{name}': {plugin.label} returned no rows for the split 'train'.")
+            raise PluginError(f"{place} = '{name}', split '{split}': {error}") from error
+        if not len(rows) and not may_be_empty:
+            raise DataError(f"{place} = '{name}': {plugin.label} returned no rows for the split '{split}'.")
         made = MemoryRows(rows, f"data source '{name}' ({split})")
         made.digest = getattr(rows, "digest", "") or digest.hexdigest()
         return made

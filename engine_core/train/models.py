@@ -236,8 +236,8 @@ def start_groups(
 
 
 def warn_of_random_weights(config: EngineConfig, plugins: PluginSet, roles: Mapping[str, Role]) -> None:
-    """Log a warning for each role whose model folder holds a config and no weights."""
-    for name in (name for name, role in roles.items() if role.kind == "train"):
+    """Log a warning for each role whose model folder holds a config and no weights; a sampler counts if it is alone."""
+    for name in [name for name, role in roles.items() if role.kind == "train"] or roles:
         table = config.role(name)
         path = table.path or config.model_of(name).path
         elsewhere = getattr(plugins.spec("train_engines", table.backend), "elsewhere", False)

@@ -209,7 +209,7 @@ class TrainingRun(abc.ABC):
                 log.info("%s", remark)
         self.source = self.make_source()
         self._cleanup.callback(self.source.close)
-        if self.config.data.source and self.config.eval.during_training:
+        if self.config.eval.during_training and any(each.source for each in held_out_sets(self.config)):
             self.held_out()  # rows that cannot be used are refused now, not at the first evaluation
         self.guarded(self.prepare)()
 
@@ -475,11 +475,11 @@ class TrainingRun(abc.ABC):
         if held_out.name not in self._held_items:
             data, split = held_out.data(self.config), f"validation/{held_out.name}".rstrip("/")
             with closing(self.source_of(split, data, self.given.held_out(held_out))) as source:
-                self.check_held_out(source, data)
+                self.check_held_out(source, data, held_out)
                 self._held_items[held_out.name] = source.all(held_out.max_prompts)
         return self._held_items[held_out.name]
 
-    def check_held_out(self, source: Any, data: DataConfig) -> None:
+    def check_held_out(self, source: Any, data: DataConfig, held_out: HeldOut) -> None:
         """Refuse the opened source of a held-out set that cannot be evaluated."""
 
     def derived(self) -> list[str]:

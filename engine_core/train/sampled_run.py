@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
+    from engine_core.config.evaluation import HeldOut
     from engine_core.config.models import DataConfig
     from engine_core.contracts.parts import EarlyScores, EarlyStop, Episodes, RewardModels
     from engine_core.rewards.models import Known, ModelReward
@@ -153,20 +154,22 @@ class SampledRun(TrainingRun):
         episodes: Episodes = make(config, self.plugins, self.tokenizer, length, columns, known, data)
         return episodes
 
-    def _check_rows(self, rows: Iterable[tuple[str, Mapping[str, Any]]], most_bad: int) -> None:
-        """Refuse rows that a reward cannot use; see ``preflight.check_rows``."""
-        checks = self._row_checks
+    def _check_rows(
+        self, rows: Iterable[tuple[str, Mapping[str, Any]]], most_bad: int, names: Collection[str] = ()
+    ) -> None:
+        """Refuse rows that one of these rewards cannot use, or any reward; see ``preflight.check_rows``."""
+        checks = {name: check for name, check in self._row_checks.items() if not names or name in names}
         others = any(reward.weight for reward in self.config.reward if reward.name not in checks)
         others = others or bool(self.live.get("rewards")) or self.environment is not None
         check_rows(checks, rows, most_bad, alone=not others and len(checks) == 1)
 
-    def check_held_out(self, source: Any, data: DataConfig) -> None:
-        """Refuse a held-out set that lacks a column, or whose rows a reward cannot use."""
+    def check_held_out(self, source: Any, data: DataConfig, held_out: HeldOut) -> None:
+        """Refuse a held-out set that lacks a column, or whose rows one of its rewards cannot use."""
         columns = source.columns()
         if self.environment:
             self.environment.check_columns(columns)
-        self.rewards.check_columns(columns)
-        self._check_rows(source.spread(ROWS), data.max_bad_rows)
+        self.rewards.only(held_out.rewards).check_columns(columns)
+        self._check_rows(source.spread(ROWS), data.max_bad_rows, held_out.rewards)
 
     # a step
 
@@ -252,10 +255,11 @@ class SampledRun(TrainingRun):
         step: int,
         training: bool = True,
         early: EarlyScores | Known | None = None,
+        names: Collection[str] = (),
     ) -> dict[str, float]:
-        """Fill in the rewards of the rollouts; return the metrics of the rewards and of their failures."""
+        """Fill in the rewards of the rollouts, or those of ``names`` alone; return their metrics and failures."""
         with self.runtime.phase(REWARD_PHASE):  # also in an evaluation, which is outside the step
-            return self.rewards.score(rollouts, step, early=early)
+            return self.rewards.only(names).score(rollouts, step, early=early)
 
     def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return metrics of a step's rollouts: counts, lengths, timeouts, turns."""
@@ -390,7 +394,7 @@ class SampledRun(TrainingRun):
                 rollouts = self.sampler.respond(
                     self.sampler.requests(prompts, 0, size=size, sampling=sampling)
                 )
-            self.score(rollouts, 0, training=False)
+            self.score(rollouts, 0, training=False, names=held_out.rewards)
             found = set_metrics(rollouts, held_out) | self.measured(rollouts)
             found |= self.environment.metrics() if self.environment else {}
             metrics |= {held_out.prefix + name: value for name, value in found.items()}

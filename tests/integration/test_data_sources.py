@@ -381,16 +381,6 @@ def test_held_out_rows_that_cannot_be_used_end_a_run_that_evaluates_before_it_be
         run.train()
 
 
-@pytest.mark.parametrize("source", ["sums", None])
-def test_a_named_set_without_files_takes_no_rows_of_the_source(make, world, no_model, source):
-    train = None if source else str(world / "data" / "train.jsonl")
-    sets = [{"name": "more", "path": []}]
-    run = make({"data.source": source, "data.train": train, "eval.set": sets, "eval.at_end": True})
-
-    with pytest.raises(DataError, match="validation/more names no file"):
-        run.train()
-
-
 def test_a_run_that_does_not_evaluate_asks_for_no_held_out_rows(make):
     run = make(source=SUMS.replace("(count, held)", "(count, 1 / 0)"))
     run.train()
@@ -419,6 +409,31 @@ def test_a_trainer_on_stored_rollouts_takes_no_source(make):
         ({"data.sums.count": 0}, ConfigError, r"data\.sums\.count: got 0, expected a number above 0"),
         ({"data.sums.cuont": 3}, ConfigError, r"data\.sums\.cuont: unknown key\. Did you mean 'count'\?"),
         ({"data.source": None, "data.sums.count": 3}, ConfigError, r"data\.train: missing\. .* or a source,"),
+        (
+            {"eval.set": [{"name": "more", "path": []}]},
+            ConfigError,
+            r"eval\.set\.more: expected files in path, or the name of a data source in source",
+        ),
+        (
+            {"eval.set": [{"name": "more", "path": "a.jsonl", "source": "sums"}]},
+            ConfigError,
+            r"eval\.set\.more: .* and both are set\. Remove one\.",
+        ),
+        (
+            {"eval.set": [{"name": "more", "source": "sms"}]},
+            PluginError,
+            r"eval\.set\.more\.source: .*Unknown data source 'sms'\. Did you mean 'sums'\?",
+        ),
+        (
+            {"eval.set": [{"name": "more", "source": "sums", "sums": {"cuont": 3}}]},
+            ConfigError,
+            r"eval\.set\.more\.sums\.cuont: unknown key\. Did you mean 'count'\?",
+        ),
+        (
+            {"eval.at_end": True, "eval.set": [{"name": "more", "source": "sums", "rewards": ["digit"]}]},
+            ConfigError,
+            r"eval\.set\.more\.rewards: got 'digit', which is no reward of the run\. Did you mean 'digits'",
+        ),
     ],
 )
 def test_a_wrong_choice_is_refused_with_its_key(make, changes, error, said):

@@ -3,6 +3,7 @@
 import pytest
 
 from engine_core.config import dump_toml
+from engine_core.config.dump import as_data
 from engine_core.config.evaluation import held_out_sets
 
 SETS = """
@@ -89,3 +90,87 @@ def test_sets_are_written_as_they_are_read(config_of):
 )
 def test_what_cannot_be_measured_is_refused(problems_of, text, expected):
     assert expected in "\n".join(problems_of(text))
+
+
+SOURCES = """
+[[eval.set]]
+name = "few"
+source = "squares"
+[[eval.set]]
+name = "many"
+source = "dist:squares"
+rewards = ["math"]
+stop = ["\\n"]
+chat_template = true
+[eval.set.squares]
+count = 30
+"""
+
+
+def test_each_set_of_a_data_source_has_its_own_options(config_of):
+    few, many = held_out_sets(config_of(SOURCES))
+    assert (few.path, few.source, few.options.count) == ([], "squares", 8)
+    assert (many.source, many.options.count) == ("dist:squares", 30)
+    assert (few.stop, many.stop, many.rewards) == ((), ("\n",), ["math"])
+
+
+def test_what_ends_a_response_is_that_of_the_set_of_eval_or_of_rollout(config_of):
+    of_rollout = "[data]\nvalidation = 'v.jsonl'\n[rollout]\nstop = ['a']\n"
+    plain, few, many = held_out_sets(config_of(of_rollout + SOURCES))
+    assert (plain.stop, few.stop, many.stop) == (("a",), ("a",), ("\n",))
+    plain, few, many = held_out_sets(config_of(of_rollout + "[eval]\nstop = []\n" + SOURCES))
+    assert (plain.stop, few.stop, many.stop) == ((), (), ("\n",))
+
+
+def test_sets_of_data_sources_are_written_as_they_are_read(config_of):
+    config = config_of(SOURCES)
+    assert as_data(config)["eval"]["set"][1]["squares"] == {"count": 30}
+    assert config_of(dump_toml(config)) == config
+
+
+def test_the_columns_of_the_runs_rows_are_not_those_of_another_source(config_of):
+    config = config_of(
+        "[data]\nformat = 'prompt'\n[data.columns]\nprompt = 'q'\n" + SOURCES + SETS[SETS.index("[[") :]
+    )
+    few, many, easy, _ = (held_out.data(config) for held_out in held_out_sets(config))
+    assert (few.format, few.columns.prompt, few.chat_template) == ("auto", "prompt", None)
+    assert many.chat_template is True
+    assert (easy.format, easy.columns.prompt) == ("prompt", "q")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("count = 0", "12: eval.set.many.squares.count: got 0, expected a number above 0."),
+        ("cuont = 3", "12: eval.set.many.squares.cuont: unknown key. Did you mean 'count'?"),
+    ],
+)
+def test_a_wrong_option_of_a_set_is_named_with_its_line(problems_of, text, expected):
+    (found,) = problems_of(SOURCES.replace("count = 30", text))
+    assert found.startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("keys", "begins", "ends"),
+    [
+        (
+            "",
+            "1: eval.set.a: expected files in path, or the name of a data source in source",
+            "(engine plugins).",
+        ),
+        (
+            "path = 'a'\nsource = 'squares'",
+            "1: eval.set.a: expected files in path, or",
+            "are set. Remove one.",
+        ),
+        (
+            "source = 'squares'\n[eval.set.squars]",
+            "4: eval.set.a.squars: unknown key. Did you mean 'squares'?",
+            "",
+        ),
+    ],
+)
+def test_a_set_has_files_or_a_data_source(problems_of, keys, begins, ends):
+    (found,) = problems_of(f"[[eval.set]]\nname = 'a'\n{keys}")
+    assert found.startswith(begins)
+    assert found.endswith(ends)

@@ -86,7 +86,7 @@ def test_one_response_to_one_prompt_says_next_to_nothing():
         rollouts([[1.0]]), ASKED.model_copy(update={"k": [], "samples_per_prompt": 1, "majority": "off"})
     )
     assert found == {
-        "math": 1.0, "accuracy": 1.0, "accuracy_low": pytest.approx(0.025), "accuracy_high": 1.0, "reward_mean": 2.0, "response_length": 1.0, "prompts": 1.0, "unscored": 0.0,
+        "math": 1.0, "accuracy": 1.0, "accuracy_low": pytest.approx(0.025), "accuracy_high": 1.0, "reward_mean": 2.0, "response_length": 1.0, "truncated_share": 0.0, "prompts": 1.0, "unscored": 0.0,
     }  # fmt: skip
 
 

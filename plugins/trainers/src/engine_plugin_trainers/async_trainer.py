@@ -25,7 +25,7 @@ Left out on purpose: episodes (``[environment]``) and greedy baselines, which ar
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -154,11 +154,16 @@ class AsyncTrainer(Trainer):
         return [*again, *super().take_prompts(count - len(again))]
 
     def score(
-        self, rollouts: list[Rollout], step: int, training: bool = True, early: Any = None
+        self,
+        rollouts: list[Rollout],
+        step: int,
+        training: bool = True,
+        early: Any = None,
+        names: Collection[str] = (),
     ) -> dict[str, float]:
         """Fill in the rewards while the scoring thread is not using the reward workers."""
         with self.ahead.turn():
-            return super().score(rollouts, step, training, early)
+            return super().score(rollouts, step, training, early, names)
 
     def rollouts(self, step: int) -> tuple[list[Rollout], dict[str, float]]:
         """Take and score the groups of a step, and measure how old they are."""

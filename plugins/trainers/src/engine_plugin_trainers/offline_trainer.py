@@ -104,7 +104,9 @@ class OfflineTrainer(Trainer):
         """Return the columns of the held-out sets."""
         columns: set[str] = set()
         for held_out in held_out_sets(self.config):
-            with closing(PromptSource(held_out.data(self.config), self.tokenizer, 0, "validation")) as source:
+            rows = self.given.held_out(held_out)
+            data = held_out.data(self.config)
+            with closing(PromptSource(data, self.tokenizer, 0, "validation", rows)) as source:
                 columns |= source.columns()
         return columns
 
