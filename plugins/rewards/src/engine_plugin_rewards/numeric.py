@@ -1,4 +1,4 @@
-"""The reward ``numeric``: the last number of a text, compared exactly or within a tolerance."""
+"""The rewards ``numeric`` and ``gsm8k``: the last number of a text, and the one after ``####``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
+_FINAL = re.compile(r"#### (-?[0-9.,]+)")
 _FRACTION = re.compile(r"(?<=\w)(?=\\[dt]?frac)|\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
 
@@ -55,6 +56,28 @@ def numeric(
         right = abs(got - expected) <= allowed
         # 72, 72.0 and numbers within the tolerance of the answer have the same pred
         return {"score": float(right), "pred": f"{(expected if right else got).normalize():g}"}
+
+
+def gsm8k(last_turn: str, answer: object) -> dict[str, float | str | None] | None:
+    """Return 1 if the number after the last ``####`` is the answer, else 0; None for a row without answer.
+
+    This is the format of the data set GSM8K, read as published scores read it: numbers are compared as text, without
+    thousands separators and a final period. A response without ``####`` scores 0, even if it ends in the answer.
+    ``pred`` is the number.
+
+    Args:
+        last_turn: the response; in an episode the policy's last turn.
+        answer: a number, or a solution that ends in ``#### 72``.
+    """
+    if answer is None:
+        return None
+    found = _FINAL.findall(last_turn)
+    pred = _bare(found[-1]) if found else None
+    return {"score": float(pred == _bare(str(answer).rpartition("####")[2].strip())), "pred": pred}
+
+
+def _bare(number: str) -> str:
+    return number.replace(",", "").removesuffix(".")
 
 
 def last_number(text: str) -> Decimal | None:

@@ -187,6 +187,7 @@ def engine_rewards() -> Mapping[str, Reward]:
         "format": Reward(
             load=f"{here}.text:make_format", config=FormatOptions, factory=True, on_timeout="zero"
         ),
+        "gsm8k": Reward(load=f"{here}.numeric:gsm8k", answers=True),
         "http": Reward(load=f"{here}.http_scorer:make_http", config=HTTPOptions, factory=True),
         "length": Reward(load=f"{here}.text:soft_overlong", config=LengthOptions),
         "math": Reward(
