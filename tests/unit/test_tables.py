@@ -24,8 +24,11 @@ def names_in(path):
             yield node.value.removeprefix("rollout.")
 
 
-def test_an_option_is_named_by_its_declaration_the_samplers_and_the_kit_alone():
-    """What a new option needs is what ``top_p`` needs; that a file of each sampler reads it is its implementation."""
+def test_an_option_is_named_by_its_declaration_the_samplers_the_kit_and_protocols_alone():
+    """What a new option needs is what ``top_p`` needs; that a file of each sampler reads it is its implementation.
+
+    A published protocol of evaluation sets it to a value.
+    """
     roots = [CORE, *CORE.parent.glob("plugins/*/src")]
     files = [path for root in roots for path in root.rglob("*.py")]
     assert len(files) > 300
@@ -34,6 +37,7 @@ def test_an_option_is_named_by_its_declaration_the_samplers_and_the_kit_alone():
         "engine_core/tables.py",
         "plugins/hf_rollout/src/engine_plugin_hf_rollout/distribution.py",
         "plugins/testing/src/engine_plugin_testing/rollout_cuts.py",
+        "plugins/tools/src/engine_plugin_tools/suites.py",
         "plugins/vllm_rollout/src/engine_plugin_vllm_rollout/requests.py",
     }
 

@@ -191,7 +191,7 @@ def test_schema_points_to_the_tables_below_and_shows_single_keys(engine):
     assert "name = required  (" in engine("schema", "reward").out
     assert engine("schema", "actor.").out == actor
     assert (
-        'trainer = "rl"  ("async" | "distill" | "dpo" | "kto" | "offline" | "reward_model" | "rl" | "sft")'
+        'trainer = "rl"  ("async" | "distill" | "dpo" | "evaluate" | "kto" | "offline" | "reward_model" | "rl" | "sft")'
         in engine("schema", "trainer").out
     )
     assert "stop = []  (list of string)" in engine("schema", "rollout").out

@@ -1,11 +1,18 @@
-"""The hooks of this distribution: commands for runs and machines, and trackers."""
+"""The hooks of this distribution: commands for runs and machines, trackers, and the trainer ``evaluate``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from engine_core.hooks import hookimpl
-from engine_core.specs import Command, Part, TrackerSpec
+from engine_core.specs import (
+    SAMPLING_SECTIONS,
+    SHARED_SECTIONS,
+    Command,
+    Part,
+    TrackerSpec,
+    TrainerSpec,
+)
 from engine_plugin_tools.tracker_options import TensorBoardOptions, WandbOptions
 
 
@@ -17,6 +24,18 @@ def engine_trackers() -> Mapping[str, TrackerSpec]:
             load="engine_plugin_tools.trackers:TensorBoard", config=TensorBoardOptions
         ),
         "wandb": TrackerSpec(load="engine_plugin_tools.trackers:Wandb", config=WandbOptions),
+    }
+
+
+@hookimpl
+def engine_trainers() -> Mapping[str, TrainerSpec]:
+    """Offer ``evaluate``."""
+    return {
+        "evaluate": TrainerSpec(
+            load="engine_plugin_tools.evaluation:Evaluation",
+            sections=SHARED_SECTIONS | SAMPLING_SECTIONS - {"stage"},
+            required=frozenset({"reward"}),
+        )
     }
 
 
@@ -39,7 +58,7 @@ def engine_commands() -> Mapping[str, Command]:
         "demo": Command(load=here + "demo:demo"),
         "doctor": Command(load=here + "doctor:doctor"),
         "generate": Command(load=here + "models:generate"),
-        "eval": Command(load=here + "models:evaluate"),
+        "eval": Command(load=here + "evaluate:evaluate"),
         "compare": Command(load=here + "compare:compare"),
         "report": Command(load=here + "runs:report"),
         "inspect.metrics": Command(load=here + "runs:metrics"),
