@@ -64,6 +64,7 @@ docs: install
 	$(BIN)/python docs/scoreboard.py
 	$(BIN)/python docs/model_table.py
 	$(BIN)/python docs/algorithm_tables.py
+	$(BIN)/python docs/suite_table.py
 	$(BIN)/python docs/dataset_table.py
 	$(BIN)/sphinx-build --quiet --fresh-env --write-all -W --keep-going docs docs/_build
 	@echo docs/_build/index.html

@@ -30,6 +30,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
+import hub_folders
 import pytest
 
 from engine_core import Trainer, load_config
@@ -155,6 +156,7 @@ def library(world, demo, tmp_path_factory):
         lines = (world / "data" / f"{name}.jsonl").read_text().splitlines(keepends=True)
         (folder / "data" / f"{name}.jsonl").write_text("".join(lines[:rows]))
     (folder / "more.jsonl").write_text("".join(lines[:2]))
+    hub_folders.write("gsm8k", folder / "mirrors" / "gsm8k")
     (folder / "run.toml").write_text(RUN)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -342,6 +344,7 @@ def test_every_block_of_a_page_works(page, library, request, tmp_path, capsys, m
     shutil.copytree(library, folder, symlinks=True)
     monkeypatch.chdir(folder)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
     for name, value in ENVIRONMENT.get(page.name, {}).items():
         monkeypatch.setenv(name, value)
     if page.name in NEEDS_EXAMPLE:
