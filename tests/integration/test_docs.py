@@ -60,6 +60,7 @@ NOT_RUN_HERE = {
     r"engine data gsm8k gsm8k-rows .*": "needs a copy of the hub's repository; tests/integration/test_public_datasets.py has one",
     r"engine serve-reward .*": "serves until it is ended; tests/integration/test_serve_reward.py starts, asks and ends it",
     r"pytest first/.*": "needs the package installed; plugins/tools/tests/test_scaffold.py runs the template's tests",
+    r"engine (eval (Qwen/|runs/first).*|train first-hub/.*|compare after before|(export|push) runs/first .*)|hf download .*": "asks the hub; tests of recipes, suites, cards and pushes run each on stand-ins",
     r"pytest examples/(custom_model|backends)": "tests/integration/test_examples.py runs them",
 }
 """Commands that cannot be nested in a test, and why. Any other command is run."""
