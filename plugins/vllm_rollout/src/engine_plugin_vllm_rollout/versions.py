@@ -115,8 +115,9 @@ def refresh_experts(model: Any) -> None:
 @torch.no_grad()
 def refresh_tied_head(model: Any) -> None:
     """Refresh a tied head, which receives no weight and on a CPU keeps a packed copy of the old one."""
-    head, embedding = getattr(model, "lm_head", None), None
-    inner = getattr(model, "model", None)
+    text = getattr(model, "language_model", model)  # of a model that also reads images
+    head, embedding = getattr(text, "lm_head", None), None
+    inner = getattr(text, "model", None)
     if inner is not None:
         embedding = getattr(inner, "embed_tokens", None)
     if head is None or embedding is None or head.weight is not embedding.weight:
