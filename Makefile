@@ -66,6 +66,7 @@ docs: install
 	$(BIN)/python docs/algorithm_tables.py
 	$(BIN)/python docs/suite_table.py
 	$(BIN)/python docs/dataset_table.py
+	$(BIN)/python docs/recipe_table.py
 	$(BIN)/sphinx-build --quiet --fresh-env --write-all -W --keep-going docs docs/_build
 	@echo docs/_build/index.html
 

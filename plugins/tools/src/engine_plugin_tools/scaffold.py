@@ -10,8 +10,12 @@ from __future__ import annotations
 import keyword
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine_core.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from engine_plugin_tools.recipes import Recipe
 
 TEMPLATES = Path(__file__).parent / "templates"
 USED_IN_TEMPLATE = ("len", "hookimpl", "engine_rewards")  # a function of that name would hide it
@@ -98,11 +102,12 @@ def _python_name(name: str) -> str:
     return found
 
 
-def new_run(folder: Path) -> Path:
-    """Write a run file to start from and a few rows of data.
+def new_run(folder: Path, recipe: Recipe | None = None) -> Path:
+    """Write a run file to start from: a recipe, or a small one with a few rows of data.
 
     Args:
-        folder: for ``run.toml`` and ``data/train.jsonl``; made if absent.
+        folder: for ``run.toml`` and, without a recipe, ``data/train.jsonl``; made if absent.
+        recipe: the run file to write.
 
     Returns:
         The path of the run file.
@@ -110,7 +115,8 @@ def new_run(folder: Path) -> Path:
     Raises:
         ConfigError: one of the files exists; nothing was written.
     """
-    return _write(_files("run", {}), folder) / "run.toml"
+    files = {"run.toml": recipe.text} if recipe else _files("run", {})
+    return _write(files, folder) / "run.toml"
 
 
 def new_demo(folder: Path) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from engine_core.cli.output import writing_problem
 from engine_core.errors import EnvironmentProblem
+from engine_plugin_tools.recipes import read_recipe, recipe_names
 from engine_plugin_tools.scaffold import KINDS, new_plugin, new_run
 
 
@@ -33,11 +34,37 @@ def run(
     folder: Annotated[
         Path, typer.Argument(metavar="[DIR]", help="Where run.toml and its data are put.")
     ] = Path(),
+    recipe: Annotated[
+        str,
+        typer.Option(
+            "--recipe", metavar="NAME", help="Write the run file of a published model and data set."
+        ),
+    ] = "",
+    listed: Annotated[bool, typer.Option("--list", help="Only list the recipes.")] = False,
 ) -> None:
-    """Write a run file to start from, with a few rows of data; prints its path."""
+    """Write a run file to start from, with a few rows of data, or a recipe; prints its path and the next commands."""
+    if listed:
+        list_recipes()
+        return
+    chosen = read_recipe(recipe) if recipe else None
     check_writable(folder)
-    path = new_run(folder)
-    print(f"{path}\nCheck it: engine validate {path}")
+    path = new_run(folder, chosen)
+    print(path)
+    if chosen is None:
+        print(f"Check it: engine validate {path}")
+        return
+    about = chosen.about
+    print(f"{chosen.title}: {about['hardware']}, {about['status']}.")
+    print(f"Install:  {about['install']}\nCheck it: engine validate {path}\nTrain:    engine train {path}")
+
+
+def list_recipes() -> None:
+    """Print the name, the hardware and the title of each recipe."""
+    recipes = [read_recipe(name) for name in recipe_names()]
+    width = max(len(recipe.name) for recipe in recipes)
+    for recipe in recipes:
+        print(f"{recipe.name:{width}}  {recipe.about['hardware']:16}  {recipe.title}")
+    print("Write one: engine new run DIR --recipe NAME")
 
 
 def check_writable(folder: Path) -> None:
