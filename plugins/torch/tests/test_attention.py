@@ -48,6 +48,29 @@ def test_a_pack_is_what_a_dense_mask_gives(pack, window, softcap):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_a_pack_of_other_lengths_needs_no_further_graph():
+    """Otherwise each number of rectangles has a graph, which takes minutes to compile."""
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=count, dynamic=True)
+    def layer(query, key, value, **arguments):
+        out, _ = attention.varlen(
+            module, query + 1, key, value, None, sliding_window=6, softcap=1.5, **arguments
+        )
+        return 2 * out
+
+    module, seen = nn.Module(), []
+    for lengths in ([9, 9], [12, 5], [20, 12, 7]):  # 1, 2 and 3 rectangles
+        heads = (torch.randn(1, heads, sum(lengths), 8) for heads in (4, 2, 2))
+        layer(*heads, **attention.packed_arguments(torch.tensor(lengths), torch.device("cpu")))
+        seen.append(len(graphs))
+    assert 0 < seen[1] == seen[-1]
+
+
 def test_boundaries_alone_are_enough(pack):
     cu = torch.tensor([0, 5, 6, 23, 27, 32, 62], dtype=torch.int32)
     found, _ = attention.varlen(nn.Module(), *pack, None, scaling=0.4, cu_seq_lens_q=cu)

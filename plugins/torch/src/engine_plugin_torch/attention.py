@@ -319,6 +319,7 @@ def _plan(boundaries: list[int], device: torch.device, prefixes: Prefixes | None
     return Plan(rectangles, send(order if prefixes is None else order[prefixes.kept], device))
 
 
+@torch.compiler.disable  # a graph would be that of one plan: each pack has another one
 def _rectangles(
     query: Tensor,
     key: Tensor,
