@@ -1,22 +1,25 @@
 """Writes ``docs/reference/models.md``: which families of models each backend has run.
 
-    python docs/model_table.py                    write the page
-    python docs/model_table.py --check            change nothing; exit 1 if it is out of date
-    python docs/model_table.py --record [NAME]    run the tests of one backend (of all: an hour), then write the page
+    python docs/model_table.py                    write the page and the plugins' `families.py`
+    python docs/model_table.py --check            change nothing; exit 1 if one of them is out of date
+    python docs/model_table.py --record [NAME]    run the tests of one column (of all: two hours), then write
 
 The page shows recorded outcomes of ``tests/families``, which ``engine_plugin_testing.recorder`` writes into ``docs/reference/models.json``.
+``engine validate`` prints those of a run's backends, from ``families.py`` of their plugins.
 """
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))  # page_parts, also where this file is run by its path
 
-from page_parts import recorded_page, run_recorded, table
+from page_parts import ROOT, recorded_page, run_recorded, table
 
 from engine_plugin_testing.families import FAMILIES
 from engine_plugin_testing.recorder import FAILED, PASSED, read
@@ -24,7 +27,16 @@ from engine_plugin_testing.suite import UNDECLARED, UNSUPPORTED
 
 DOCS = Path(__file__).parent
 PAGE, RECORD = DOCS / "reference" / "models.md", DOCS / "reference" / "models.json"
-BACKENDS = ("torch", "fsdp", "deepspeed", "megatron", "hf", "vllm")
+BACKENDS = {  # name -> folder of the plugin
+    "torch": "torch",
+    "fsdp": "fsdp",
+    "deepspeed": "deepspeed",
+    "megatron": "megatron",
+    "hf": "hf_rollout",
+    "vllm": "vllm_rollout",
+}
+FEATURES = ("compile", "sp")
+NO = "no: "
 ADAPTER = "test_an_adapter_alone_is_trained"
 NAMES = {
     "llama": "Llama 2, 3",
@@ -71,8 +83,18 @@ The runs were on CPUs: `fsdp` and `deepspeed` on two ranks, `megatron` with `tp 
 
 - A train engine passes if log-probs, entropies of long packs, gradients, export and exact resume equal an independent forward pass in float64.
 - A sampler passes if its log-probs equal that forward pass for prompts of all sizes, also after an update in the middle of a response.
+- `compile` is `actor.torch.compile = true`, on a CPU with inductor. It passes if no layer runs without compilation, and log-probs and gradients are equal.
+- `sp` is `actor.fsdp.sp = 2`: two ranks share the tokens of each sequence.
 - LoRA was run with `torch` and `fsdp`; the column shows `torch`.
 - On one H100, SmolLM3 and OLMo 2 also trained three steps of GRPO with `torch` and `vllm` in one process, compiled and with CUDA graphs."""
+
+MODULE = '''"""What was seen of the backend `{backend}` with models of each type. Written by docs/model_table.py."""
+
+from collections.abc import Mapping
+
+FAMILIES: Mapping[str, str] = {rows}
+"""``model_type`` -> what differs or fails; empty if every test of the family passed."""
+'''
 
 
 def class_of(family: str) -> str:
@@ -94,14 +116,24 @@ def cell(found: Mapping[str, str] | None, backend: str) -> str:
     if FAILED in rest.values():
         return "**fails**"
     if reason := next((v for v in rest.values() if v.startswith(UNSUPPORTED)), ""):
-        return f"no: {reason.removeprefix(UNSUPPORTED)}"
+        return NO + reason.removeprefix(UNSUPPORTED)
     return "yes" if all(v == PASSED or UNDECLARED in v for v in rest.values()) else "not run"
 
 
 def adapter(found: Mapping[str, str] | None) -> str:
     """Return the text of LoRA on a family."""
     outcome = (found or {}).get(ADAPTER, "not run")
-    return "yes" if outcome == PASSED else outcome.replace(UNSUPPORTED, "no: ")
+    return "yes" if outcome == PASSED else outcome.replace(UNSUPPORTED, NO)
+
+
+def families(backend: str) -> str:
+    """Return the text of ``families.py`` in a backend's plugin: what ``engine validate`` says of each family."""
+    record, rows = read(RECORD), {}
+    for family in FAMILIES:
+        text = cell(outcomes(record, backend, family), backend)
+        if text == "yes" or text.startswith(NO):
+            rows[family] = "" if text == "yes" else text.removeprefix(NO)
+    return MODULE.format(backend=backend, rows=json.dumps(rows, indent=4)[:-2] + ",\n}")
 
 
 def page() -> str:
@@ -109,22 +141,42 @@ def page() -> str:
     record = read(RECORD)
     rows = []
     for family in FAMILIES:
-        by_backend = [outcomes(record, backend, family) for backend in BACKENDS]
-        cells = [cell(found, backend) for found, backend in zip(by_backend, BACKENDS, strict=True)]
-        rows.append([NAMES[family], f"`{family}`", *cells, adapter(by_backend[0])])
+        cells = {name: cell(outcomes(record, name, family), name) for name in (*BACKENDS, *FEATURES)}
+        lora = adapter(outcomes(record, "torch", family))
+        rows.append([NAMES[family], f"`{family}`", *cells.values(), lora])
     versions = {
         f"{name} {run['versions'][name]}" for run in record.values() for name in ("torch", "transformers")
     }
     days = sorted({run["date"] for run in record.values()})
     ran = f"Run with {', '.join(sorted(versions))}" + (f", {days[0]} to {days[-1]}." if days else ".")
-    return "\n\n".join([INTRO, ran, table(["family", "`model_type`", *BACKENDS, "LoRA"], rows)]) + "\n"
+    return (
+        "\n\n".join(
+            [
+                INTRO,
+                ran,
+                table(
+                    ["family", "`model_type`", *BACKENDS, *(f"`{name}`" for name in FEATURES), "LoRA"], rows
+                ),
+            ]
+        )
+        + "\n"
+    )
 
 
 def run(backends: list[str]) -> int:
-    """Run the tests of these backends (of all if none is given); return pytest's exit code."""
-    tests = [f"tests/families/test_{backend}.py" for backend in backends or BACKENDS]
+    """Run the tests of these columns (of all if none is given); return pytest's exit code."""
+    tests = [f"tests/families/test_{backend}.py" for backend in backends or (*BACKENDS, *FEATURES)]
     return run_recorded(RECORD, tests)
 
 
+def written() -> dict[Path, Callable[[], str]]:
+    """Return the files that are written from the record, each with a function that returns its text."""
+    plugins = {
+        ROOT / f"plugins/{folder}/src/engine_plugin_{folder}/families.py": partial(families, backend)
+        for backend, folder in BACKENDS.items()
+    }
+    return {PAGE: page, **plugins}
+
+
 if __name__ == "__main__":
-    recorded_page(__doc__, PAGE, page, BACKENDS, run)
+    recorded_page(__doc__, written(), (*BACKENDS, *FEATURES), run)

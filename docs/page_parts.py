@@ -4,7 +4,7 @@ import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -34,8 +34,7 @@ def run_recorded(record: Path, tests: Iterable[str]) -> int:
 
 def recorded_page(
     doc: str | None,
-    file: Path,
-    make: Callable[[], str],
+    files: Mapping[Path, Callable[[], str]],
     backends: Collection[str],
     run: Callable[[list[str]], int],
 ) -> None:
@@ -43,8 +42,7 @@ def recorded_page(
 
     Args:
         doc: the docstring of the script, of which the first line is shown.
-        file: the page.
-        make: returns its text.
+        files: the page and what else is written from the record, each with a function that returns its text.
         backends: names that ``--record`` takes.
         run: runs the tests of the named backends, of all if none is named; returns pytest's exit code.
     """
@@ -61,9 +59,10 @@ def recorded_page(
     )
     given = parser.parse_args()
     code = 0 if given.record is None else run(given.record)
-    made = make()
-    if not given.check:
-        file.write_text(made, "utf-8")
-    elif not file.is_file() or file.read_text("utf-8") != made:
-        sys.exit(f"{file.relative_to(ROOT)} is out of date: run python docs/{Path(sys.argv[0]).name}.")
+    for file, make in files.items():
+        made = make()
+        if not given.check:
+            file.write_text(made, "utf-8")
+        elif not file.is_file() or file.read_text("utf-8") != made:
+            sys.exit(f"{file.relative_to(ROOT)} is out of date: run python docs/{Path(sys.argv[0]).name}.")
     sys.exit(code)

@@ -209,4 +209,4 @@ def run_suites(backends: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    recorded_page(__doc__, PAGE, page, SUITES, run_suites)
+    recorded_page(__doc__, {PAGE: page}, SUITES, run_suites)

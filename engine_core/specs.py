@@ -81,9 +81,7 @@ class Spec:
     makes_objects: ClassVar[bool] = False  #: a class may replace the function: see ``Stage``
     internal: ClassVar[bool] = False  #: names of this kind are used by code, never by a key of a run file
 
-    load: (
-        str | Callable[..., Any]
-    )  #: the object, or its address ``module:name``, which is imported when it is used
+    load: str | Callable[..., Any]  #: the object, or its address ``module:name``, imported when it is used
     config: type[BaseModel] = NoOptions  #: option model: the keys of the name's table
     health: str | Callable[[], str] | None = None
     """Called by ``engine doctor``: returns a line about this machine, or raises an ``EngineError``: what it lacks."""
@@ -102,10 +100,21 @@ def resolve(load: str | Callable[..., Any]) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainBackend(Spec):
-    """A train engine: ``load`` is a subclass of ``engine_core.contracts.engines.TrainEngine``.
+class EngineSpec(Spec):
+    """The base of specs of engines. The class must override the base's method of each of its capabilities.
 
-    The class must override the base's method of each of its capabilities.
+    Args:
+        families: what is known of models by ``model_type`` of their config: an empty text if the engine was tested with
+            one, else what differs or fails. It may be the address of that mapping. ``engine validate`` prints it.
+    """
+
+    capabilities: frozenset[str] = frozenset()  #: the hook reference has their methods
+    families: str | Mapping[str, str] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainBackend(EngineSpec):
+    """A train engine: ``load`` is a subclass of ``engine_core.contracts.engines.TrainEngine``.
 
     Args:
         frozen_only: the engine runs only models that are never trained (a teacher, models of rewards), at
@@ -119,7 +128,6 @@ class TrainBackend(Spec):
 
     kind = "train_engines"
     noun = "train engine"
-    capabilities: frozenset[str] = frozenset()  #: the hook reference has their methods
     frozen_only: bool = False
     remote: bool = False
     own_model: bool = False
@@ -127,10 +135,10 @@ class TrainBackend(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutBackend(Spec):
+class RolloutBackend(EngineSpec):
     """A rollout engine: ``load`` is a subclass of ``engine_core.contracts.engines.RolloutEngine``.
 
-    The class must override the base's method of each of its capabilities. The option model may have:
+    The option model may have:
 
     * a property ``other_policy``: the option keys in use that make the sampler's policy differ from the received weights,
       such as quantization. If it is not empty, importance weights are required: a run that disables them is refused.
@@ -143,7 +151,6 @@ class RolloutBackend(Spec):
 
     kind = "rollout_engines"
     noun = "rollout engine"
-    capabilities: frozenset[str] = frozenset()  #: the hook reference has their methods
     sampling: frozenset[str] = BASE_SAMPLING
 
 
@@ -307,23 +314,10 @@ class TrackerSpec(Spec):
     noun = "tracker"
 
 
-SHARED_SECTIONS = frozenset(
-    {
-        "trainer",
-        "plugins",
-        "plugin",
-        "model",
-        "actor",
-        "data",
-        "run",
-        "checkpoint",
-        "tracking",
-        "runtime",
-        "placement",
-        "schedule",
-        "eval",
-    }
-)
+SHARED_SECTIONS = frozenset({
+    "trainer", "plugins", "plugin", "model", "actor", "data", "run", "checkpoint", "tracking", "runtime", "placement",
+    "schedule", "eval",
+})  # fmt: skip
 """The sections of a run file that every trainer reads, for ``TrainerSpec.sections``."""
 
 SAMPLING_SECTIONS = frozenset({"rollout", "reward", "environment", "stage"})

@@ -12,6 +12,7 @@ from engine_core.cli.options import AllowCode, Files, Json, Sets
 from engine_core.cli.output import print_json, print_table
 from engine_core.config.assemble import plugins_for
 from engine_core.config.dump import dump_toml, origins
+from engine_core.config.families import declared_families
 from engine_core.errors import EngineError, refuse
 
 PLACE = re.compile(
@@ -36,11 +37,16 @@ def validate(files: Files, sets: Sets = None, allow_code: AllowCode = False, as_
         print_json({"valid": False, "problems": problems})
         return errors[0].exit_code
     refuse(errors)
+    plugins = plugins_for(config)
+    models = list(declared_families(config, plugins))
     if as_json:
-        print_json({"valid": True, "unread": config.unread, "plugins": plugins_for(config).versions()})
+        found = {"unread": config.unread, "plugins": plugins.versions(), "models": models}
+        print_json({"valid": True, **found})
         return 0
     print(f"{', '.join(files)}: valid, trainer '{config.trainer}'. Next: engine train --dry-run")
     print_unread(config)
+    for model in models:
+        print(f"{model['role']}: {model['message']}")
     return 0
 
 

@@ -6,6 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine_core.plugins.metadata import installed
+from engine_core.plugins.plugin_set import PluginSet
+from engine_core.specs import resolve
 from engine_plugin_testing import RolloutEngineSuite, TrainEngineSuite
 from engine_plugin_testing.families import FAMILIES, SAMPLES, TRAINS
 from engine_plugin_testing.suite import UNDECLARED, UNSUPPORTED
@@ -18,15 +21,30 @@ def table():
     return SimpleNamespace(**runpy.run_path(str(DOCS / "model_table.py")))
 
 
-def test_the_page_is_up_to_date(table):
-    assert table.PAGE.read_text("utf-8") == table.page(), "Run python docs/model_table.py."
+def test_the_page_and_what_plugins_declare_are_up_to_date(table):
+    for file, make in table.written().items():
+        assert file.read_text("utf-8") == make(), f"{file}: run python docs/model_table.py."
+
+
+@pytest.mark.parametrize("kind", ["train_engines", "rollout_engines"])
+def test_a_backend_declares_what_the_table_says_of_it(table, kind):
+    record = table.read(table.RECORD)
+    found = {offer.name for offer in installed() if offer.kind == kind} & {*table.BACKENDS}
+    spec_of = PluginSet.load({kind: found}).spec
+    for backend in found:
+        families = resolve(spec_of(kind, backend).families) if spec_of(kind, backend).families else {}
+        for family in FAMILIES if families else ():
+            text = table.cell(table.outcomes(record, backend, family), backend)
+            said = {"": "yes", None: "not offered"}.get(families.get(family), f"no: {families.get(family)}")
+            assert said == text, (backend, family)
+    assert len(found) >= 2
 
 
 def test_every_family_has_a_name_and_every_cell_a_run_or_a_reason(table):
     assert {*table.NAMES} == {*FAMILIES}
     record = table.read(table.RECORD)
     for family in FAMILIES:
-        for backend in table.BACKENDS:
+        for backend in (*table.BACKENDS, *table.FEATURES):
             text = table.cell(table.outcomes(record, backend, family), backend)
             assert text in ("yes", "not offered") or text.startswith("no: "), (family, backend, text)
 

@@ -56,13 +56,14 @@ def modules(folder: Path, pattern: str, root: Path = ROOT) -> list[str]:
 
 
 def named_modules(project: Path) -> list[str]:
-    """Return the modules behind the names that a distribution offers, and those of its options."""
+    """Return the modules behind the names that a distribution offers, and those of its options and families of models."""
     groups = tomllib.loads(project.read_text("utf-8"))["project"]["entry-points"]
     named = {
         module for group, names in groups.items() if group.startswith("engine.") for module in names.values()
     }
     source = project.parent / "src"
-    return sorted({*named, *modules(source, "**/*options.py", source)})
+    read = [name for pattern in ("**/*options.py", "*/families.py") for name in modules(source, pattern, source)]
+    return sorted({*named, *read})
 
 
 LIGHT = [

@@ -50,7 +50,8 @@ class Far(Counting):
 @hookimpl
 def engine_rollout_engines():
     capabilities = frozenset({"share_module"})
-    return {"far": RolloutBackend(load=Far, config=FarOptions, capabilities=capabilities)}
+    families = {"llama": "", "gemma": "no such kernel"}
+    return {"far": RolloutBackend(load=Far, config=FarOptions, capabilities=capabilities, families=families)}
 '''
 
 
@@ -99,7 +100,9 @@ def test_the_other_environment_judges_the_table_and_the_run_samples_there(run_fi
     assert plugins_for(config).versions()["engine-plugin-far"] == "3.1"
     again, plugins = rebuild(json.loads(json.dumps(portable(config))))  # as a worker of torchrun
     assert again == config
-    assert "share_module" not in plugins.spec("rollout_engines", "far").capabilities
+    spec = plugins.spec("rollout_engines", "far")
+    assert "share_module" not in spec.capabilities
+    assert spec.families == {"llama": "", "gemma": "no such kernel"}
     context = WorkerContext(plugins=plugins, role="rollout", device=torch.device("cpu"))
     engine = SamplerEngine(again.rollout, again.model, context)
     try:

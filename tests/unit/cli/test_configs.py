@@ -34,7 +34,29 @@ def test_validate_says_that_a_file_is_valid_and_what_is_not_read(engine, sft_run
     assert answer.code == 0
     assert answer.out == (
         "run.toml: valid, trainer 'sft'. Next: engine train --dry-run\nnot read: [actor.fsdp]: the run uses 'torch'\n"
+        "actor: models of type 'qwen3' are tested with torch\n"
     )
+
+
+def test_validate_says_of_each_role_whether_its_backend_was_tested_with_models_of_this_type(engine, rl_run):
+    assert engine("validate", "rl.toml").out.splitlines()[1:] == [
+        "actor: models of type 'qwen3' are tested with torch"  # the sampler's plugin declares no families
+    ]
+    assert json.loads(engine("validate", "rl.toml", "--json").out)["models"] == [
+        {
+            "role": "actor",
+            "backend": "torch",
+            "model_type": "qwen3",
+            "tested": True,
+            "message": "models of type 'qwen3' are tested with torch",
+        }
+    ]
+
+
+def test_validate_says_nothing_of_a_model_whose_type_it_cannot_read(engine, rl_run):
+    answer = engine("validate", "rl.toml", "--set", "model.path=no-such-org/no-such-model")
+    assert (answer.code, answer.err) == (0, "")
+    assert len(answer.out.splitlines()) == 1
 
 
 def test_validate_tells_all_problems_with_file_and_line(engine, sft_run):

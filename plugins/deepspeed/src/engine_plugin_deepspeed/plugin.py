@@ -17,6 +17,7 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
             load="engine_plugin_deepspeed.engine:DeepSpeedEngine",
             config=DeepSpeedOptions,
             health="engine_plugin_deepspeed.library:health",
+            families="engine_plugin_deepspeed.families:FAMILIES",
             capabilities=frozenset(
                 {"common_checkpoints", "generation_module", "lora", "set_lr", "sleep", "support"}
             ),

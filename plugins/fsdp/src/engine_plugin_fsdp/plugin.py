@@ -16,6 +16,7 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
         "fsdp": TrainBackend(
             load="engine_plugin_fsdp.engine:FSDPEngine",
             config=FSDPOptions,
+            families="engine_plugin_fsdp.families:FAMILIES",
             capabilities=frozenset(
                 {"common_checkpoints", "generation_module", "lora", "set_lr", "sleep", "support"}
             ),

@@ -31,6 +31,7 @@ def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
         "hf": RolloutBackend(
             load="engine_plugin_hf_rollout.engine:HFRolloutEngine",
             config=HFOptions,
+            families="engine_plugin_hf_rollout.families:FAMILIES",
             capabilities=frozenset({"share_module", "custom_model", "pause", "sleep", "support", "partial"}),
         )
     }

@@ -24,6 +24,7 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
             load="engine_plugin_megatron.engine:MegatronEngine",
             config=MegatronOptions,
             health="engine_plugin_megatron.plugin:health",
+            families="engine_plugin_megatron.families:FAMILIES",
             capabilities=frozenset({"common_checkpoints", "set_lr", "sleep", "support"}),
             check_checkpoint="engine_plugin_torch.shards:check_experts_apart",
         )

@@ -28,7 +28,7 @@ import engine_core
 import engine_plugin_processes
 from engine_core.errors import EngineError, PluginError
 from engine_core.plugins.plugin_set import Plugin, PluginProblems, PluginSet
-from engine_core.specs import Options, RolloutBackend
+from engine_core.specs import Options, RolloutBackend, resolve
 
 ASK_SECONDS = 300.0  # the plugin may import a large library
 ENGINE = "engine_plugin_processes.sampler_process.engine:SamplerEngine"
@@ -100,7 +100,8 @@ def foreign_plugin(python: str, name: str, plugins: PluginSet) -> tuple[RolloutB
     found = ask(python, json.dumps({**question, "table": None}))
     model = _option_model(python, json.dumps(question), json.dumps(found["keys"]))
     capabilities = frozenset(found["capabilities"]) - OUT_OF_REACH
-    spec = RolloutBackend(load=ENGINE, config=model, capabilities=capabilities)
+    families = found["families"]
+    spec = RolloutBackend(load=ENGINE, config=model, capabilities=capabilities, families=families)
     label = f"{found['label']} of {python}"
     plugin = Plugin(
         ModuleType(f"engine_foreign_{name.replace(':', '_')}"), label, found["source"], found["version"]
@@ -248,6 +249,7 @@ def answer(question: Mapping[str, Any]) -> dict[str, Any]:
         "source": plugin.source,
         "version": plugin.version,
         "capabilities": sorted(spec.capabilities),
+        "families": dict(resolve(spec.families)) if spec.families else {},
         "keys": list(spec.config.model_fields),
         "errors": [],
     }

@@ -136,11 +136,19 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """``model_type`` of transformers -> what makes its config a tiny one, on top of ``reference.SHAPE``."""
 
-TRAINS = (
+RECURRENT = ("falcon_h1", "granitemoehybrid", "lfm2", "qwen3_5_text", "qwen3_next")
+"""Families with recurrent layers, whose state would run from one packed sequence into the next."""
+
+PASSES = (
     "test_log_probs_equal_the_reference",
     "test_a_sequence_does_not_see_its_neighbours",
     "test_long_packs_equal_the_reference",
     "test_the_gradient_is_that_of_the_global_sum",
+)
+"""Contracts of a train engine's forward and backward pass, for options that change nothing else of a family."""
+
+TRAINS = (
+    *PASSES,
     "test_the_generation_module_gives_the_logits_of_the_policy",
     "test_export_is_loaded_by_from_pretrained",
     "test_an_adapter_alone_is_trained",

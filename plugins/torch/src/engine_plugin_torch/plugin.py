@@ -16,6 +16,7 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
         "torch": TrainBackend(
             load="engine_plugin_torch.engine:TorchEngine",
             config=TorchOptions,
+            families="engine_plugin_torch.families:FAMILIES",
             capabilities=frozenset(
                 {"common_checkpoints", "generation_module", "lora", "set_lr", "sleep", "support"}
             ),

@@ -1,0 +1,66 @@
+"""What a run's backends declare about the type of its models: tested, known to differ, or not tested.
+
+A backend's spec has ``families``. The type is read from a config on this machine; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine_core.config.choices import OPTIONAL_ROLES
+from engine_core.errors import nearest
+from engine_core.specs import RolloutBackend, TrainBackend, resolve
+
+if TYPE_CHECKING:
+    from engine_core.config.models import EngineConfig
+    from engine_core.plugins.plugin_set import PluginSet
+
+
+def declared_families(config: EngineConfig, plugins: PluginSet) -> Iterator[dict[str, Any]]:
+    """Yield ``{role, backend, model_type, tested, message}`` for each role whose backend declares families.
+
+    Args:
+        config: a valid config; a role without a readable ``config.json`` is left out.
+        plugins: the plugins of the run.
+    """
+    for role in ("actor", *OPTIONAL_ROLES, "rollout"):
+        table = getattr(config, role)
+        kind = RolloutBackend.kind if role == "rollout" else TrainBackend.kind
+        spec: Any = plugins.find(kind, table.backend) if table else None
+        families = resolve(spec.families) if spec and spec.families else {}
+        path = getattr(table, "path", None) or config.model.path
+        if families and (model_type := _model_type(path)):
+            yield {
+                "role": role,
+                "backend": table.backend,
+                "model_type": model_type,
+                "tested": families.get(model_type) == "",
+                "message": _message(model_type, table.backend, families),
+            }
+
+
+def _message(model_type: str, backend: str, families: Mapping[str, str]) -> str:
+    models, note = f"models of type '{model_type}'", families.get(model_type)
+    if note:
+        return f"{models} with {backend}: {note}"
+    if note is not None:
+        return f"{models} are tested with {backend}"
+    near = nearest(model_type, families)
+    return f"{models} are not tested with {backend}" + (f"; nearest: '{near}'" if near else "")
+
+
+def _model_type(path: str) -> str:
+    """Return the type of a folder's model, or of a hub's in the local cache; empty if no config there says it."""
+    try:
+        file: Any = Path(path) / "config.json"
+        if not Path(path).is_dir():
+            from huggingface_hub import try_to_load_from_cache  # takes most of a second
+
+            file = try_to_load_from_cache(path, "config.json")
+        found = json.loads(Path(file).read_text("utf-8"))["model_type"]
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):
+        return ""
+    return found if isinstance(found, str) else ""
