@@ -101,7 +101,7 @@ def misfits(hf: PretrainedConfig, layout: MeshLayout, *, sequence_parallel: bool
     found = []
     heads, groups, wide = hf.num_attention_heads, hf.num_key_value_heads, hf.intermediate_size
     experts = getattr(hf, "num_experts", None) or 0
-    wides = sorted({wide, hf.moe_intermediate_size} if experts else {wide})
+    wides = sorted({wide, getattr(hf, "moe_intermediate_size", wide)} if experts else {wide})
     fits = [
         n for n in divisors(heads) if not (groups % n and n % groups) and not any(each % n for each in wides)
     ]

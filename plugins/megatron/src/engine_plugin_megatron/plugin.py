@@ -39,9 +39,12 @@ def engine_architectures() -> Mapping[str, ModelArchitecture]:
         "gemma": ModelArchitecture(load=f"{here}:Gemma"),
         "llama": ModelArchitecture(load=f"{here}:Architecture"),
         "mistral": ModelArchitecture(load=f"{here}:Architecture"),
+        "mixtral": ModelArchitecture(load=f"{here}:Mixtral"),
         "qwen2": ModelArchitecture(load=f"{here}:Qwen2"),
         "qwen3": ModelArchitecture(load=f"{here}:Qwen3"),
         "qwen3_moe": ModelArchitecture(load=f"{here}:Qwen3Moe"),
+        "seed_oss": ModelArchitecture(load=f"{here}:SeedOss"),
+        "smollm3": ModelArchitecture(load=f"{here}:SmolLM3"),
     }
 
 

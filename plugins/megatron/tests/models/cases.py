@@ -14,7 +14,16 @@ from megatron.core.distributed import (
 )
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SeedOssConfig,
+    SmolLM3Config,
+)
 
 from engine_plugin_megatron.layout import MeshLayout
 from engine_plugin_megatron.models import build, weights
@@ -27,6 +36,7 @@ LENGTHS = ((7, 13, 4), (16, 1, 3), (8,), (2, 10))  # of the sequences of packs; 
 CLOSE = 1e-5
 KINDS = {
     "llama": (LlamaConfig, {"head_dim": 16}),
+    "mixtral": (MixtralConfig, {"num_local_experts": 8, "num_experts_per_tok": 3, "sliding_window": None}),
     "qwen2": (Qwen2Config, {}),
     "qwen3": (Qwen3Config, {"head_dim": 24}),
     "qwen3_moe": (
@@ -39,6 +49,11 @@ KINDS = {
             "mlp_only_layers": [1],
         },
     ),
+    "seed_oss": (
+        SeedOssConfig,
+        {"head_dim": 16, "pad_token_id": None, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    ),
+    "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 3, "pad_token_id": None}),
 }
 
 

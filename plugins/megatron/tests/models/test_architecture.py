@@ -4,7 +4,16 @@ import textwrap
 
 import pytest
 import torch
-from transformers import GemmaConfig, LlamaConfig, MinistralConfig, MistralConfig, Qwen2Config, Qwen3MoeConfig
+from transformers import (
+    GemmaConfig,
+    LlamaConfig,
+    MinistralConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3MoeConfig,
+    SeedOssConfig,
+)
 
 from engine_core.errors import ConfigError, PluginError
 from engine_core.plugins.plugin_set import PluginSet
@@ -52,6 +61,9 @@ def test_one_that_nobody_offers_is_refused_with_what_is_there():
             "partial_rotary_factor",
         ),
         (Qwen3MoeConfig(num_experts_per_tok=1, norm_topk_prob=True), "the router would have no gradient"),
+        (MixtralConfig(num_experts_per_tok=1), "the router would have no gradient"),
+        (SeedOssConfig(attention_bias=False), "attention_bias is false"),
+        (SeedOssConfig(attention_out_bias=True), "attention_out_bias is true"),
     ],
 )
 def test_what_would_be_computed_otherwise_is_refused(config, words):

@@ -60,6 +60,20 @@ def test_experts_compute_as_in_transformers(two_ranks, layout, normed):
     )
 
 
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("mixtral", "ep2"),
+        pytest.param("mixtral", "tp2_sp", marks=pytest.mark.slow),
+        ("seed_oss", "tp2_sp"),
+        ("smollm3", "pp2"),
+        pytest.param("smollm3", "tp2", marks=pytest.mark.slow),
+    ],
+)
+def test_relatives_of_llama_compute_as_in_transformers(two_ranks, kind, layout):
+    two_ranks("computes_as_transformers", kind=kind, **{**LAYOUTS, **EXPERTS}[layout])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", EXPERTS_ON_FOUR)
 def test_experts_on_four_ranks_compute_as_in_transformers(four_ranks, layout):

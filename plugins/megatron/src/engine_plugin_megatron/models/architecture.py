@@ -36,6 +36,7 @@ class Architecture:
 
     activation = "silu"  # of the feed-forward: a name of ``ACTIVATIONS``
     qkv_bias = False  # queries, keys and values have a bias
+    biases = "attention_bias", "mlp_bias"  # keys of biases that its layers lack
     head_norms = False  # queries and keys of each head have an RMS norm
     norm_offset = 0.0  # added to the weights of norms before they are used
     embedding, final_norm, output = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -47,7 +48,7 @@ class Architecture:
             found.append(f"hidden_act is '{hf.hidden_act}'; '{self.activation}' alone is known")
         found += [
             f"{key} is true; layers with these biases are not known"
-            for key in ("attention_bias", "mlp_bias")
+            for key in self.biases
             if getattr(hf, key, False)
         ]
         window = getattr(hf, "sliding_window", None)
@@ -165,6 +166,25 @@ class Qwen2(Architecture):
     qkv_bias = True
 
 
+class SeedOss(Qwen2):
+    """The architecture of Seed-OSS: that of Qwen2."""
+
+    biases = "attention_out_bias", "mlp_bias"
+
+    def problems(self, hf: PretrainedConfig) -> list[str]:
+        """Return the unsupported settings, including layers without these biases."""
+        absent = [] if hf.attention_bias else ["attention_bias is false; its layers have these biases"]
+        return super().problems(hf) + absent
+
+
+class SmolLM3(Architecture):
+    """The architecture of SmolLM3: Llama in which some layers have no rotary positions."""
+
+    def arguments(self, hf: PretrainedConfig) -> dict[str, Any]:
+        """Return the arguments of ``TransformerConfig``, with the layers without positions."""
+        return {**super().arguments(hf), "no_rope_freq": [1 - int(rotates) for rotates in hf.no_rope_layers]}
+
+
 class Qwen3(Architecture):
     """The architecture of Qwen3: Llama with norms of each head's queries and keys."""
 
@@ -187,16 +207,11 @@ class Qwen3Moe(Qwen3):
 
     def arguments(self, hf: PretrainedConfig) -> dict[str, Any]:
         """Return the arguments of ``TransformerConfig``, with those of experts and router."""
+        layers = [int(sparse(hf, index)) for index in range(hf.num_hidden_layers)]
         return {
             **super().arguments(hf),
-            "num_moe_experts": hf.num_experts,
-            "moe_ffn_hidden_size": hf.moe_intermediate_size,
-            "moe_layer_freq": [int(sparse(hf, index)) for index in range(hf.num_hidden_layers)],
-            "moe_router_topk": hf.num_experts_per_tok,
-            "moe_router_pre_softmax": not hf.norm_topk_prob,  # else softmax over the chosen: equal to dividing
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_grouped_gemm": False,  # grouped experts need Transformer Engine
+            **routed(hf.num_experts, hf.moe_intermediate_size, hf.num_experts_per_tok, layers),
+            "moe_router_pre_softmax": not hf.norm_topk_prob,
         }
 
     def feed_forward(self, hf: PretrainedConfig, index: int, here: str) -> Iterator[Joined]:
@@ -211,6 +226,31 @@ class Qwen3Moe(Qwen3):
             yield from gated(
                 "mlp.experts.local_experts.{expert}", of, hf.hidden_size, hf.moe_intermediate_size, expert
             )
+
+
+class Mixtral(Architecture):
+    """The architecture of Mixtral: Llama whose feed-forwards are mixtures of experts. Its router is that of Qwen3-MoE."""
+
+    def problems(self, hf: PretrainedConfig) -> list[str]:
+        """Return the unsupported settings, including a router that would have no gradient."""
+        one = ["num_experts_per_tok is 1: the router would have no gradient"]
+        return super().problems(hf) + (one if hf.num_experts_per_tok == 1 else [])
+
+    def arguments(self, hf: PretrainedConfig) -> dict[str, Any]:
+        """Return the arguments of ``TransformerConfig``, with those of experts and router."""
+        layers = [1] * hf.num_hidden_layers
+        experts = routed(hf.num_local_experts, hf.intermediate_size, hf.num_experts_per_tok, layers)
+        return {**super().arguments(hf), **experts}
+
+    def feed_forward(self, hf: PretrainedConfig, index: int, here: str) -> Iterator[Joined]:
+        """Yield the parameters of a layer's router and experts."""
+        here = here.replace("mlp", "block_sparse_moe")
+        router = whole_source(f"{here}.gate.weight", (hf.num_local_experts, hf.hidden_size))
+        yield Joined("mlp.router.weight", router, split=None)
+        for expert in range(hf.num_local_experts):
+            of, name = f"{here}.experts.{expert}", "mlp.experts.local_experts.{expert}"
+            parts = f"{of}.w1", f"{of}.w3", f"{of}.w2"
+            yield from gated(name, parts, hf.hidden_size, hf.intermediate_size, expert)
 
 
 def architecture_of(hf: PretrainedConfig, plugins: PluginSet | None = None) -> Architecture:
@@ -258,9 +298,45 @@ def norm(name: str, source: str, width: int) -> Joined:
     return Joined(f"{name}.weight", whole_source(f"{source}.weight", (width,)), split=None)
 
 
-def gated(name: str, here: str, hidden: int, wide: int, expert: int | None = None) -> Iterator[Joined]:
-    """Yield a gated feed-forward's parameters: gate and up in one matrix, down in another."""
-    gate, up = ((Source(f"{here}.{part}_proj.weight", (wide, hidden), 0, wide),) for part in ("gate", "up"))
+def gated(
+    name: str, here: str | tuple[str, str, str], hidden: int, wide: int, expert: int | None = None
+) -> Iterator[Joined]:
+    """Yield a gated feed-forward's parameters: gate and up in one matrix, down in another.
+
+    Args:
+        name: megatron-core's name of the feed-forward.
+        here: the module's name in transformers, or the names of gate, up and down.
+        hidden: the model's width.
+        wide: the feed-forward's width.
+        expert: the expert's number, for the feed-forward of one expert.
+    """
+    names = tuple(f"{here}.{part}_proj" for part in ("gate", "up", "down")) if isinstance(here, str) else here
+    gate, up = ((Source(f"{part}.weight", (wide, hidden), 0, wide),) for part in names[:2])
     yield Joined(f"{name}.linear_fc1.weight", (gate, up), expert=expert)
-    down = whole_source(f"{here}.down_proj.weight", (hidden, wide))
-    yield Joined(f"{name}.linear_fc2.weight", down, split=1, expert=expert)
+    yield Joined(
+        f"{name}.linear_fc2.weight",
+        whole_source(f"{names[2]}.weight", (hidden, wide)),
+        split=1,
+        expert=expert,
+    )
+
+
+def routed(experts: int, wide: int, chosen: int, layers: list[int]) -> dict[str, Any]:
+    """Return the arguments of ``TransformerConfig`` for experts, whose weights are divided by their sum.
+
+    Args:
+        experts: number of experts.
+        wide: width of an expert.
+        chosen: experts of each token.
+        layers: 1 for each layer with experts, 0 for others.
+    """
+    return {
+        "num_moe_experts": experts,
+        "moe_ffn_hidden_size": wide,
+        "moe_layer_freq": layers,
+        "moe_router_topk": chosen,
+        "moe_router_pre_softmax": False,  # softmax over the chosen: equal to dividing
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_grouped_gemm": False,  # grouped experts need Transformer Engine
+    }
