@@ -86,6 +86,7 @@ The runs were on CPUs: `fsdp` and `deepspeed` on two ranks, `megatron` with `tp 
 - `compile` is `actor.torch.compile = true`, on a CPU with inductor. It passes if no layer runs without compilation, and log-probs and gradients are equal.
 - `sp` is `actor.fsdp.sp = 2`: two ranks share the tokens of each sequence.
 - LoRA was run with `torch` and `fsdp`; the column shows `torch`.
+- `engine validate` prints what this table says of a run's model and backends.
 - On one H100, SmolLM3 and OLMo 2 also trained three steps of GRPO with `torch` and `vllm` in one process, compiled and with CUDA graphs."""
 
 MODULE = '''"""What was seen of the backend `{backend}` with models of each type. Written by docs/model_table.py."""
@@ -103,15 +104,15 @@ def class_of(family: str) -> str:
 
 
 def outcomes(record: Mapping[str, Mapping[str, Any]], backend: str, family: str) -> Mapping[str, str] | None:
-    """Return the recorded outcomes of a family by contract, or None if there are none."""
+    """Return the recorded outcomes of a column and a family by contract, or None if there are none."""
     found = record.get(f"tests/families/test_{backend}.py::{class_of(family)}")
     return found["contracts"] if found else None
 
 
-def cell(found: Mapping[str, str] | None, backend: str) -> str:
-    """Return the text of a backend and a family."""
+def cell(found: Mapping[str, str] | None) -> str:
+    """Return the text of a column and a family."""
     if found is None:
-        return "not offered" if backend == "megatron" else "not run"
+        return "not run"
     rest = {name: value for name, value in found.items() if name != ADAPTER}
     if FAILED in rest.values():
         return "**fails**"
@@ -130,7 +131,7 @@ def families(backend: str) -> str:
     """Return the text of ``families.py`` in a backend's plugin: what ``engine validate`` says of each family."""
     record, rows = read(RECORD), {}
     for family in FAMILIES:
-        text = cell(outcomes(record, backend, family), backend)
+        text = cell(outcomes(record, backend, family))
         if text == "yes" or text.startswith(NO):
             rows[family] = "" if text == "yes" else text.removeprefix(NO)
     return MODULE.format(backend=backend, rows=json.dumps(rows, indent=4)[:-2] + ",\n}")
@@ -141,7 +142,7 @@ def page() -> str:
     record = read(RECORD)
     rows = []
     for family in FAMILIES:
-        cells = {name: cell(outcomes(record, name, family), name) for name in (*BACKENDS, *FEATURES)}
+        cells = {name: cell(outcomes(record, name, family)) for name in (*BACKENDS, *FEATURES)}
         lora = adapter(outcomes(record, "torch", family))
         rows.append([NAMES[family], f"`{family}`", *cells.values(), lora])
     versions = {

@@ -48,7 +48,7 @@ def _message(model_type: str, backend: str, families: Mapping[str, str]) -> str:
         return f"{models} with {backend}: {note}"
     if note is not None:
         return f"{models} are tested with {backend}"
-    near = nearest(model_type, families)
+    near = nearest(model_type, [name for name, problem in families.items() if not problem])
     return f"{models} are not tested with {backend}" + (f"; nearest: '{near}'" if near else "")
 
 

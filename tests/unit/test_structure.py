@@ -62,7 +62,9 @@ def named_modules(project: Path) -> list[str]:
         module for group, names in groups.items() if group.startswith("engine.") for module in names.values()
     }
     source = project.parent / "src"
-    read = [name for pattern in ("**/*options.py", "*/families.py") for name in modules(source, pattern, source)]
+    read = [
+        name for pattern in ("**/*options.py", "*/families.py") for name in modules(source, pattern, source)
+    ]
     return sorted({*named, *read})
 
 

@@ -64,7 +64,7 @@ def test_a_known_difference_is_said(said):
     assert said(ACTOR, of_type("apertus"))["actor"] == "models of type 'apertus' with mine: log-probs differ"
 
 
-@pytest.mark.parametrize(("name", "hint"), [("qwen4", "; nearest: 'qwen3'"), ("xyz", "")])
+@pytest.mark.parametrize(("name", "hint"), [("qwen4", "; nearest: 'qwen3'"), ("xyz", ""), ("apertus2", "")])
 def test_a_type_that_was_not_tested_is_said_with_the_nearest_that_was(said, name, hint):
     assert said(ACTOR, of_type(name))["actor"] == f"models of type '{name}' are not tested with mine{hint}"
 
