@@ -40,8 +40,7 @@ def validate(files: Files, sets: Sets = None, allow_code: AllowCode = False, as_
     plugins = plugins_for(config)
     models = list(declared_families(config, plugins))
     if as_json:
-        found = {"unread": config.unread, "plugins": plugins.versions(), "models": models}
-        print_json({"valid": True, **found})
+        print_json({"valid": True, "unread": config.unread, "plugins": plugins.versions(), "models": models})
         return 0
     print(f"{', '.join(files)}: valid, trainer '{config.trainer}'. Next: engine train --dry-run")
     print_unread(config)

@@ -31,15 +31,10 @@ def declared_families(config: EngineConfig, plugins: PluginSet) -> Iterator[dict
         kind = RolloutBackend.kind if role == "rollout" else TrainBackend.kind
         spec: Any = plugins.find(kind, table.backend) if table else None
         families = resolve(spec.families) if spec and spec.families else {}
-        path = getattr(table, "path", None) or config.model.path
-        if families and (model_type := _model_type(path)):
-            yield {
-                "role": role,
-                "backend": table.backend,
-                "model_type": model_type,
-                "tested": families.get(model_type) == "",
-                "message": _message(model_type, table.backend, families),
-            }
+        if families and (model_type := _model_type(getattr(table, "path", None) or config.model.path)):
+            message, tested = _message(model_type, table.backend, families), families.get(model_type) == ""
+            found = {"role": role, "backend": table.backend, "model_type": model_type}
+            yield {**found, "tested": tested, "message": message}
 
 
 def _message(model_type: str, backend: str, families: Mapping[str, str]) -> str:
