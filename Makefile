@@ -70,7 +70,7 @@ docs: install
 	$(BIN)/sphinx-build --quiet --fresh-env --write-all -W --keep-going docs docs/_build
 	@echo docs/_build/index.html
 
-# Two hours: every suite of every train engine, and every backend with every family of models. The pages docs/reference/backends.md and
+# Three hours: every suite of every train engine, and every backend with every family of models. The pages docs/reference/backends.md and
 # docs/reference/models.md show the results.
 scoreboard: install
 	OMP_NUM_THREADS=1 ENGINE_TEST_FORK=1 $(BIN)/python docs/scoreboard.py --record
