@@ -51,7 +51,7 @@ class EvalSetConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
     source: str = ""
     """Data source of a plugin, by name, in place of `path`: its held-out rows. Its options are in ``[eval.set.NAME]`` below, as those of ``[data]`` do not apply here."""
     chat_template: bool | None = None
-    """Render prompts with the tokenizer's chat template; default: `data.chat_template`."""
+    """Render prompts with the tokenizer's chat template; default: `data.chat_template`. Without it, `data.system` does not apply."""
     temperature: NonNegativeFloat = 0.0  # as in EvalConfig
     """Sampling temperature; 0 is greedy."""
     options: Any = Field(default=None, exclude=True)
@@ -107,11 +107,13 @@ class HeldOut(EvalSetConfig):  # type: ignore[misc]  # a table is not frozen
         """Return ``[data]`` with the files of this set as its validation files.
 
         The layout and the columns of ``[data]`` are those of the run's rows, so a set with its own source has the
-        default ones.
+        default ones. A set of plain text has no system message.
         """
         layout = type(config.data)() if self.name and self.source else config.data
         chat = config.data.chat_template if self.chat_template is None else self.chat_template
         own = {"chat_template": chat, "format": layout.format, "columns": layout.columns}
+        if self.chat_template is False:  # what only a template can show
+            own |= {"system": None, "chat_template_kwargs": {}}
         return config.data.model_copy(update={"validation": self.path, **own})
 
     def key(self, key: str) -> tuple[str, ...]:
@@ -145,9 +147,8 @@ def evaluation_problems(config: EngineConfig) -> Iterator[Problem]:
             yield Problem(("eval", "set", name, "name"), text)
     for each in config.eval.set:
         if any(each.path) == bool(each.source):
-            what = "files in path, or the name of a data source in source (engine plugins)"
-            both = ", and both are set. Remove one" if each.source else ""
-            yield Problem(("eval", "set", each.name), f"expected {what}{both}.")
+            text = "expected either files in path, or the name of a data source in source (engine plugins)."
+            yield Problem(("eval", "set", each.name), text)
     for held_out in held_out_sets(config):
         samples = held_out.samples_per_prompt
         if max(held_out.k, default=0) > samples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import hub_folders
@@ -200,6 +201,35 @@ Answer: 4 + 4 = <<4+4=8>>8
 Question: Eggs of 3 hens?
 Answer:"""
     )
+
+
+def test_a_chat_model_gets_its_template_with_the_arguments_of_the_run_file(
+    engine, tiny_model, scripted, tmp_path
+):
+    shutil.copytree(tiny_model, tmp_path / "chat")
+    template = (
+        "{% if enable_thinking is defined %}[{{ enable_thinking }}]{% endif %}"
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    )
+    (tmp_path / "chat" / "chat_template.jinja").write_text(template)
+    run = '[model]\npath = "chat"\n[data]\nsystem = "of the run"\nchat_template_kwargs = { enable_thinking = false }\n'
+    (tmp_path / "run.toml").write_text(run)
+    words = ["--suite", "gsm8k,gsm8k_5shot", "--source", "gsm8k", "--out", "scores", "--json"]
+    answer = engine("eval", "run.toml", *words, *scripted)
+    assert answer.code == 0, answer.err
+    found = json.loads(answer.out)
+
+    prompt = read_rollouts(tmp_path / "scores" / "gsm8k.parquet")[0].prompt
+    assert prompt.text == (
+        '[False]<user>Eggs of 0 hens? Let\'s think step by step and output the final answer after "####".<assistant>'
+    )
+    assert found["gsm8k"]["protocol"]["changed"] == [
+        'arguments of the chat template: {"enable_thinking": false}'
+    ]
+    assert found["gsm8k_5shot"]["protocol"]["changed"] == []
+    assert found["gsm8k"]["protocol"]["measured"].startswith("zero-shot, chat template, ")
+    plain = read_rollouts(tmp_path / "scores" / "gsm8k_5shot.parquet")[0].prompt
+    assert plain.text.startswith("Question: Twice 0?")
 
 
 # ------------------------------------------------------------------ real weights

@@ -135,7 +135,7 @@ def for_suites(
 ) -> EngineConfig:
     """Return the config that measures suites.
 
-    A tokenizer without a chat template gets plain text, as base models do.
+    A tokenizer without a chat template gets plain text, as base models do, unless ``sets`` asks for the template.
 
     Args:
         files: run files; empty for a model alone.
@@ -145,10 +145,11 @@ def for_suites(
         allow_code: accept plugin files outside the folder of the run file.
     """
     config = load_config(*files, settings, overrides=list(sets), allow_code=allow_code)
-    config._source.unread.clear()  # what a suite replaces
     config.environment = None  # a suite asks for one response, whatever the run learns from
-    if any(suite.chat for suite in suites.values()) and not load_tokenizer(config.model).chat_template:
-        for held_out in config.eval.set:
+    chosen = any("chat_template=" in entry for entry in sets)
+    if any(each.chat for each in suites.values()) and not chosen:
+        plain = not load_tokenizer(config.model).chat_template
+        for held_out in config.eval.set if plain else ():
             held_out.chat_template = False
     return config
 
@@ -168,18 +169,16 @@ def result(
     prefix = f"eval/{name}/"
     measured = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
     (table,) = (each for each in config.eval.set if each.name == name)
-    others = [f"eval.set.{each.name}." for each in config.eval.set if each.name != name]
+    not_here = [f"eval.set.{each.name}." for each in config.eval.set if each.name != name]
+    not_here += [] if table.chat_template else ["data.system", "data.chat_template_kwargs"]
     changed = [
-        entry for entry in sets if entry.startswith(PROTOCOL_TABLES) and not entry.startswith(tuple(others))
+        entry for entry in sets if entry.startswith(PROTOCOL_TABLES) and not entry.startswith(tuple(not_here))
     ]
-    if (
-        suite.chat
-        and table.chat_template is False
-        and not any("chat_template=" in entry for entry in changed)
-    ):
+    if suite.chat and not table.chat_template and not any("chat_template=" in entry for entry in sets):
         changed.append("the tokenizer has no chat template: plain text")
-    if config.data.chat_template_kwargs and not any("chat_template_kwargs" in entry for entry in changed):
-        changed.append(f"arguments of the chat template: {json.dumps(config.data.chat_template_kwargs)}")
+    of_run = config.data.chat_template_kwargs if table.chat_template else {}
+    if of_run and not any("chat_template_kwargs" in entry for entry in changed):
+        changed.append(f"arguments of the chat template: {json.dumps(of_run)}")
     protocol = {
         "measured": described(table),
         "reads": dict(suite.rewards),
@@ -208,7 +207,7 @@ def block(name: str, found: Mapping[str, Any]) -> str:
         *(("changed", text) for text in protocol["changed"]),
     ]
     if found["unscored"]:
-        rows.insert(1, ("unscored", f"{found['unscored']:.0f} responses, which no score counts"))
+        rows.insert(1, ("unscored", f"{found['unscored']:.0f} responses without a score, left out"))
     head = f"{name}: {found['prompts']:.0f} prompts, {protocol['measured']}"
     width = max(len(key) for key, _ in rows)
     return "\n".join([head, *(f"  {key.ljust(width)}  {text}" for key, text in rows)])
