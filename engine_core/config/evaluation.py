@@ -111,7 +111,7 @@ class HeldOut(EvalSetConfig):  # type: ignore[misc]  # a table is not frozen
         """
         layout = type(config.data)() if self.name and self.source else config.data
         chat = config.data.chat_template if self.chat_template is None else self.chat_template
-        own = {"chat_template": chat, "format": layout.format, "columns": layout.columns}
+        own: dict[str, Any] = {"chat_template": chat, "format": layout.format, "columns": layout.columns}
         if self.chat_template is False:  # what only a template can show
             own |= {"system": None, "chat_template_kwargs": {}}
         return config.data.model_copy(update={"validation": self.path, **own})
