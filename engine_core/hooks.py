@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         Advantage,
         Column,
         Command,
+        Curriculum,
         DataSource,
         Environment,
         Loss,
@@ -410,6 +411,16 @@ def engine_data_sources() -> Mapping[str, DataSource]:
     hash of its rows.
 
     Collects from all plugins; entry-point group ``engine.data_sources``. Called once in every process. Not collective.
+    """
+
+
+@hookspec
+def engine_curricula() -> Mapping[str, Curriculum]:
+    """Offer curricula for ``[data] curriculum = "NAME"``, with options in ``[data.NAME]``.
+
+    :returns: a ``Curriculum`` for each name. Its function chooses the rows of a round; one that learns from rewards is a class.
+
+    Collects from all plugins; entry-point group ``engine.curricula``. Called once in every process. Not collective.
     """
 
 

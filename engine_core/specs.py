@@ -1,9 +1,8 @@
 """Specs: the entries that table hooks return by name. They are cheap to import and resolved on use.
 
-``load`` is ``"module:attribute"`` (imported on first use, in the worker) or the object itself.
-``config`` is the pydantic model of the option table of the name in the TOML:
-``backend = "torch"`` has ``[actor.torch]``, ``name = "format"`` has ``[reward.format]``,
-``loss = "ppo_clip"`` has ``[algorithm.ppo_clip]``. The rule is the same for all tables.
+``load`` is ``"module:attribute"`` (imported on first use, in the worker) or the object itself. ``config`` is the pydantic
+model of the option table of the name in the TOML: ``backend = "torch"`` has ``[actor.torch]``, ``name = "format"`` has
+``[reward.format]``, ``loss = "ppo_clip"`` has ``[algorithm.ppo_clip]``. The rule is the same for all tables.
 """
 
 from __future__ import annotations
@@ -61,8 +60,7 @@ class NoOptions(Options):
 class RefillOptions(Options):
     """The base option table of a stage that drops groups, which the trainer replaces.
 
-    The stage runs on each round's new rollouts; its function does not receive these options. Later stages
-    receive the rollouts of all rounds at once.
+    The stage runs on each round's new rollouts, without these options. Later stages receive those of all rounds at once.
     """
 
     max_rounds: int = Field(10, gt=0)
@@ -78,7 +76,7 @@ class Spec:
     kind: ClassVar[str] = ""  #: the table: "train_engines", "rewards", ...
     noun: ClassVar[str] = ""  #: for messages: "train engine", "reward", ...
     given: ClassVar[tuple[str, ...]] = ()  #: positional arguments of a function of this kind
-    makes_objects: ClassVar[bool] = False  #: a class may replace the function: see ``Stage``
+    methods: ClassVar[tuple[str, ...]] = ()  #: of a class that may replace the function: see ``Stage``
     internal: ClassVar[bool] = False  #: names of this kind are used by code, never by a key of a run file
 
     load: str | Callable[..., Any]  #: the object, or its address ``module:name``, imported when it is used
@@ -281,7 +279,7 @@ class Stage(Spec):
     kind = "stages"
     noun = "stage"
     given = ("rollouts", "step")
-    makes_objects = True
+    methods = ("state", "load_state")
     off_policy: bool = False
 
 
@@ -314,10 +312,10 @@ class TrackerSpec(Spec):
     noun = "tracker"
 
 
-SHARED_SECTIONS = frozenset({
-    "trainer", "plugins", "plugin", "model", "actor", "data", "run", "checkpoint", "tracking", "runtime", "placement",
-    "schedule", "eval",
-})  # fmt: skip
+SHARED_SECTIONS = frozenset(
+    {"trainer", "plugins", "plugin", "model", "actor", "data", "run", "checkpoint"}
+    | {"tracking", "runtime", "placement", "schedule", "eval"}
+)
 """The sections of a run file that every trainer reads, for ``TrainerSpec.sections``."""
 
 SAMPLING_SECTIONS = frozenset({"rollout", "reward", "environment", "stage"})
@@ -331,8 +329,7 @@ class TrainerSpec(Spec):
     Both are in ``engine_core.train``. The trainer reads its option table, ``[NAME]``, as ``self.config.options``.
 
     Args:
-        sections: top-level TOML tables that it reads (empty: all of them); any other one in the run file
-            is reported as not read at the start.
+        sections: top-level TOML tables that it reads (empty: all); any other one is reported as not read at the start.
         required: the sections that must be present.
         for_eval: the sections whose backends are needed only if ``[eval]`` asks for scores.
         stored: `data.train` names files of rollouts, not rows.
@@ -445,11 +442,42 @@ class DataSource(Spec):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command(Spec):
-    """A command of ``engine``: ``load`` is a function whose signature Typer reads and whose docstring is the help.
+class Curriculum(Spec):
+    """The choice of the rows of each round: ``f(rows, round, **options) -> row numbers``, for ``[data] curriculum = "NAME"``.
 
-    The spec's name is the command's name; ``"bench.step"`` is the command ``step`` of the group ``bench``.
+    ``rows`` is a sequence of dicts, with an empty one for a row that cannot be read. ``round`` counts from 0. The result
+    are places in ``rows``, in the order of training. It may omit and repeat rows, and depends on the arguments alone.
+
+    A curriculum that learns from rewards is a class, which is created once per run with its options::
+
+        class Unsolved:
+            def __init__(self):
+                self.means = {}
+
+            def __call__(self, rows, round):
+                return [i for i in range(len(rows)) if self.means.get(i, 0) < 1] or range(len(rows))
+
+            def update(self, scores):  # after each step: mean reward of each row of the step, by its number
+                self.means |= scores
+
+            def state(self):  # plain values for a checkpoint; JSON has no dicts with numbers as keys
+                return {"means": list(self.means.items())}
+
+            def load_state(self, state):
+                self.means = dict(state["means"])
+
+    A round is made when its first row is taken; the rewards of groups that are sampled ahead are not known then.
     """
+
+    kind = "curricula"
+    noun = "curriculum"
+    given = ("rows", "round")
+    methods = ("update", "state", "load_state")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command(Spec):
+    """The command ``engine NAME``, or ``engine GROUP NAME`` for ``"group.name"``; Typer reads the signature of ``load``."""
 
     kind = "commands"
     noun = "command"
@@ -458,10 +486,7 @@ class Command(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class Part(Spec):
-    """A part of a run that plugins provide and the core calls by name; ``load`` implements the protocol of that name.
-
-    ``engine_core.contracts.parts`` lists the names and their protocols.
-    """
+    """A part of a run that plugins provide; ``engine_core.contracts.parts`` lists the names and their protocols."""
 
     kind = "parts"
     noun = "part"
@@ -469,25 +494,6 @@ class Part(Spec):
 
 
 TABLE_SPECS: Mapping[str, type[Spec]] = {
-    spec.kind: spec
-    for spec in (
-        TrainBackend,
-        RolloutBackend,
-        Reward,
-        Advantage,
-        Loss,
-        PairLoss,
-        Stage,
-        Environment,
-        TrackerSpec,
-        TrainerSpec,
-        RuntimeSpec,
-        TransportSpec,
-        Objective,
-        Column,
-        DataSource,
-        Command,
-        Part,
-    )
+    spec.kind: spec for parent in (Spec, EngineSpec) for spec in parent.__subclasses__() if spec.kind
 }
 """Every table hook by its kind: hook ``engine_<kind>``, entry-point group ``engine.<kind>``."""

@@ -230,6 +230,8 @@ def _resolve_paths(config: EngineConfig, raw: RawConfig) -> None:
         config.rollout.process.python = interpreter_of(raw) or ""
     config.plugins = [str(raw.folder / name) if name.endswith(".py") else name for name in config.plugins]
     tables: list[tuple[str, Any]] = [("data.train", config.data), ("data.validation", config.data)]
+    parts = enumerate(config.data.mix)
+    tables += [(key_text(("data", "mix", part.name or str(number), "path")), part) for number, part in parts]
     tables += [(key_text(("eval", "set", each.name, "path")), each) for each in config.eval.set]
     for key, table in tables:
         field = key.rpartition(".")[2]
@@ -250,7 +252,7 @@ def _place_plugin_files(raw: RawConfig) -> None:
 
 
 def _absolute(raw: RawConfig, key: str, text: str) -> Path:
-    origin = raw.origins.get(key)
+    origin = raw.origin(key.split("."))
     folder = Path(origin.file).resolve().parent if origin and origin.file else Path.cwd()
     path = folder / Path(text).expanduser()
     return path.parent.resolve() / path.name  # a symbolic link keeps its name, and so its suffix

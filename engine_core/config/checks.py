@@ -16,7 +16,7 @@ from engine_core.errors import did_you_mean
 from engine_core.tables import CUTTING
 
 if TYPE_CHECKING:
-    from engine_core.config.models import AlgorithmConfig, EngineConfig
+    from engine_core.config.models import AlgorithmConfig, DataConfig, EngineConfig
 
 FROZEN_READERS = ("ref", "teacher")
 """Roles that score the sampled sequences and whose frozen model may run in an inference engine."""
@@ -49,6 +49,7 @@ def _duplicates(config: EngineConfig) -> Iterator[Problem]:
     chosen = [(("reward", reward.name), reward.name) for reward in config.reward]
     chosen += [(("stage", stage.name), stage.name) for stage in config.stage]
     chosen += [(("tracking", "trackers"), tracker) for tracker in config.tracking.trackers]
+    chosen += [(("data", "mix"), part.name) for part in config.data.mix if part.name]
     for (path, name), count in Counter(chosen).items():
         if count > 1:
             yield Problem(path, f"'{name}' is listed {count} times, expected once. Remove the others.")
@@ -85,13 +86,25 @@ def _processes(config: EngineConfig) -> Iterator[Problem]:
         )
 
 
+def _rows(data: DataConfig) -> Iterator[Problem]:
+    given = [key for key in ("train", "source", "mix") if any(getattr(data, key))]
+    if len(given) > 1:
+        empty = 'train = [], source = "", mix = []'
+        text = f"data.{given[0]} is set too, and rows come from one key. Remove all others, or empty them ({empty})."
+        yield Problem(("data", given[-1]), text)
+    if len(data.mix) == 1:
+        yield Problem(("data", "mix"), "got one part, expected two or more. Name its files in data.train.")
+    if data.mix and data.curriculum:
+        text = f"got '{data.curriculum}', which chooses among all rows, so the weights of data.mix have no effect. Remove one."
+        yield Problem(("data", "curriculum"), text)
+    for number, part in enumerate(data.mix):
+        if any(part.path) == bool(part.source):
+            text = f"names {'both' if part.source else 'neither'} of path and source, expected one of them."
+            yield Problem(("data", "mix", part.name or str(number)), text)
+
+
 def _values(config: EngineConfig) -> Iterator[Problem]:
-    if config.data.source and any(config.data.train):
-        yield Problem(
-            ("data", "source"),
-            f"got '{config.data.source}', but data.train names files. Rows come from one of them: remove the other, "
-            'or empty it (train = [], source = "").',
-        )
+    yield from _rows(config.data)
     for reward in config.reward:
         if reward.clip is not None and reward.clip[0] >= reward.clip[1]:
             yield Problem(

@@ -37,13 +37,13 @@ CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "environment": (("name", "environments", "options"),),
     "stage": (("name", "stages", "options"),),
     "algorithm": (("advantage", "advantages", "advantage_options"), ("loss", "losses", "loss_options")),
-    "data": (("source", "data_sources", "options"),),
+    "data": (("source", "data_sources", "options"), ("curriculum", "curricula", "curriculum_options")),
     "eval.set": (("source", "data_sources", "options"),),
     "tracking": (("trackers", "trackers", "options"),),
     "runtime": (("backend", "runtimes", "options"),),
 }
 
-AUTO = {"weight_transports": "auto", "data_sources": ""}
+AUTO = {"weight_transports": "auto", "data_sources": "", "curricula": ""}
 """Kinds for which a run may choose no plugin, and the value that means this. The value is not a name."""
 
 LIKE_ACTOR = ("backend", "max_tokens_per_rank")
@@ -173,6 +173,10 @@ def _place(section: str, path: tuple[str, ...], table: dict[str, Any]) -> Choice
         names = value if isinstance(value, list) else [value]
         names = [name for name in names if isinstance(name, str) and name != AUTO.get(kind)]
         chosen += [Chosen(key, kind, name, field) for name in names]
+    parts = table.get("mix") if section == "data" else None
+    for part in parts if isinstance(parts, list) else ():
+        if isinstance(part, dict) and isinstance(name := part.get("source"), str) and name:
+            chosen.append(Chosen("mix", "data_sources", name, "options"))
     return ChoiceTable(section, path, table, tuple(chosen))
 
 

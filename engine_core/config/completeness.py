@@ -55,6 +55,7 @@ def check_complete(
     runtime: Any = plugins.spec("runtimes", config.runtime.backend)
     missing += resolve(runtime.check)(config) if runtime.check is not None else ()
     missing += _absent_tables(config, plugins, spec, live, reads)
+    missing += _curriculum_problems(config, plugins, spec) if config.data.curriculum else ()
     if "algorithm" in reads:
         missing += _unmet(config, plugins)
     if "stage" in reads:
@@ -74,8 +75,8 @@ def _absent_tables(
     """Yield a problem for each table or key that the trainer or the evaluation needs and no file sets."""
     if not config.model.path and "model" not in live and "model" in reads:
         yield "model.path: missing. Expected a folder or a hub name like 'Qwen/Qwen3-0.6B' in [model]."
-    source = config.data.source and not spec.stored  # rollouts come from files alone
-    if "data" in spec.required and not (files_of(config.data.train) or source or "data" in live):
+    others = (config.data.source or config.data.mix) and not spec.stored  # rollouts come from files alone
+    if "data" in spec.required and not (files_of(config.data.train) or others or "data" in live):
         named = "files of rollouts" if spec.stored else "a JSONL, Parquet or CSV file, or a source,"
         yield f"data.train: missing. Expected {named} in [data]."
     if "teacher" in spec.required:
@@ -98,6 +99,21 @@ def _absent_tables(
     if {"eval", "reward"} <= set(reads) and (evaluates or "reward" not in spec.for_eval):
         names = [*(reward.name for reward in config.reward), *of_episodes]
         yield from _unjudged(config, plugins, names, "rewards" in live)
+
+
+def _curriculum_problems(config: EngineConfig, plugins: PluginSet, spec: TrainerSpec) -> Iterator[str]:
+    """Yield why the run cannot have its curriculum; a class learns from rewards, a function does not."""
+    data, at = config.data, f"data.curriculum: got '{config.data.curriculum}'"
+    if spec.stored:
+        yield f"{at}, which chooses rows, but trainer '{config.trainer}' reads stored rollouts. Remove it."
+    if not isinstance(plugins.resolve("curricula", data.curriculum), type):
+        return
+    if spec.sections and "rollout" not in spec.sections:
+        yield f"{at}, which learns from rewards, but trainer '{config.trainer}' has none. Use one that is a function."
+    if data.num_workers:
+        yield f"{at}, which learns from rewards, and workers do not wait for these. Set data.num_workers = 0."
+    if data.columns.id is not None:
+        yield f"{at}, which learns the rewards of rows by number, but data.columns.id replaces it. Remove that key."
 
 
 def _of_episodes(config: EngineConfig, plugins: PluginSet) -> list[str]:

@@ -144,6 +144,7 @@ RULES: tuple[tuple[str, Verdict, str], ...] = (
     ("*.quantize", "refused", "an adapter fits the rounded weights that it was trained above"),
     ("*.param_dtype", "warned", "the weights are rounded to it, later steps keep what it holds"),
     ("*.compute_dtype", "warned", "it computes the same with other roundings"),
+    ("data.curriculum", "refused", "the position is one of its rounds"),
     ("run.seed", "warned", "the data keeps its order, sampling gets other seeds"),
     *_allowed("*.optim.*", "*.max_tokens_per_rank", "run.*", "checkpoint.*", "tracking.*", "runtime.*"),
     *_allowed("placement.*", "schedule.*"),

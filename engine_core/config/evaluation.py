@@ -131,7 +131,7 @@ def held_out_sets(config: EngineConfig) -> list[HeldOut]:
     shared["max_response_tokens"] = evaluation.max_response_tokens or config.rollout.max_response_tokens
     shared["stop"] = config.rollout.stop if evaluation.stop is None else evaluation.stop
     if any(data.validation) or data.source:
-        sets.append(HeldOut(path=data.validation, source=data.source, options=data.options, **shared))
+        sets.append(HeldOut(path=data.validation, source=data.source, **shared))
     own = [{key: value for key, value in each if value is not None} for each in evaluation.set]
     return sets + [HeldOut(**shared | each) for each in own]
 

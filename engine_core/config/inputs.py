@@ -32,7 +32,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "voc
 
 
 def files_of(value: str | list[str]) -> list[str]:
-    """Return the files of ``data.train`` or ``data.validation``."""
+    """Return the files of ``data.train``, of ``data.validation`` or of a part of ``data.mix``."""
     return [file for file in ([value] if isinstance(value, str) else value) if file]
 
 
@@ -141,7 +141,8 @@ def data_problems(
         stored: `data.train` names files of rollouts, folders of them, and runs.
     """
     sets = ((f"eval.set.{each.name}.path", each.path) for each in held_out)
-    for key, value in (("data.train", data.train), ("data.validation", data.validation), *sets):
+    own = [("data.mix" if data.mix else "data.train", part.path) for part in data.parts]
+    for key, value in (*own, ("data.validation", data.validation), *sets):
         for file in files_of(value):
             try:
                 if stored and key == "data.train":

@@ -168,7 +168,20 @@ class ColumnsConfig(Table):
     """Name of the row; default: the number of the row in the file."""
 
 
-class DataConfig(ChoosingTable):
+class MixPart(Table):
+    """``[[data.mix]]``: a part of the training data, and the share of the rows that come from it."""
+
+    weight: PositiveFloat
+    """Weight of the part, relative to the weights of the others."""
+    path: str | list[str] = []
+    """Files of the part, as in `data.train`."""
+    source: str = ""
+    """Data source of a plugin, by name, in place of `path`. Its options are in ``[data.NAME]``."""
+    name: str | None = None
+    """Name of the part, for the metric ``data/mix/NAME``; default: its number, from 0."""
+
+
+class DataConfig(Table):
     """``[data]``: the source and the format of the prompts."""
 
     train: str | list[str] = []
@@ -177,6 +190,8 @@ class DataConfig(ChoosingTable):
     """Held-out files for ``[eval]``."""
     source: str = ""
     """Data source of a plugin, by name, in place of `train`. Its options are in ``[data.NAME]``. The source also gives the held-out rows if `validation` names no file."""
+    mix: list[MixPart] = []
+    """Parts with weights, in place of `train`. Each part gives its share of the rows of an epoch. An epoch has as many rows as all parts together."""
     format: Literal["auto", "prompt", "messages", "sharegpt", "trl", "verl"] = "auto"
     """Layout of a row. ``auto`` chooses by the columns of the first row."""
     columns: ColumnsConfig = ColumnsConfig()
@@ -197,12 +212,23 @@ class DataConfig(ChoosingTable):
     """Treatment of a prompt that is too long. ``error``: the run ends. ``skip``: the row is skipped; skipped rows are counted and named."""
     shuffle: bool = True
     """Use a new order of the rows in each epoch. The order depends on `run.seed`."""
+    curriculum: str = ""
+    """Curriculum of a plugin, by name. It chooses the rows of each round and their order, in place of `shuffle`. Its options are in ``[data.NAME]``."""
     max_bad_rows: NonNegativeInt = 0
     """Maximum number of unusable rows. Unusable rows are named, counted and skipped; one more ends the run."""
     num_workers: NonNegativeInt = 0
     """Number of processes that read and tokenize rows ahead; 0: the controller reads them."""
     prefetch_factor: PositiveInt = 2
     """Number of steps that each of these processes prepares ahead."""
+    options: dict[str, Any] = Field(default={}, exclude=True)
+    """The tables of the data sources by bare name, filled in by the loader."""
+    curriculum_options: Any = Field(default=None, exclude=True)
+    """The curriculum's own table, filled in by the loader."""
+
+    @property
+    def parts(self) -> list[MixPart]:
+        """The parts of `mix`; without a mix, one part with the rows of `train` or `source`."""
+        return self.mix or [MixPart(weight=1, path=self.train, source=self.source)]
 
 
 class RunConfig(Table):

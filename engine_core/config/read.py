@@ -1,8 +1,8 @@
 """The merge of TOML files, environment and overrides to one tree that knows the origin of each key.
 
 Precedence, later wins: defaults < ``extends`` < the file < later files < environment < ``--set``. Tables merge
-deeply; arrays are replaced, but arrays whose tables all have a ``name`` merge by name. A path names an element of
-such an array by that name: ``reward.math.weight``::
+deeply; arrays are replaced, but arrays whose tables all have a ``name`` merge by name. A path names a table of an array
+by that name, ``reward.math.weight``, or by its number, ``data.mix.0.weight``::
 
     extends = ["base.toml"]              # relative to this file, below the given file's folder
     ENGINE__ACTOR__OPTIM__LR=1e-6        # environment: any case, lowered
@@ -296,7 +296,7 @@ def _enter(node: Any, part: str, path: Path_, origin: Origin) -> Any:
     if inner is None:
         names = did_you_mean(part, _elements(node))
         raise ConfigError(f"{origin}: {key_text(path[:-1])} has no entry named '{part}'.{names}")
-    if not isinstance(inner, dict) and not _is_named(inner):
+    if not isinstance(inner, dict) and not _elements(inner):
         raise ConfigError(f"{origin}: {key_text(path)} holds a value, not a table.")
     return inner
 
@@ -393,8 +393,11 @@ def _is_named(value: Any) -> bool:
 
 
 def _elements(array: Any) -> dict[str, Any]:
-    """Return the elements of an array by their names; empty if they have no names."""
-    return {element["name"]: element for element in array} if _is_named(array) else {}
+    """Return the tables of an array by their names, or by their numbers if one has no name; empty for other values."""
+    if _is_named(array):
+        return {element["name"]: element for element in array}
+    tables = isinstance(array, list) and all(isinstance(element, dict) for element in array)
+    return {str(number): element for number, element in enumerate(array)} if tables else {}
 
 
 def _merge_tables(into: dict[str, Any], over: Mapping[str, Any]) -> None:

@@ -292,7 +292,7 @@ def _header(path: Path_) -> Path_:
     """Return a table as the file writes it: ``[reward.format]``, for any reward."""
     if path and path[0] == "schedule":  # its keys are settings of other tables
         return path[:1]
-    if path[:2] == ("eval", "set"):
+    if path[:2] in (("eval", "set"), ("data", "mix")):
         return (*path[:2], *path[3:])
     return (path[0], *path[2:]) if path and path[0] in ("reward", "stage") else path
 

@@ -15,12 +15,17 @@ import itertools
 import json
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from engine_core.config.inputs import files_of
+from engine_core.config.models import MixPart
 from engine_core.errors import DataError, nearest
 from engine_core.temporary_folder import TemporaryFolder
+
+if TYPE_CHECKING:
+    from engine_core.config.models import DataConfig
 
 MAX_ROW_BYTES = 8 * 2**20  # limit of one line of JSONL or one value of Parquet; a longer one is a broken file
 
@@ -119,7 +124,7 @@ class Rows:
     """The rows of several files as one sequence, numbered from 0.
 
     Args:
-        files: paths, or the rows.
+        files: paths, or rows in memory.
         cache: folder of the Arrow files that another process made of these files; default: make them, in a temporary
             folder that is removed with this object.
 
@@ -127,24 +132,37 @@ class Rows:
         DataError: a file is absent, empty, of an unknown kind or unreadable as a whole.
     """
 
-    def __init__(self, files: Sequence[str] | MemoryRows, cache: str | None = None) -> None:
-        self.paths = [] if isinstance(files, MemoryRows) else [Path(file) for file in files]
+    def __init__(self, files: Sequence[str | MemoryRows], cache: str | None = None) -> None:
+        self._given = [file if isinstance(file, MemoryRows) else Path(file) for file in files]
+        self.paths = [file for file in self._given if isinstance(file, Path)]
         self.cache = cache or ""
         if not self.cache and any(path.suffix == ".parquet" for path in self.paths):
             self._folder = TemporaryFolder("data-")
             self.cache = self._folder.path
-        arrows = [Path(self.cache, f"{number}.arrow") for number in range(len(self.paths))]
-        opened = [_open(path, arrow) for path, arrow in zip(self.paths, arrows, strict=True)]
-        self.files = [files] if isinstance(files, MemoryRows) else opened
-        self._ends = list(itertools.accumulate(len(file) for file in self.files))
+        self.files = [
+            _open(file, Path(self.cache, f"{number}.arrow")) if isinstance(file, Path) else file
+            for number, file in enumerate(self._given)
+        ]
+        #: number of the first row of each file, then the number of rows
+        self.starts = list(itertools.accumulate((len(file) for file in self.files), initial=0))
+        self.parts = [
+            (1.0, range(len(self)))
+        ]  #: weight and row numbers of each part; more than one are a mix
 
     def __len__(self) -> int:
-        return self._ends[-1]
+        return self.starts[-1]
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return row ``index``; {} if it cannot be read."""
+        try:
+            return self.row(index)
+        except BadRow:
+            return {}
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return the number of the file that holds row ``index``, and the row's number in that file."""
-        file = bisect.bisect_right(self._ends, index)
-        return file, index - (self._ends[file - 1] if file else 0)
+        file = bisect.bisect_right(self.starts, index) - 1
+        return file, index - self.starts[file]
 
     def row(self, index: int) -> dict[str, Any]:
         """Return row ``index``; raises `BadRow` if it cannot be read."""
@@ -159,12 +177,44 @@ class Rows:
     def fingerprint(self) -> list[dict[str, Any]]:
         """Return name, number of rows and SHA-256 of each file; rows passed from Python have no hash."""
         prints: list[dict[str, Any]] = [{"file": file.name, "rows": len(file)} for file in self.files]
-        if self.files and (digest := getattr(self.files[0], "digest", "")):
-            prints[0]["sha256"] = digest
-        for entry, path in zip(prints, self.paths, strict=False):
-            with path.open("rb") as file:
-                entry["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        for entry, given in zip(prints, self._given, strict=True):
+            if isinstance(given, Path):
+                with given.open("rb") as file:
+                    entry["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+            elif given.digest:
+                entry["sha256"] = given.digest
         return prints
+
+
+def open_rows(
+    config: DataConfig, split: str, rows: Sequence[Any] | MemoryRows | Mapping[str, MemoryRows] | None
+) -> Rows:
+    """Return the rows of a split.
+
+    Args:
+        config: ``[data]``.
+        split: ``train`` or ``validation``.
+        rows: rows passed from Python or of a data source; of a mix, those of its sources by name; None: read the files
+            of ``[data]``.
+
+    Raises:
+        DataError: there are no rows, or a file cannot be read.
+    """
+    if isinstance(rows, MemoryRows):
+        return Rows([rows])
+    if rows is not None and not isinstance(rows, Mapping):
+        if len(rows) == 0:
+            raise DataError(f"The {split} data passed from Python has 0 rows.")
+        return Rows([MemoryRows(rows)])
+    parts = config.parts if split == "train" else [MixPart(weight=1, path=config.validation)]
+    files = [[(rows or {})[part.source]] if part.source else files_of(part.path) for part in parts]
+    if not any(files):
+        raise DataError(f"[data] {split} names no file.")
+    opened = Rows([file for each in files for file in each])
+    bounds = itertools.pairwise(itertools.accumulate(map(len, files), initial=0))
+    ranges = [range(opened.starts[first], opened.starts[end]) for first, end in bounds]
+    opened.parts = [(part.weight, numbers) for part, numbers in zip(parts, ranges, strict=True)]
+    return opened
 
 
 def _open(path: Path, arrow: Path) -> MemoryRows | JsonLines:
@@ -216,7 +266,7 @@ def _open_parquet(path: Path, arrow: Path) -> MemoryRows:
 
     try:
         if not arrow.is_file():
-            source = pyarrow.parquet.ParquetFile(path)
+            source = pyarrow.parquet.ParquetFile(path, memory_map=True)
             with pa.OSFile(str(arrow), "wb") as out, pa.ipc.new_file(out, source.schema_arrow) as writer:
                 for batch in source.iter_batches(BATCH_ROWS):
                     writer.write_batch(batch)

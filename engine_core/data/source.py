@@ -1,8 +1,7 @@
 """Data sources: prepared rows in a seeded order, with a position that checkpoints save.
 
-The order is an endless sequence of epochs; (seed, epoch) determines the permutation of each. The position counts
-rows of that order, usable or not, up to the last row returned. It does not depend on prefetching, on the number of
-workers, or on which rows are skipped.
+The order is an endless sequence of epochs (``order``). The position counts rows of that order, usable or not, up to the
+last row returned. It does not depend on prefetching, on the number of workers, or on which rows are skipped.
 
 A `Preparer` turns a row number into an `Outcome`, in a worker or in the controller.
 """
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 from engine_core.config.models import DataConfig
 from engine_core.data import layouts
 from engine_core.data.render import Example, OverLong, Renderer
-from engine_core.data.rows import BadRow, MemoryRows, Rows
+from engine_core.data.rows import BadRow, MemoryRows, Rows, open_rows
 from engine_core.data.tokenizer import tokenizer_hash
 from engine_core.errors import DataError, did_you_mean
 from engine_core.plugins import PluginSet
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from engine_core.contracts.parts import RowWorkers
+    from engine_core.data.order import CurriculumOrder
 
 
 @dataclass(slots=True)
@@ -205,14 +205,22 @@ class Source(Generic[Item]):
     """The items of one split in order; subclasses set the kind of item."""
 
     def __init__(self, preparer: Preparer, seed: int) -> None:
+        from engine_core.data.order import shares  # imports numpy
+
         self._preparer, self._rows, self._config = preparer, preparer.rows, preparer.config
         self._seed, self._shuffle = seed, self._config.shuffle
         self._epoch = self._position = 0
         self._bad: set[int] = set()
-        self._skipped: set[int] = set()  # rows that this process skipped; each is logged once
-        self._counts = {"bad_rows": 0, "over_long": 0}
+        self._skipped: set[int] = set()  # rows that this process logged as skipped, each once
+        parts, mix = self._rows.parts, self._config.mix
+        self._mix = [[len(rows), count] for (_, rows), count in zip(parts, shares(parts), strict=True)]
+        names = [f"mix/{part.name or number}" for number, part in enumerate(mix) if len(parts) > 1]
+        self._parts = [(name, rows) for name, (_, rows) in zip(names, parts, strict=False)]
+        self._counts = dict.fromkeys(["bad_rows", "over_long", *names], 0)
         self._usable: int | None = None
         self._pool: RowWorkers | None = None
+        #: its rounds replace epochs; set before the first row is taken
+        self.curriculum: CurriculumOrder | None = None
         self._stream = self._prepared(self._places())
         self._fingerprint = self._rows.fingerprint()
         # Fail at once on problems that all rows have (a missing template, a wrong column).
@@ -244,6 +252,8 @@ class Source(Generic[Item]):
             unusable = 0 if item else unusable + 1
             if item:
                 items.append(item)
+                for name, rows in self._parts:
+                    self._counts[name] += index in rows
             elif unusable >= 2 * len(self._rows) - 1:  # end of one epoch and beginning of the next
                 raise self._none_usable()
         return items
@@ -254,9 +264,10 @@ class Source(Generic[Item]):
 
     @property
     def counters(self) -> dict[str, float]:
-        """Metrics: epochs passed and rows skipped so far; a row counts in every epoch."""
+        """Metrics: epochs or rounds passed, rows skipped and rows of each part so far; a row counts in every epoch."""
+        size = len(self.curriculum.order(self._rows, self._epoch) if self.curriculum else self._rows)
         return {
-            "data/epoch": self._epoch + self._position / len(self._rows),
+            "data/epoch": self._epoch + self._position / size,
             **{f"data/{name}": float(count) for name, count in self._counts.items()},
             "data/worker_restarts": float(self._pool.restarts if self._pool else 0),
         }
@@ -294,26 +305,34 @@ class Source(Generic[Item]):
             "files": self._fingerprint,
             "bad": sorted(self._bad),
             "counts": dict(self._counts),
+            "mix": self._mix,
+            "curriculum": self.curriculum and self.curriculum.state(self._epoch),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue from the position of ``state``, with its seed and order.
 
         Raises:
-            DataError: the files have other numbers of rows, or ``state`` is malformed; nothing changed.
+            DataError: the files have other numbers of rows, the parts of a mix other shares, or ``state`` is
+                malformed; nothing changed.
         """
         try:
             was = [int(file["rows"]) for file in state["files"]]
             order = int(state["seed"]), bool(state["shuffle"])
             place = int(state["epoch"]), int(state["position"])
-            bad = {int(row) for row in state["bad"]}
-            counts = {name: int(state["counts"][name]) for name in self._counts}
+            bad, mix = {int(row) for row in state["bad"]}, state.get("mix", self._mix)
+            counts = {name: int(state["counts"].get(name, 0)) for name in self._counts}
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"The checkpoint's data position cannot be read: {error!r}.") from error
         if (now := [len(file) for file in self._rows.files]) != was:
             raise DataError(
                 f"The data changed since the checkpoint: its files had {was} rows, now {now}, so its position "
                 "means other rows. Restore the files, or start a new run from the checkpoint's model."
+            )
+        if mix != self._mix:
+            raise DataError(
+                "[data] mix changed since the checkpoint, so its position means other rows. [rows, rows in an epoch] of each "
+                f"part were {mix}, now {self._mix}. Restore the parts, or start a new run from the checkpoint's model."
             )
         if state["files"] != self._fingerprint:
             logger.warning(
@@ -325,6 +344,8 @@ class Source(Generic[Item]):
             )
         (self._seed, self._shuffle), (self._epoch, self._position) = order, place
         self._bad, self._counts = bad, counts
+        if self.curriculum is not None and state.get("curriculum"):
+            self.curriculum.load_state(state["curriculum"], self._epoch)
         self._stream = self._prepared(self._places())
 
     def close(self) -> None:
@@ -334,20 +355,16 @@ class Source(Generic[Item]):
             self._pool = None
             self._stream = self._prepared(self._places())
 
-    def _order(self, epoch: int) -> Sequence[int]:
-        if not self._shuffle:
-            return range(len(self._rows))
-        import numpy
-
-        order: list[int] = numpy.random.default_rng([self._seed, epoch]).permutation(len(self._rows)).tolist()
-        return order
-
     def _places(self) -> Iterator[Place]:
         """Yield all places from the current position on, without end."""
-        start = self._position
+        from engine_core.data.order import order_of
+
+        start, rows, chosen = self._position, self._rows, self.curriculum
         for epoch in itertools.count(self._epoch):
-            for position, row in itertools.islice(enumerate(self._order(epoch)), start, None):
-                yield epoch, position, row
+            seed = self._seed if self._shuffle else None
+            order = chosen.order(rows, epoch) if chosen else order_of(rows.parts, seed, epoch)
+            for position in range(start, len(order)):
+                yield epoch, position, int(order[position])
             start = 0
 
     def _whole(self) -> Iterator[Item]:
@@ -360,7 +377,8 @@ class Source(Generic[Item]):
     def _prepared(self, places: Iterator[Place]) -> Iterator[tuple[Place, Outcome]]:
         """Yield ``places`` with the outcome of each; workers, if configured, prepare rows ahead."""
         config = self._config
-        if config.num_workers == 0 or not self._rows.paths:
+        in_files = len(self._rows.paths) == len(self._rows.files)
+        if config.num_workers == 0 or not in_files:
             for place in places:
                 yield place, self._preparer.prepare(place[2])
             return
@@ -402,10 +420,10 @@ class Source(Generic[Item]):
                 f"{outcome.problem}. {self._preparer.remedy}, or set over_long to skip in [data]."
             )
         if index not in self._skipped and len(self._skipped) < NAMED:
+            self._skipped.add(index)
             logger.warning("Skipped a row: %s.", outcome.problem)
-            if len(self._skipped) == NAMED - 1:
+            if len(self._skipped) == NAMED:
                 logger.warning("Further skipped rows are counted (data/bad_rows, data/over_long), not named.")
-        self._skipped.add(index)
         return None
 
     def _none_usable(self) -> DataError:
@@ -443,33 +461,10 @@ class PromptSource(Source[Prompt]):
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
         split: str = "train",
-        rows: Sequence[Any] | MemoryRows | None = None,
+        rows: Sequence[Any] | MemoryRows | Mapping[str, MemoryRows] | None = None,
         held: int | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         opened = open_rows(config, split, rows)
         limit, room = config.max_prompt_tokens, None if held is None else held - 1
         super().__init__(Preparer(opened, tokenizer, config, split, limit, held=room, tools=tools), seed)
-
-
-def open_rows(config: DataConfig, split: str, rows: Sequence[Any] | MemoryRows | None) -> Rows:
-    """Return the rows of a split.
-
-    Args:
-        config: ``[data]``.
-        split: ``train`` or ``validation``.
-        rows: rows passed from Python or of a data source; None: read the files of ``[data]``.
-
-    Raises:
-        DataError: there are no rows, or a file cannot be read.
-    """
-    if isinstance(rows, MemoryRows):
-        return Rows(rows)
-    if rows is not None:
-        if len(rows) == 0:
-            raise DataError(f"The {split} data passed from Python has 0 rows.")
-        return Rows(MemoryRows(rows))
-    files = config.train if split == "train" else config.validation
-    if not files:
-        raise DataError(f"[data] {split} names no file.")
-    return Rows([files] if isinstance(files, str) else files)

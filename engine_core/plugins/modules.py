@@ -336,12 +336,12 @@ def check_signature(label: str, spec: Spec, found: Callable[..., Any]) -> None:
     """Check that a function, or a class and its objects, can be called with the arguments of its kind.
 
     Raises:
-        PluginError: an argument is missing or unexpected, or a class lacks ``state`` or ``load_state``.
+        PluginError: an argument is missing or unexpected, or a class lacks a method.
     """
     options = set(spec.config.model_fields) | getattr(spec, "keywords", frozenset())
     if issubclass(spec.config, RefillOptions):  # read by the trainer, not by the stage
         options -= set(RefillOptions.model_fields)
-    if not (isinstance(found, type) and spec.makes_objects):
+    if not (isinstance(found, type) and spec.methods):
         _check_call(f"{label} must be callable as f", found, spec.given, options)
         return
     _check_call(f"{label} must be made as {found.__name__}", found, (), options)
@@ -350,10 +350,10 @@ def check_signature(label: str, spec: Spec, found: Callable[..., Any]) -> None:
         given = ", ".join(spec.given)
         raise PluginError(f"{label}: objects of {found.__name__} must be callable as f({given}).")
     _check_call(f"{label}: its objects must be callable as f", call, ("self", *spec.given), ())
-    if missing := [name for name in ("state", "load_state") if not hasattr(found, name)]:
+    if missing := [name for name in spec.methods if not hasattr(found, name)]:
         raise PluginError(
             f"{label}: {found.__name__} has no {' and no '.join(missing)}, so a resumed run would lose its state. "
-            "A stage without state is a function."
+            f"A {spec.noun} without state is a function."
         )
 
 

@@ -106,7 +106,8 @@ def check_disk(path: Path, need: int = MIN_FREE_DISK) -> str | None:
 
 def describe_environment(config: EngineConfig, plugins: PluginSet | None = None) -> dict[str, Any]:
     """Return the content of ``env.json``: what the run depends on in addition to its config."""
-    named = [*files_of(config.data.train), *files_of(config.data.validation)]
+    named = [file for part in config.data.parts for file in files_of(part.path)]
+    named += files_of(config.data.validation)
     source = plugins.find("data_sources", config.data.source) if plugins and config.data.source else None
     about = {key: getattr(source, key, "") for key in ("license", "revision", "url")}
     return {

@@ -1,7 +1,7 @@
 """Inputs of a run in place of files: objects from Python, and rows of data sources: ``source = "NAME"``.
 
-``[data]`` and each ``[[eval.set]]`` may name a source. Its function is called once for each split of ``[data]`` and
-once for each such set.
+``[data]``, a part of ``data.mix`` and each ``[[eval.set]]`` may name a source. Its function is called once for each split
+of ``[data]``, once for each part and once for each such set.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from engine_core.config.choices import bare
 from engine_core.config.read import key_text
 from engine_core.data.rows import MemoryRows
 from engine_core.errors import ConfigError, DataError, PluginError
@@ -30,30 +31,46 @@ class GivenRows:
 
     Args:
         config: ``[data]``.
-        plugins: one of them offers the data source.
+        plugins: they offer the data sources.
         live: rows to train on, given from Python; None: there are none.
     """
 
     def __init__(self, config: DataConfig, plugins: PluginSet, live: Any = None) -> None:
         self.config, self.plugins, self.live = config, plugins, live
-        self._kept: dict[tuple[str, str], MemoryRows] = {}  # by key of the source, and split
+        self._kept: dict[tuple[str, str, str], MemoryRows] = {}  # by key and name of the source, and split
 
     @property
     def place(self) -> str:
         """The origin of the training rows, for messages: a key of the run file, or "the argument data"."""
         if self.live is not None:
             return "the argument data"
-        return "data.source" if self.config.source else "data.train"
+        return "data.source" if self.config.source else "data.mix" if self.config.mix else "data.train"
 
     def train(self) -> Any:
-        """Return the rows to train on; None if files hold them.
+        """Return the rows to train on, or of a mix those of its sources by name; None if files hold all rows.
 
         Raises:
-            PluginError: the function of the data source failed, or returned no sequence of dicts.
+            PluginError: the function of a data source failed, or returned no sequence of dicts.
             DataError: it returned no rows.
         """
-        given = self.live is not None or not self.config.source
-        return self.live if given else self._of_source("data.source", self.config, "train")
+        if self.live is not None:
+            return self.live
+        key = "data.source" if self.config.source else "data.mix: source"
+        sources = [part.source for part in self.config.parts if part.source]
+        found = {name: self._of_source(key, name, self._options(name), "train") for name in sources}
+        return found.get(self.config.source, found) or None
+
+    def arrange(self, source: Any) -> Any:
+        """Return the source of the training rows, which follows the curriculum if there is one.
+
+        Raises:
+            PluginError: the curriculum cannot be used.
+        """
+        from engine_core.data.order import CurriculumOrder  # imports numpy
+
+        if name := self.config.curriculum:
+            source.curriculum = CurriculumOrder(name, self.config.curriculum_options, self.plugins)
+        return source
 
     def held_out(self, held_out: HeldOut) -> MemoryRows | None:
         """Return the rows of a held-out set; None if files hold them.
@@ -62,31 +79,36 @@ class GivenRows:
             PluginError: the function of the data source failed, or returned no sequence of dicts.
             DataError: it returned no rows for an ``[[eval.set]]``.
         """
-        if any(held_out.path):
+        if any(held_out.path) or not (name := held_out.source):
             return None
-        key = key_text(held_out.key("source")) if held_out.name else "data.source"
-        return self._of_source(key, held_out, "validation")
+        if not held_out.name:
+            return self._of_source("data.source", name, self._options(name), "validation")
+        return self._of_source(key_text(held_out.key("source")), name, held_out.options, "validation")
 
-    def _of_source(self, key: str, table: DataConfig | HeldOut, split: str) -> MemoryRows:
-        if (key, split) not in self._kept:
-            self._kept[key, split] = self._read(key, table, split)
-        return self._kept[key, split]
+    def _options(self, name: str) -> Any:
+        """Return the options of a data source in ``[data.NAME]``."""
+        return self.config.options.get(bare(name))
 
-    def _read(self, place: str, table: DataConfig | HeldOut, split: str) -> MemoryRows:
+    def _of_source(self, key: str, name: str, options: Any, split: str) -> MemoryRows:
+        if (key, name, split) not in self._kept:
+            self._kept[key, name, split] = self._read(key, name, options, split)
+        return self._kept[key, name, split]
+
+    def _read(self, place: str, name: str, options: Any, split: str) -> MemoryRows:
         """Call the function of a data source for a split; check every row, unless the rows have a ``digest``.
 
         Args:
             place: the key that names the source, for messages.
-            table: its table, with `source` and `options`.
+            name: the source.
+            options: its table, or None.
             split: ``train`` or ``validation``.
 
         Raises:
             PluginError: the function failed, or returned no sequence of dicts.
             DataError: there are no rows; only the split ``validation`` of ``[data]`` may be empty.
         """
-        name, options, plugins = table.source, table.options, self.plugins
-        spec, plugin = plugins.chosen["data_sources", name]
-        function, digest = plugins.function("data_sources", name), hashlib.sha256()
+        spec, plugin = self.plugins.chosen["data_sources", name]
+        function, digest = self.plugins.function("data_sources", name), hashlib.sha256()
         about = [f"{key} {value}" for key in ("license", "revision", "url") if (value := getattr(spec, key))]
         may_be_empty = (place, split) == ("data.source", "validation")
         if not may_be_empty:
@@ -107,7 +129,7 @@ class GivenRows:
             return rows
 
         try:
-            rows = plugins.guarded("data_sources", name, read)()  # rows may be computed as they are read
+            rows = self.plugins.guarded("data_sources", name, read)()  # rows may be computed as they are read
         except PluginError as error:
             raise PluginError(f"{place} = '{name}', split '{split}': {error}") from error
         if not len(rows) and not may_be_empty:

@@ -129,7 +129,7 @@ class TrainingRun(abc.ABC):
         Args:
             split: ``train``, ``validation`` or ``validation/SET``; the first part of every id.
             data: ``[data]`` for that split.
-            rows: rows of a program or of a data source; None: read the files of ``data``.
+            rows: rows of a program or of data sources; None: read the files of ``data``.
         """
         raise NotImplementedError(f"{type(self).__name__} defines neither source_of nor make_source.")
 
@@ -207,7 +207,7 @@ class TrainingRun(abc.ABC):
         if not self.builds_model:
             for remark in check_tokenizer(self.tokenizer, load_hf_config(self.config.model)):
                 log.info("%s", remark)
-        self.source = self.make_source()
+        self.source = self.given.arrange(self.make_source())
         self._cleanup.callback(self.source.close)
         if self.config.eval.during_training and any(each.source for each in held_out_sets(self.config)):
             self.held_out()  # rows that cannot be used are refused now, not at the first evaluation

@@ -201,6 +201,8 @@ class SampledRun(TrainingRun):
                     self.score(greedy, step, training=False)
                 rounds.add(sampled, scored, overlapped, greedy)
         rollouts, metrics = rounds.finish(self.describe(rounds.sampled))
+        if self.config.data.curriculum:
+            self.source.curriculum.report(rounds.sampled)
         every = self.config.tracking.rollouts_every_steps
         if self.folder and every and step % every == 0:
             self._record(

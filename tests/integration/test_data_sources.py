@@ -389,7 +389,7 @@ def test_a_run_that_does_not_evaluate_asks_for_no_held_out_rows(make):
 
 
 def test_files_and_a_source_together_are_refused_with_both_keys(make, world):
-    with pytest.raises(ConfigError, match=r"data\.source: got 'sums', but data\.train names files"):
+    with pytest.raises(ConfigError, match=r"data\.source: data\.train is set too"):
         make({"data.train": str(world / "data" / "train.jsonl")})
 
 

@@ -29,6 +29,7 @@ FROZEN = {
     "engine_objectives": [],
     "engine_columns": [],
     "engine_data_sources": [],
+    "engine_curricula": [],
     "engine_commands": [],
     "engine_parts": [],
     "engine_options": [],

@@ -14,6 +14,7 @@ from engine_core.config.validate import validate
 from engine_core.specs import (
     Advantage,
     Column,
+    Curriculum,
     DataSource,
     Loss,
     NoOptions,
@@ -69,6 +70,13 @@ class SquaresOptions(Options):
     """Rows of a split."""
 
 
+class RisingOptions(Options):
+    """[data.rising]"""
+
+    column: str = "level"
+    """Column of the difficulty."""
+
+
 class SharedOptions(Options):
     """An advantage's part of [algorithm.twin]."""
 
@@ -109,6 +117,7 @@ SPECS: dict[str, dict[str, Any]] = {
         "squares": DataSource(load=load, config=SquaresOptions),
         "columns": DataSource(load=load, config=SquaresOptions),
     },
+    "curricula": {"rising": Curriculum(load=load, config=RisingOptions)},
     "advantages": {
         **builtin.engine_advantages(),
         "twin": Advantage(load=load, config=SharedOptions),

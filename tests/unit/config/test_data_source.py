@@ -21,10 +21,12 @@ def test_options_stand_in_the_table_of_the_sources_name(config_of):
     config = config_of(RUN + "[data.squares]\ncount = 3\n")
 
     assert config.data.source == "squares"
-    assert config.data.options.count == 3
-    assert config_of(RUN).data.options.count == 8
+    assert config.data.options["squares"].count == 3
+    assert config_of(RUN).data.options["squares"].count == 8
     assert (
-        config_of(RUN.replace("squares", "dist:squares") + "[data.squares]\ncount = 4\n").data.options.count
+        config_of(RUN.replace("squares", "dist:squares") + "[data.squares]\ncount = 4\n")
+        .data.options["squares"]
+        .count
         == 4
     )
 
@@ -32,7 +34,7 @@ def test_options_stand_in_the_table_of_the_sources_name(config_of):
 def test_without_a_source_nothing_is_chosen(config_of, good):
     for text in (good, good + 'source = ""\n'):
         config = config_of(text)
-        assert (config.data.source, config.data.options) == ("", None)
+        assert (config.data.source, config.data.options) == ("", {})
 
 
 def test_a_table_of_a_source_that_the_run_does_not_use_is_noted(config_of, good):
@@ -64,8 +66,8 @@ def test_files_and_a_source_together_are_refused_with_both_keys(problems_of):
     (found,) = problems_of(RUN + 'train = ["a.jsonl"]\n')
 
     assert found == (
-        "6: data.source: got 'squares', but data.train names files. Rows come from one of them: remove the other, "
-        'or empty it (train = [], source = "").'
+        "6: data.source: data.train is set too, and rows come from one key. Remove all others, or empty them "
+        '(train = [], source = "", mix = []).'
     )
 
 
@@ -89,7 +91,7 @@ def test_a_source_called_like_a_table_of_the_core_has_no_table(config_of, specs)
     config = config_of(text)
 
     assert config.data.columns.prompt == "q"
-    assert config.data.options.count == 8
+    assert config.data.options["columns"].count == 8
     assert config_of(dump_toml(config)) == config
     assert "count" not in schema_at(json_schema(specs), "data.columns")["properties"]
 

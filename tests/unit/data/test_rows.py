@@ -168,7 +168,7 @@ def test_the_fingerprint_is_the_hash_of_the_bytes(tmp_path):
     assert Rows([write(tmp_path / "a.jsonl", content)]).fingerprint() == [
         {"file": "a.jsonl", "rows": 1, "sha256": hashlib.sha256(content).hexdigest()}
     ]
-    assert Rows(MemoryRows([{}])).fingerprint() == [{"file": "rows in memory", "rows": 1}]
+    assert Rows([MemoryRows([{}])]).fingerprint() == [{"file": "rows in memory", "rows": 1}]
 
 
 def test_the_arrow_files_go_with_the_rows_and_nothing_lands_at_home(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from engine_core.config.models import ColumnsConfig, DataConfig
 from engine_core.data import PromptSource
-from engine_core.data.source import open_rows
+from engine_core.data.rows import open_rows
 from engine_core.errors import DataError
 from engine_plugin_trainers.options import SFTOptions
 from engine_plugin_trainers.sft import example_source

@@ -23,7 +23,7 @@ import torch
 from engine_core.algorithms.objectives import resolve_loss, with_weights
 from engine_core.config.schedule import boundaries, config_at
 from engine_core.contracts.runtime import Role
-from engine_core.data.source import open_rows
+from engine_core.data.rows import open_rows
 from engine_core.errors import ConfigError
 from engine_core.metrics import Sum, declared, merge
 from engine_core.train.models import check_teacher, common_vocabulary, table_length
@@ -211,7 +211,7 @@ class DistillTrainer(SampledRun):
         data, seed = self.config.data, self.config.run.seed
         limits = SFTOptions(max_tokens=self.config.options.max_tokens)
         rows, held = open_rows(data, "train", self.given.train()), table_length(self.text_config)
-        source = example_source(rows, data, self.tokenizer, limits, seed, held=held)
+        source = self.given.arrange(example_source(rows, data, self.tokenizer, limits, seed, held=held))
         self._cleanup.callback(source.close)
         return source
 

@@ -15,7 +15,8 @@ import torch
 
 from engine_core.algorithms.objectives import resolve_loss
 from engine_core.contracts.runtime import Role
-from engine_core.data.source import Source, open_rows
+from engine_core.data.rows import open_rows
+from engine_core.data.source import Source
 from engine_core.errors import ConfigError
 from engine_core.train.models import table_length
 from engine_core.train.run import TrainingRun

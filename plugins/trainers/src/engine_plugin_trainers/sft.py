@@ -8,7 +8,8 @@ import torch
 
 from engine_core.algorithms.objectives import with_weights
 from engine_core.contracts.runtime import Role
-from engine_core.data.source import Preparer, Source, open_rows
+from engine_core.data.rows import open_rows
+from engine_core.data.source import Preparer, Source
 from engine_core.train.models import table_length
 from engine_core.train.run import TrainingRun
 from engine_core.types import Batch, LossCall

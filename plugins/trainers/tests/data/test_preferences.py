@@ -5,7 +5,8 @@ import logging
 
 import pytest
 
-from engine_core.data.source import Source, open_rows
+from engine_core.data.rows import open_rows
+from engine_core.data.source import Source
 from engine_core.errors import DataError
 from engine_plugin_trainers.data.preferences import JudgedPreparer, PairPreparer
 

@@ -93,6 +93,7 @@ class _Rows:
     def __init__(self, paths: Sequence[Path], fit: Fit) -> None:
         self._paths, self.files = paths, [_checked(path, fit) for path in paths]
         self._places = [(path, rows) for path, file in zip(paths, self.files, strict=True) for rows in file]
+        self.parts = [(1.0, range(len(self)))]  # no mix
         self._open = functools.lru_cache(maxsize=OPEN_FILES)(RolloutFile)
 
     def __len__(self) -> int:
