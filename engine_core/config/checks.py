@@ -49,7 +49,7 @@ def _duplicates(config: EngineConfig) -> Iterator[Problem]:
     chosen = [(("reward", reward.name), reward.name) for reward in config.reward]
     chosen += [(("stage", stage.name), stage.name) for stage in config.stage]
     chosen += [(("tracking", "trackers"), tracker) for tracker in config.tracking.trackers]
-    chosen += [(("data", "mix"), part.name) for part in config.data.mix if part.name]
+    chosen += [(("data", "mix"), part.name or str(number)) for number, part in enumerate(config.data.mix)]
     for (path, name), count in Counter(chosen).items():
         if count > 1:
             yield Problem(path, f"'{name}' is listed {count} times, expected once. Remove the others.")

@@ -55,7 +55,7 @@ def check_complete(
     runtime: Any = plugins.spec("runtimes", config.runtime.backend)
     missing += resolve(runtime.check)(config) if runtime.check is not None else ()
     missing += _absent_tables(config, plugins, spec, live, reads)
-    missing += _curriculum_problems(config, plugins, spec) if config.data.curriculum else ()
+    missing += _curriculum_problems(config, plugins, spec, live) if config.data.curriculum else ()
     if "algorithm" in reads:
         missing += _unmet(config, plugins)
     if "stage" in reads:
@@ -101,14 +101,19 @@ def _absent_tables(
         yield from _unjudged(config, plugins, names, "rewards" in live)
 
 
-def _curriculum_problems(config: EngineConfig, plugins: PluginSet, spec: TrainerSpec) -> Iterator[str]:
+def _curriculum_problems(
+    config: EngineConfig, plugins: PluginSet, spec: TrainerSpec, live: Collection[str]
+) -> Iterator[str]:
     """Yield why the run cannot have its curriculum; a class learns from rewards, a function does not."""
     data, at = config.data, f"data.curriculum: got '{config.data.curriculum}'"
     if spec.stored:
         yield f"{at}, which chooses rows, but trainer '{config.trainer}' reads stored rollouts. Remove it."
+    if config.run.steps is None:
+        yield f"{at}, whose rounds may have any length, so run.epochs counts nothing. Set run.steps."
     if not isinstance(plugins.resolve("curricula", data.curriculum), type):
         return
-    if spec.sections and "rollout" not in spec.sections:
+    samples = not spec.sections or "rollout" in spec.sections
+    if not samples or not (config.reward or config.environment or "rewards" in live):
         yield f"{at}, which learns from rewards, but trainer '{config.trainer}' has none. Use one that is a function."
     if data.num_workers:
         yield f"{at}, which learns from rewards, and workers do not wait for these. Set data.num_workers = 0."

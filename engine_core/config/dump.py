@@ -137,6 +137,8 @@ RULES: tuple[tuple[str, Verdict, str], ...] = (
     ),
     *_allowed("eval.*"),
     ("*.backend", "refused", "each engine writes its own state"),
+    ("data.mix.*.path", "warned", ""),
+    ("data.mix.*.weight", "refused", "the position counts rows of the parts' shares"),
     ("*.path", "refused", "a checkpoint fits the model that wrote it"),
     ("*.lora.*", "refused", "a checkpoint fits the model that wrote it"),
     ("ref.*.quantize", "warned", "later steps are held against a reference that is rounded in another way"),

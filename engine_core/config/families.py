@@ -31,7 +31,9 @@ def declared_families(config: EngineConfig, plugins: PluginSet) -> Iterator[dict
         kind = RolloutBackend.kind if role == "rollout" else TrainBackend.kind
         spec: Any = plugins.find(kind, table.backend) if table else None
         families = resolve(spec.families) if spec and spec.families else {}
-        if families and (model_type := _model_type(getattr(table, "path", None) or config.model.path)):
+        types = _model_types(getattr(table, "path", None) or config.model.path) if families else []
+        if types:
+            model_type = next((each for each in types if each in families), types[0])
             message, tested = _message(model_type, table.backend, families), families.get(model_type) == ""
             found = {"role": role, "backend": table.backend, "model_type": model_type}
             yield {**found, "tested": tested, "message": message}
@@ -47,15 +49,16 @@ def _message(model_type: str, backend: str, families: Mapping[str, str]) -> str:
     return f"{models} are not tested with {backend}" + (f"; nearest: '{near}'" if near else "")
 
 
-def _model_type(path: str) -> str:
-    """Return the type of a folder's model, or of a hub's in the local cache; empty if no config there says it."""
+def _model_types(path: str) -> list[str]:
+    """Return the types in the config of a folder, or of a hub's model in the local cache: of the whole and of its text model."""
     try:
         file: Any = Path(path) / "config.json"
         if not Path(path).is_dir():
             from huggingface_hub import try_to_load_from_cache  # takes most of a second
 
             file = try_to_load_from_cache(path, "config.json")
-        found = json.loads(Path(file).read_text("utf-8"))["model_type"]
-    except (OSError, ValueError, TypeError, LookupError, RecursionError):
-        return ""
-    return found if isinstance(found, str) else ""
+        found = json.loads(Path(file).read_text("utf-8"))
+        types = [found["model_type"], (found.get("text_config") or {}).get("model_type")]
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        return []
+    return [each for each in types if isinstance(each, str)]

@@ -177,7 +177,7 @@ class MixPart(Table):
     """Files of the part, as in `data.train`."""
     source: str = ""
     """Data source of a plugin, by name, in place of `path`. Its options are in ``[data.NAME]``."""
-    name: str | None = None
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")] | None = None
     """Name of the part, for the metric ``data/mix/NAME``; default: its number, from 0."""
 
 

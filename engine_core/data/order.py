@@ -101,10 +101,10 @@ class CurriculumOrder:
         if isinstance(plugins.resolve("curricula", name), type):
             self._made = self._call()
             self._call = self._guard(self._made)
-        self._orders: dict[int, Sequence[int]] = {}  # of the last two rounds
+        self._orders: dict[int, NDArray[Any]] = {}  # of the last two rounds
 
-    def order(self, rows: Rows, number: int) -> Sequence[int]:
-        """Return the numbers of the rows of round ``number`` in their order.
+    def order(self, rows: Rows, number: int) -> NDArray[Any]:
+        """Return the numbers of the rows of round ``number`` in their order: [N] integers.
 
         Raises:
             PluginError: the curriculum failed, or returned no rows or something else than row numbers.
@@ -117,7 +117,7 @@ class CurriculumOrder:
                 must = f"{self._where} must return row numbers from 0 to {last}, at least one"
                 raise PluginError(f"{must}; for round {number} it returned {made!r:.80}.")
             self._orders = {n: o for n, o in self._orders.items() if n == number - 1}
-            self._orders[number] = order.tolist()
+            self._orders[number] = order
         return self._orders[number]
 
     def report(self, rollouts: Iterable[Rollout]) -> None:
@@ -137,10 +137,11 @@ class CurriculumOrder:
         if self._made is None:
             return None
         kept = plain_state(self._where, self._guard(self._made.state)())
-        return {"state": kept, "order": self._orders.get(number)}
+        order = self._orders.get(number)
+        return {"state": kept, "order": None if order is None else order.tolist()}
 
     def load_state(self, state: Mapping[str, Any], number: int) -> None:
         """Continue in round ``number`` from the result of ``state``."""
         if self._made is not None:
-            self._orders = {number: state["order"]} if state["order"] else {}
+            self._orders = {number: np.asarray(state["order"])} if state["order"] else {}
             self._guard(self._made.load_state)(state["state"])

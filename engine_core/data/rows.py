@@ -267,9 +267,13 @@ def _open_parquet(path: Path, arrow: Path) -> MemoryRows:
     try:
         if not arrow.is_file():
             source = pyarrow.parquet.ParquetFile(path, memory_map=True)
-            with pa.OSFile(str(arrow), "wb") as out, pa.ipc.new_file(out, source.schema_arrow) as writer:
+            # an Arrow file has one dictionary of a column's categories, Parquet one in each row group: store the values
+            types = [field.type for field in source.schema_arrow]
+            types = [each.value_type if pa.types.is_dictionary(each) else each for each in types]
+            schema = pa.schema(list(zip(source.schema_arrow.names, types, strict=True)))
+            with pa.OSFile(str(arrow), "wb") as out, pa.ipc.new_file(out, schema) as writer:
                 for batch in source.iter_batches(BATCH_ROWS):
-                    writer.write_batch(batch)
+                    writer.write_batch(batch.cast(schema))
         return MemoryRows(ArrowRows(arrow), path.name)
     except (pa.ArrowException, ValueError, OSError) as error:
         raise DataError(f"[data] '{path}' cannot be read: {error}.") from error

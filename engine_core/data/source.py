@@ -13,7 +13,7 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -28,6 +28,7 @@ from engine_core.specs import resolve
 from engine_core.types import Prompt
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
     from engine_core.contracts.parts import RowWorkers
@@ -229,9 +230,9 @@ class Source(Generic[Item]):
             raise self._too_many(first.problem)
 
     def __len__(self) -> int:
-        """Return the number of usable rows of an epoch. The first call prepares every row, in workers if configured."""
+        """Return the number of usable rows of the first epoch. The first call prepares each, in workers if configured."""
         if self._usable is None:
-            self._usable = sum(1 for _ in self._whole())
+            self._usable = sum(1 for _ in self._whole(self._order(0) if self._parts else None))
         if not self._usable:
             raise self._none_usable()
         return self._usable
@@ -254,8 +255,8 @@ class Source(Generic[Item]):
                 items.append(item)
                 for name, rows in self._parts:
                     self._counts[name] += index in rows
-            elif unusable >= 2 * len(self._rows) - 1:  # end of one epoch and beginning of the next
-                raise self._none_usable()
+            elif unusable >= 2 * self._length() - 1:  # end of one epoch and beginning of the next
+                raise self._none_usable(outcome.problem)
         return items
 
     def all(self, limit: int | None = None) -> list[Item]:
@@ -265,9 +266,8 @@ class Source(Generic[Item]):
     @property
     def counters(self) -> dict[str, float]:
         """Metrics: epochs or rounds passed, rows skipped and rows of each part so far; a row counts in every epoch."""
-        size = len(self.curriculum.order(self._rows, self._epoch) if self.curriculum else self._rows)
         return {
-            "data/epoch": self._epoch + self._position / size,
+            "data/epoch": self._epoch + self._position / self._length(),
             **{f"data/{name}": float(count) for name, count in self._counts.items()},
             "data/worker_restarts": float(self._pool.restarts if self._pool else 0),
         }
@@ -357,20 +357,26 @@ class Source(Generic[Item]):
 
     def _places(self) -> Iterator[Place]:
         """Yield all places from the current position on, without end."""
-        from engine_core.data.order import order_of
-
-        start, rows, chosen = self._position, self._rows, self.curriculum
+        start = self._position
         for epoch in itertools.count(self._epoch):
-            seed = self._seed if self._shuffle else None
-            order = chosen.order(rows, epoch) if chosen else order_of(rows.parts, seed, epoch)
+            order = self._order(epoch)
             for position in range(start, len(order)):
                 yield epoch, position, int(order[position])
             start = 0
 
-    def _whole(self) -> Iterator[Item]:
-        """Yield every usable item once, in the order of the files; discards prefetched rows."""
+    def _order(self, epoch: int) -> NDArray[Any]:
+        """Return the row numbers of an epoch or a round in their order."""
+        from engine_core.data.order import order_of
+
+        if self.curriculum:
+            return self.curriculum.order(self._rows, epoch)
+        return order_of(self._rows.parts, self._seed if self._shuffle else None, epoch)
+
+    def _whole(self, order: Iterable[int] | None = None) -> Iterator[Item]:
+        """Yield every usable item of ``order``, by default of the files; discards prefetched rows."""
         self._stream = self._prepared(self._places())
-        for (_, _, index), outcome in self._prepared((0, row, row) for row in range(len(self._rows))):
+        order = range(len(self._rows)) if order is None else map(int, order)
+        for (_, _, index), outcome in self._prepared((0, row, row) for row in order):
             if item := self._judge(index, outcome, count=False):
                 yield item
 
@@ -426,10 +432,14 @@ class Source(Generic[Item]):
                 logger.warning("Further skipped rows are counted (data/bad_rows, data/over_long), not named.")
         return None
 
-    def _none_usable(self) -> DataError:
-        last = len(self._rows) - 1
-        problem = self._preparer.prepare(last).problem
-        return DataError(f"[data] None of the {last + 1} rows is usable. Last: {problem}.")
+    def _length(self) -> int:
+        """Return the number of rows, usable or not, of this epoch or round."""
+        return len(self.curriculum.order(self._rows, self._epoch) if self.curriculum else self._rows)
+
+    def _none_usable(self, problem: str = "") -> DataError:
+        problem = problem or self._preparer.prepare(len(self._rows) - 1).problem
+        rows = f"{self._length()} rows" + (f" of round {self._epoch}" if self.curriculum else "")
+        return DataError(f"[data] None of the {rows} is usable. Last: {problem}.")
 
     def _too_many(self, problem: str) -> DataError:
         return DataError(

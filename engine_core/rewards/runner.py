@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine_core.errors import ConfigError, DataError, TrainingFailed
+from engine_core.errors import ConfigError, DataError, TrainingFailed, did_you_mean
 from engine_core.metrics import Sum
 from engine_core.rewards.models import ByModel, Known, ModelReward
 from engine_core.rewards.preflight import with_defaults
@@ -175,9 +175,18 @@ class RewardRunner:
         self._start()
 
     def only(self, names: Collection[str]) -> RewardRunner:
-        """Return a runner of these rewards, which shares their workers; of all rewards if there are no names."""
+        """Return a runner of these rewards, which shares their workers; of all rewards if there are no names.
+
+        Raises:
+            ConfigError: the run has no reward of one of the names.
+        """
         if not names:
             return self
+        known = [*(scorer.config.name for scorer in self.scorers), *self.given]
+        for name in set(names) - {*known}:
+            raise ConfigError(
+                f"eval: rewards: got '{name}', which is no reward of the run.{did_you_mean(name, known)}"
+            )
         part = copy.copy(self)
         part.scorers = [scorer for scorer in self.scorers if scorer.config.name in names]
         part.pools = [pool for pool in self.pools if pool.name in names]

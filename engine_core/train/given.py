@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.config.choices import bare
 from engine_core.config.read import key_text
 from engine_core.data.rows import MemoryRows
-from engine_core.errors import ConfigError, DataError, PluginError
+from engine_core.errors import ConfigError, DataError, EngineError, PluginError
 
 if TYPE_CHECKING:
     from engine_core.config.evaluation import HeldOut
@@ -130,8 +130,8 @@ class GivenRows:
 
         try:
             rows = self.plugins.guarded("data_sources", name, read)()  # rows may be computed as they are read
-        except PluginError as error:
-            raise PluginError(f"{place} = '{name}', split '{split}': {error}") from error
+        except EngineError as error:
+            raise type(error)(f"{place} = '{name}', split '{split}': {error}") from error
         if not len(rows) and not may_be_empty:
             raise DataError(f"{place} = '{name}': {plugin.label} returned no rows for the split '{split}'.")
         made = MemoryRows(rows, f"data source '{name}' ({split})")

@@ -159,8 +159,9 @@ class SampledRun(TrainingRun):
     ) -> None:
         """Refuse rows that one of these rewards cannot use, or any reward; see ``preflight.check_rows``."""
         checks = {name: check for name, check in self._row_checks.items() if not names or name in names}
-        others = any(reward.weight for reward in self.config.reward if reward.name not in checks)
-        others = others or bool(self.live.get("rewards")) or self.environment is not None
+        scored = [reward for reward in self.config.reward if not names or reward.name in names]
+        others = any(reward.weight for reward in scored if reward.name not in checks)
+        others = others or (not names and (bool(self.live.get("rewards")) or self.environment is not None))
         check_rows(checks, rows, most_bad, alone=not others and len(checks) == 1)
 
     def check_held_out(self, source: Any, data: DataConfig, held_out: HeldOut) -> None:

@@ -239,9 +239,11 @@ def test_a_resumed_asynchronous_run_takes_the_rows_of_the_uninterrupted_one(make
         ({"trainer": "sft", **PLAIN}, "which learns from rewards, but trainer 'sft' has none. Use one that is a function."),
         ({"data.num_workers": 2}, "which learns from rewards, and workers do not wait for these. Set data.num_workers = 0."),
         ({"data.columns.id": "answer"}, "which learns the rewards of rows by number, but data.columns.id replaces it. Remove that key."),
+        ({"run.steps": None}, "whose rounds may have any length, so run.epochs counts nothing. Set run.steps."),
+        ({"trainer": "distill", **PLAIN, "rollout.group_size": 2}, "which learns from rewards, but trainer 'distill' has none. Use one that is a function."),
         ({"trainer": "offline"}, "which chooses rows, but trainer 'offline' reads stored rollouts. Remove it."),
     ],
-    ids=["no rewards", "workers", "ids", "offline"],
+    ids=["no rewards", "workers", "ids", "no steps", "distill without rewards", "offline"],
 )  # fmt: skip
 def test_what_a_curriculum_cannot_have_is_refused_before_work_starts(config_of, tmp_path, changes, problem):
     rows = {"data.mix": None, "data.train": str(tmp_path / "rows.jsonl"), "data.curriculum": "weakest"}

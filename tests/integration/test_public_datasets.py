@@ -227,7 +227,12 @@ def test_the_page_of_data_sets_is_up_to_date():
             ConfigError,
             r"data\.tulu3_sft\.shots: unknown key",
         ),
-        ("aime25", {}, DataError, r"data\.source = 'aime25': math-ai/aime25 has no training split"),
+        (
+            "aime25",
+            {},
+            DataError,
+            r"data\.source = 'aime25', split 'train': math-ai/aime25 has no training split",
+        ),
         (
             "dapo_math_17k",
             {"eval.at_end": True},

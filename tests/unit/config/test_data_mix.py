@@ -74,6 +74,11 @@ def test_a_mix_is_read_back_from_its_dump(config_of, specs):
             "6: data.mix: data.source is set too, and",
         ),
         (
+            'mix = [{ path = "a.jsonl", weight = 1 }, { name = "0", path = "b.jsonl", weight = 1 }]',
+            "6: data.mix: '0' is listed 2 times, expected once.",
+        ),
+        ('mix = [{ name = "a/b", path = "a.jsonl", weight = 1 }, { path = "b.jsonl", weight = 1 }]', "6: data.mix.\"a/b\".name: got 'a/b', expected a text that matches"),
+        (
             'mix = [{ name = "x", path = "a.jsonl", weight = 1 }, { name = "x", path = "b.jsonl", weight = 1 }]',
             "6: data.mix: 'x' is listed 2 times, expected once.",
         ),
@@ -103,6 +108,15 @@ def test_another_curriculum_on_resume_is_refused(config_of, good):
 
     with pytest.raises(ConfigError, match=r"data\.curriculum: .*the position is one of its rounds"):
         check(differences(was, now), force=())
+
+
+def test_files_of_a_part_may_move_and_weights_stay_on_resume(config_of):
+    def of(path, weight):
+        parts = f'mix = [{{ path = "{path}", weight = {weight} }}, {{ path = "b.jsonl", weight = 1 }}]'
+        return as_data(config_of(RUN + parts + "\n"))
+
+    verdicts = {found.key: found.verdict for found in differences(of("a.jsonl", 1), of("moved.jsonl", 2))}
+    assert verdicts == {"data.mix.0.path": "warned", "data.mix.0.weight": "refused"}
 
 
 # ------------------------------------------------------------------ with installed plugins and files

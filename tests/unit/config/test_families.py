@@ -69,6 +69,11 @@ def test_a_type_that_was_not_tested_is_said_with_the_nearest_that_was(said, name
     assert said(ACTOR, of_type(name))["actor"] == f"models of type '{name}' are not tested with mine{hint}"
 
 
+def test_the_text_model_of_a_larger_one_is_judged_if_only_that_is_known(said):
+    config = json.dumps({"model_type": "gemma3", "text_config": {"model_type": "qwen3"}})
+    assert said(ACTOR, config)["actor"] == "models of type 'qwen3' are tested with mine"
+
+
 def test_a_role_with_another_model_is_judged_by_that(said, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text(of_type("apertus"))

@@ -13,7 +13,7 @@ import pytest
 from engine_core.config.models import DataConfig
 from engine_core.data import PromptSource
 from engine_core.data.order import CurriculumOrder
-from engine_core.errors import PluginError
+from engine_core.errors import DataError, PluginError
 from engine_core.plugins import PluginSet
 from engine_core.specs import Curriculum
 
@@ -176,7 +176,7 @@ def test_a_class_without_the_methods_of_a_curriculum_is_refused(config_of, token
 def test_rounds_of_unusable_rows_alone_end_the_run(config_of, tokenizer, follow):
     source = PromptSource(config_of([*ROWS, {"prompt": 5}], max_bad_rows=1), tokenizer, seed=0)
     follow(source, "odd", "[6]")
-    with pytest.raises(Exception, match=r"None of the 7 rows is usable"):
+    with pytest.raises(DataError, match=r"None of the 1 rows of round 0 is usable. Last: train.jsonl:7: "):
         source.take(1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -142,6 +143,18 @@ def test_a_source_gives_the_mix_and_counts_the_rows_of_each_part(mixed, tokenize
     assert {k: v for k, v in source.counters.items() if "mix" in k} == {"data/mix/0": 4, "data/mix/small": 4}
     assert source.counters["data/epoch"] == 1
     assert len(source) == 8
+
+
+def test_a_mix_has_as_many_usable_rows_as_its_first_epoch_takes(mixed, tokenizer):
+    config = mixed([6, 2], [3, 1], over_long="skip", max_prompt_tokens=3)
+    Path(config.mix[0].path).write_text(
+        json.dumps({"prompt": "0 far too long to be used"}) + "\n" + '{"prompt": "0"}\n' * 5
+    )
+    source = PromptSource(config, tokenizer, seed=3)
+    taken = len(source)
+    order = order_of(parts_of([6, 2], [3, 1]), 3, 0).tolist()
+    assert taken == sum(row != 0 for row in order) == 7
+    assert source.counters["data/epoch"] == 0
 
 
 @pytest.mark.parametrize("keys", [{}, {"shuffle": False}], ids=["shuffled", "in order"])

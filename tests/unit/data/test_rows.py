@@ -113,6 +113,18 @@ def test_parquet_rows_have_their_types(tmp_path):
     assert rows.where(1) == "a.parquet, row 1"
 
 
+def test_categories_of_several_row_groups_are_values(tmp_path):
+    tables = [
+        pa.table({"level": pa.array(levels).dictionary_encode()})
+        for levels in (["easy", "hard"], ["hardest", "easy"])
+    ]
+    with pq.ParquetWriter(tmp_path / "a.parquet", tables[0].schema) as writer:
+        for table in tables:
+            writer.write_table(table)
+    rows = Rows([str(tmp_path / "a.parquet")])
+    assert [rows.row(i)["level"] for i in range(4)] == ["easy", "hard", "hardest", "easy"]
+
+
 def test_a_huge_parquet_value_is_a_bad_row(tmp_path):
     pq.write_table(pa.table({"prompt": ["x" * (MAX_ROW_BYTES + 1), "y"]}), tmp_path / "a.parquet")
     rows = Rows([str(tmp_path / "a.parquet")])

@@ -23,6 +23,15 @@ def only_a(completion):
     return 5.0 if completion == "a" else None
 
 
+def test_only_some_rewards_score_and_an_unknown_name_is_refused(runner, rollouts):
+    both = runner(config("letters"), config("exact"))
+    scored = rollouts("a", "bbb", answer=["a", "x"])
+    both.only(["letters"]).score(scored, 1)
+    assert [r.rewards for r in scored] == [{"letters": 1.0}, {"letters": 3.0}]
+    with pytest.raises(ConfigError, match=r"eval: rewards: got 'leters', .* Did you mean 'letters'"):
+        both.only(["leters"])
+
+
 # ---- sums, clipping, normalisation ---------------------------------------------------------------
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
-from engine_core.inherited_descriptors import close_in_children
+from engine_plugin_processes.inherited_descriptors import close_in_children
 from engine_plugin_processes.json_channel import Closed, JsonChannel, Outbox
 
 SOCKET = "{socket}"

@@ -13,7 +13,7 @@ import struct
 import threading
 from typing import Any, ClassVar
 
-from engine_core.inherited_descriptors import close_in_children
+from engine_plugin_processes.inherited_descriptors import close_in_children
 
 LENGTH = struct.Struct(">Q")
 MAX_VECTOR = 512  # buffers of one system call

@@ -207,11 +207,11 @@ class DistillTrainer(SampledRun):
         return any(config.options.data_share > 0 for config in steps)
 
     def _examples(self) -> Source[Example]:
-        """Open the data's examples."""
+        """Open the data's examples; a curriculum chooses prompts alone."""
         data, seed = self.config.data, self.config.run.seed
         limits = SFTOptions(max_tokens=self.config.options.max_tokens)
         rows, held = open_rows(data, "train", self.given.train()), table_length(self.text_config)
-        source = self.given.arrange(example_source(rows, data, self.tokenizer, limits, seed, held=held))
+        source = example_source(rows, data, self.tokenizer, limits, seed, held=held)
         self._cleanup.callback(source.close)
         return source
 

@@ -80,7 +80,7 @@ def test_a_set_without_held_out_rows_has_none(rows_of):
 
 @pytest.mark.parametrize("name", ["math500", "aime24", "aime25"])
 def test_a_set_for_evaluation_has_no_training_rows(rows_of, name):
-    said = rf"'{name}': {SETS[name].repo} has no training split, .* to train on: gsm8k, math, dapo_math_17k,"
+    said = rf"^{SETS[name].repo} has no training split, .* to train on: gsm8k, math, dapo_math_17k,"
     with pytest.raises(DataError, match=said):
         rows_of(name)
 
@@ -134,16 +134,12 @@ def test_worked_examples_are_the_first_training_rows_which_training_leaves_out(r
 )
 def test_more_worked_examples_than_solutions_are_refused(rows_of, name, shots, has):
     split = "validation" if name == "math500" else "train"
-    with pytest.raises(
-        ConfigError, match=rf"data\.{name}\.shots: got {shots}, .* has {has} worked solutions"
-    ):
+    with pytest.raises(ConfigError, match=rf"^shots: got {shots}, .* has {has} worked solutions"):
         rows_of(name, split, shots=shots)
 
 
 def test_folder_and_revision_together_are_refused(rows_of):
-    with pytest.raises(
-        ConfigError, match=r"data\.gsm8k\.revision: got 'main', but data\.gsm8k\.folder names"
-    ):
+    with pytest.raises(ConfigError, match=r"^revision: got 'main', but folder names"):
         rows_of("gsm8k", revision="main")
 
 
@@ -212,14 +208,14 @@ def test_a_folder_without_the_split_is_refused(copy_of, tmp_path):
     (folder / "README.md").unlink()
     for file in folder.glob("data/train_sft-*"):
         file.unlink()
-    said = r"'ultrachat': the split 'train_sft' of folder '.*copy' cannot be read: .*hf download HuggingFaceH4/ultra"
+    said = r"^the split 'train_sft' of folder '.*copy' cannot be read: .*hf download HuggingFaceH4/ultra"
     with pytest.raises(DataError, match=said):
         loading.rows_of("ultrachat", "train", folder=str(folder))
 
 
 def test_a_folder_with_other_columns_is_refused_with_both_lists(copy_of):
     said = (
-        r"data\.source = 'math500': folder '.*aime25' lacks the columns solution, subject, level, unique_id\. "
+        r"^folder '.*aime25' lacks the columns solution, subject, level, unique_id\. "
         r"Expected the columns problem, solution, answer, subject, level, unique_id; found problem, answer, id\."
     )
     with pytest.raises(DataError, match=said):
@@ -228,7 +224,7 @@ def test_a_folder_with_other_columns_is_refused_with_both_lists(copy_of):
 
 def test_a_folder_without_data_is_refused(own_cache, tmp_path):
     (tmp_path / "notes.txt").write_text("nothing")
-    with pytest.raises(DataError, match=r"'gsm8k': the split 'train' of folder .* cannot be read"):
+    with pytest.raises(DataError, match=r"^the split 'train' of folder .* cannot be read"):
         loading.rows_of("gsm8k", "train", folder=str(tmp_path))
 
 
@@ -242,7 +238,7 @@ def test_an_unreachable_hub_leads_to_the_option_folder(own_cache, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     said = (
-        r"data\.source = 'gsm8k': the split 'train' of openai/gsm8k on the hub cannot be read: ConnectionError: .* "
+        r"^the split 'train' of openai/gsm8k on the hub cannot be read: ConnectionError: .* "
         r"name in the option 'folder' \(engine data: --source\) a copy that `hf download openai/gsm8k --repo-type dataset --local-dir FOLDER`"
     )
     with pytest.raises(DataError, match=said):

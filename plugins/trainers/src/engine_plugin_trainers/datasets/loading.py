@@ -107,13 +107,13 @@ def rows_of(
     chosen = SETS[name]
     if folder and revision:
         raise ConfigError(
-            f"data.{name}.revision: got '{revision}', but data.{name}.folder names files that are used as they "
+            f"revision: got '{revision}', but folder names files that are used as they "
             "are. Remove one of the two keys."
         )
     if split == "train" and not chosen.train:
         others = ", ".join(other for other, found in SETS.items() if found.train and found.reward)
         raise DataError(
-            f"data.source = '{name}': {chosen.repo} has no training split, it is for evaluation. "
+            f"{chosen.repo} has no training split, it is for evaluation. "
             f"Sets of questions to train on: {others}."
         )
     if split == "validation" and not chosen.validation:
@@ -140,7 +140,7 @@ def open_split(name: str, split: str, folder: str | None = None, revision: str =
         from datasets import load_dataset
     except ModuleNotFoundError as error:
         raise EnvironmentProblem(
-            f"data.source = '{name}' needs the library 'datasets': {error}. "
+            f"'{name}' needs the library 'datasets': {error}. "
             "Try: pip install 'engine-plugin-trainers[datasets]'"
         ) from error
     place = f"folder '{folder}'" if folder else f"{chosen.repo} on the hub"
@@ -154,7 +154,7 @@ def open_split(name: str, split: str, folder: str | None = None, revision: str =
         )
     except Exception as error:  # of many libraries: HTTP clients, file formats, the hub's client
         raise DataError(
-            f"data.source = '{name}': the split '{hub_split}' of {place} cannot be read: "
+            f"the split '{hub_split}' of {place} cannot be read: "
             f"{type(error).__name__}: {str(error).rstrip('.')}. {_advice(chosen, folder)}"
         ) from error
     if folder or revision:
@@ -162,7 +162,7 @@ def open_split(name: str, split: str, folder: str | None = None, revision: str =
         log.info("Data source '%s' (%s) is read from %s, revision %s.", name, split, place, found)
     if missing := [column for column in chosen.columns if column not in dataset.column_names]:
         raise DataError(
-            f"data.source = '{name}': {place} lacks the columns {', '.join(missing)}. Expected the columns "
+            f"{place} lacks the columns {', '.join(missing)}. Expected the columns "
             f"{', '.join(chosen.columns)}; found {', '.join(dataset.column_names)}."
         )
     return _usable(dataset, name, split)
@@ -223,7 +223,7 @@ def _examples(name: str, shots: int, folder: str | None, revision: str) -> list[
     usable = [row for row in rows if row.get("response")]
     if len(usable) < shots:
         raise ConfigError(
-            f"data.{name}.shots: got {shots}, but the training split of {chosen.repo} has {len(usable)} worked "
+            f"shots: got {shots}, but the training split of {chosen.repo} has {len(usable)} worked "
             "solutions at its start. Set 0."
         )
     return usable

@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from engine_core.inherited_descriptors import close_in_children
+from engine_plugin_processes.inherited_descriptors import close_in_children
 
 SECONDS = 30.0
 FORKS = """
@@ -23,7 +23,7 @@ time.sleep(600)
 """
 WORKERS = {
     "rank": "from engine_plugin_processes.worker_process import WorkerHandle\nprocess = WorkerHandle.start(0, {}).process.popen",
-    "reward": "from engine_plugin_rewards.worker_pool.pool import Worker\nWorker.send = lambda *message: None\nheld = Worker({})\nprocess = held.popen",
+    "reward": 'from engine_plugin_rewards.worker_pool.pool import Worker\nWorker.send = lambda *message: None\nheld = Worker({}, "mark")\nprocess = held.popen',
     "data": "from engine_plugin_processes.row_workers import Worker\nWorker.send = lambda *message: None\nheld = Worker(0, {})\nprocess = held.popen",
 }
 
