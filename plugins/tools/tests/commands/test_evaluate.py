@@ -10,7 +10,9 @@ from pathlib import Path
 import hub_folders
 import pytest
 
+from engine_core.config import ModelConfig
 from engine_core.runs.rollout_files import read_rollouts
+from engine_plugin_tools.commands.evaluate import end_tokens
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 GSM8K = """\
@@ -274,6 +276,38 @@ def taught(engine, tiny_model, tmp_path, monkeypatch):
     answer = engine("train", "run.toml")
     assert answer.code == 0, answer.err
     return ["--suite", "math500", "--source", "math500", "--set", "eval.set.math500.max_response_tokens=16"]
+
+
+def test_a_response_ends_at_the_end_tokens_of_the_model_unless_others_are_set(
+    engine, tiny_model, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    gsm8k_folder(tmp_path / "gsm8k")
+    shutil.copytree(tiny_model, tmp_path / "model")
+    size = json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
+    changed = {
+        "model.override.max_position_embeddings": 4096,
+        "eval.set.gsm8k.max_response_tokens": 8,
+        "eval.set.gsm8k.max_prompts": 2,
+    }
+    sets = [f"--set={key}={value}" for key, value in changed.items()]
+
+    def length(*more):
+        answer = engine("eval", "model", "--suite", "gsm8k", "--source", "gsm8k", "--json", *sets, *more)
+        assert answer.code == 0, answer.err
+        return json.loads(answer.out)["gsm8k"]["response_length"]
+
+    assert length() == 8  # without generation_config.json
+    written = tmp_path / "model" / "generation_config.json"
+    written.write_text(json.dumps({"eos_token_id": list(range(size))}))
+    assert length() == 1
+    assert length("--set=rollout.stop_token_ids=[1]") == 8
+
+
+@pytest.mark.parametrize(("ends", "ids"), [([1, 106], (1, 106)), (106, (106,)), (None, ())])
+def test_a_model_names_one_end_token_or_several_or_none(tmp_path, ends, ids):
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    assert end_tokens(ModelConfig(path=str(tmp_path))) == ids
 
 
 def test_the_checkpoint_of_a_trainer_that_samples_nothing_is_scored(engine, taught, tmp_path):

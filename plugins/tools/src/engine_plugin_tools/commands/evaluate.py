@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -14,13 +15,16 @@ from engine_core import load_config
 from engine_core.cli.loading import checkpoint_of, read, read_run, trainer_of
 from engine_core.cli.options import AllowCode, Json, Sets, Step
 from engine_core.cli.output import check_new, print_json, print_metrics
+from engine_core.config.read import key_text, read_config
 from engine_core.data import load_tokenizer
 from engine_core.errors import ConfigError
 from engine_core.runs.tracking import RunFolder
 from engine_plugin_tools.suites import SUITES, Suite, chosen_suites, described, run_settings
 
 if TYPE_CHECKING:
-    from engine_core.config import EngineConfig
+    from engine_core.config import EngineConfig, ModelConfig
+
+log = logging.getLogger("engine")
 
 PROTOCOL_TABLES = ("data.", "eval.", "reward.")
 """Tables of a run file that define what a suite measures; their keys in ``--set`` are changes of the suite."""
@@ -136,6 +140,7 @@ def for_suites(
     """Return the config that measures suites.
 
     A tokenizer without a chat template gets plain text, as base models do, unless ``sets`` asks for the template.
+    `rollout.stop_token_ids` gets the model's end tokens, unless the run file or ``sets`` has ids.
 
     Args:
         files: run files; empty for a model alone.
@@ -144,14 +149,45 @@ def for_suites(
         sets: ``--set``, over the settings.
         allow_code: accept plugin files outside the folder of the run file.
     """
-    config = load_config(*files, settings, overrides=list(sets), allow_code=allow_code)
+    unset = no_length_limit(files, allow_code)
+    config = load_config(*files, unset, settings, overrides=list(sets), allow_code=allow_code)
     config.environment = None  # a suite asks for one response, whatever the run learns from
     chosen = any("chat_template=" in entry for entry in sets)
-    if any(each.chat for each in suites.values()) and not chosen:
-        plain = not load_tokenizer(config.model).chat_template
-        for held_out in config.eval.set if plain else ():
+    if not load_tokenizer(config.model).chat_template and not chosen:
+        for held_out in config.eval.set:
             held_out.chat_template = False
+    if not config.rollout.stop_token_ids:
+        ends = {"stop_token_ids": end_tokens(config.model)}
+        config.rollout = config.rollout.model_copy(update=ends)
     return config
+
+
+def no_length_limit(files: Sequence[str], allow_code: bool) -> dict[str, None]:
+    """Return settings that unset `max_model_len` of each sampler in run files: it fits the run's rows, not a suite's.
+
+    Args:
+        files: run files.
+        allow_code: accept extended files outside the folder of the run file.
+    """
+    rollout = read_config(files, allow_code=allow_code).data.get("rollout")
+    tables = rollout.items() if isinstance(rollout, dict) else ()
+    held = [name for name, table in tables if isinstance(table, dict) and "max_model_len" in table]
+    return {key_text(("rollout", name, "max_model_len")): None for name in held}
+
+
+def end_tokens(model: ModelConfig) -> tuple[int, ...]:
+    """Return the ids with which a model ends a response, from its ``generation_config.json``; empty without such a file.
+
+    Samplers end a response at the tokenizer's end of sequence alone, and some chat models end a turn with another token.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(model.path).eos_token_id
+    except OSError as error:
+        log.info("Only the tokenizer's end token ends a response: %s", str(error).strip().split("\n")[0])
+        return ()
+    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
 
 
 def result(
