@@ -35,7 +35,11 @@ USE = """\
 - **A run file:** its `[model]` and `[rollout]`.
 - **A run:** its newest checkpoint, or that of `--step N`. The trainer may be one that samples nothing, such as `sft`.
 
-A suite replaces the rows, the rewards, `[eval]` and `[environment]` of a run file, so the score does not depend on them. Arguments of the chat template stay.
+A suite replaces the rows, the rewards, `[eval]` and `[environment]` of a run file, so the score does not depend on them. It unsets the sampler's
+`max_model_len`, which fits the run's own rows. Arguments of the chat template stay.
+
+A response ends at the tokenizer's end token and at the end tokens of the model's `generation_config.json`, such as `<end_of_turn>` of Gemma. If
+`rollout.stop_token_ids` is set, its ids replace those of `generation_config.json`.
 
 ## Rows without access to the hub
 

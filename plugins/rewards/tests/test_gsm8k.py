@@ -14,7 +14,6 @@ RESPONSES = [  # response, strict, flexible
     ("#### 1,234", 1, 1),
     ("#### 1234 dollars", 1, 1),
     ("#### 1234%", 1, 1),
-    ("#### 1233. No.\n#### 1234", 1, 1),  # verl takes the last; the harness's model stops before a second one
     ("#### 1234\n\nQuestion:", 1, 1),  # the stop string stays in the response
     ("So the answer is 1234", 0, 1),
     ("It is 1,234.", 0, 1),
@@ -32,6 +31,7 @@ RESPONSES = [  # response, strict, flexible
     ("", 0, 0),
 ]
 DIFFERENT = [  # response, strict of verl, strict of the harness, ours; flexible of the harness, ours
+    ("#### 1233. No.\n#### 1234", (1, 0, 1), (1, 1)),  # the harness takes the first
     ("#### 1234.", (0, 1, 1), (1, 1)),
     ("#### 1234.0", (0, 0, 0), (0, 1)),
     ("2468/2", (0, 0, 0), (0, 1)),

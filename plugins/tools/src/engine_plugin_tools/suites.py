@@ -128,6 +128,7 @@ SUITES: Mapping[str, Suite] = {
         url=LM_EVAL,
         differs=(
             "the worked examples are the first 5 training rows for each question, not 5 random ones",
+            "gsm8k reads the last #### of a response, where strict-match reads the first",
             "numeric compares values, so 72.0 and 144/2 are 72, where flexible-extract compares text",
         ),
     ),
