@@ -29,7 +29,10 @@ a comment with the reason.
 
 **None of them was run by us on real weights.** Tests validate each recipe on the published sizes of its model, and train two steps of it on a small model of the
 same kind on a CPU, with the sampler `hf`. Memory is the peak of one GPU by the engine's [estimate](../performance.md#how-many-tokens-fit), if a micro-batch holds
-one longest sequence; by default larger micro-batches use what is free. Published results are not results of the recipe: *differs* says what is not the same."""
+one longest sequence; by default larger micro-batches use what is free. Published results are not results of the recipe: *differs* says what is not the same.
+
+`engine train run.toml` starts every recipe, also those for several GPUs: it starts one process for each GPU itself (`processes` in `[runtime.torchrun]`),
+without a `torchrun` command."""
 COLUMNS = ("hardware", "memory", "minutes", "status")
 
 

@@ -23,13 +23,18 @@ from packaging.requirements import Requirement
 
 from engine_core import load_config
 from engine_core.config.assemble import plugins_for
+from engine_core.errors import ConfigError
 from engine_plugin_fsdp.budget import held_by_rank
+from engine_plugin_rewards.numeric import numeric
+from engine_plugin_tools.commands.evaluate import for_suites
 from engine_plugin_tools.recipes import RECIPES, read_recipe, recipe_names
+from engine_plugin_tools.suites import SUITES, chosen_suites, run_settings
 from engine_plugin_torch.memory import GIB, Decoder, Held, Settings, activations
 from engine_plugin_torch.precision import Precision
 
 DOCS = Path(__file__).parents[2] / "docs"
 NAMES = recipe_names()
+WITH_VLLM = [name for name in NAMES if "[rollout.vllm]" in read_recipe(name).text]
 SHARDED = [name for name in NAMES if 'backend = "fsdp"' in read_recipe(name).text]
 USABLE = 0.93  # GiB that a program can use for each GB in a GPU's name: 22.4 of an L4's 24
 CONTEXT = 1.0  # GiB of the driver and of kernels, for each process on a GPU
@@ -88,6 +93,30 @@ def test_a_recipe_passes_validation_and_the_dry_run_on_the_published_sizes(engin
     assert dry.code == 0, dry.err
     assert "made-up response: 0.0" in dry.out or read_recipe(name).title.endswith(("SFT", "DPO"))
     assert "Not read" not in dry.out + dry.err
+
+
+@pytest.mark.parametrize("name", WITH_VLLM)
+def test_suites_measure_a_recipe_whose_sampler_holds_only_the_sequences_of_its_own_rows(offline, name):
+    own, files, settings = recipe_config(name).rollout, [str(RECIPES / f"{name}.toml")], offline(name)
+    for names in [*([each] for each in SUITES), list(SUITES)]:
+        suites = chosen_suites(names)
+        asked = settings | run_settings(suites, None)
+        measured = for_suites(files, asked, suites, [], False).rollout
+        assert (measured.backend, measured.options.max_model_len) == ("vllm", None)
+        assert measured.stop_token_ids == own.stop_token_ids
+        with pytest.raises(ConfigError, match=r"max_model_len: got 4096, but the longest prompt"):
+            for_suites(files, asked, suites, ["rollout.vllm.max_model_len=4096"], False)
+    assert own.options.max_model_len
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NAMES if "the boxed number" in read_recipe(name).about["what"]]
+)
+def test_a_reward_of_the_boxed_number_reads_no_other_number(name):
+    reward = recipe_config(name).reward[0]
+    assert reward.name == "numeric"
+    scores = [numeric(text, "7", **reward.options.model_dump())["score"] for text in (r"\boxed{7}", "x = 7")]
+    assert scores == [1, 0]
 
 
 def installed_by(words):
