@@ -3,11 +3,15 @@
 import os
 import re
 import sys
+import tomllib
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
+
+from engine_core import load_config
+from engine_plugin_tools.recipes import RECIPES
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "first_model.ipynb"
 
@@ -22,6 +26,19 @@ def test_the_notebook_is_stored_without_outputs(notebook):
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert cells
     assert not any(cell.outputs or cell.execution_count for cell in cells)
+
+
+def test_the_keys_to_change_for_a_published_model_have_the_values_of_its_recipe(notebook):
+    advice = dict(re.findall(r"`(\w+) = ([^`]+)`", notebook.cells[0].source))
+    (name,) = re.findall(r"--recipe ([\w.-]+)`", notebook.cells[0].source)
+    recipe = load_config(RECIPES / f"{name}.toml")
+    assert {key: tomllib.loads(f"value = {value}")["value"] for key, value in advice.items()} == {
+        "path": recipe.model.path,
+        "lr": recipe.actor.optim.lr,
+        "max_response_tokens": recipe.rollout.max_response_tokens,
+        "backend": recipe.rollout.backend,
+        "chat_template": recipe.data.chat_template,
+    }
 
 
 @pytest.mark.slow
