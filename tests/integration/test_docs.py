@@ -451,6 +451,10 @@ def test_every_metric_is_explained_and_every_explained_metric_exists(library, mo
     off_policy |= {"algorithm.kl_in": "reward", "algorithm.advantage": "gae", "run.steps": 1}
     off_policy |= {"eval.at_end": True, "eval.samples_per_prompt": 2, "eval.temperature": 1.0, "eval.k": [2]}
     off_policy |= {"eval.majority": "numeric", "eval.set": [{"name": "more", "path": "data/heldout.jsonl"}]}
+    off_policy |= {
+        "data.train": [],
+        "data.mix": [{"path": f"data/{each}.jsonl", "weight": 1} for each in ("train", "heldout")],
+    }
     Trainer(load_config("run.toml", off_policy)).train()
     lines = [line for file in library.rglob("metrics.jsonl") for line in file.read_text().splitlines()]
     logged = {metric for line in lines for metric in json.loads(line)}
