@@ -49,7 +49,7 @@ class WorkerContext:
     world_size: int = 1  #: number of workers of its pool
     seed: int = 0  #: `run.seed`
     total_steps: int = 0  #: optimizer steps of the run, for learning-rate schedules
-    #: "tokenizer": the run's, for a sampler; "model": if it was given from Python
+    #: "tokenizer": the run's; "model": if it was given from Python
     live: Mapping[str, Any] | None = None
     deterministic: bool = False  #: `[run] deterministic`: torch's deterministic algorithms only
     #: the run never changes the weights: they are not trained, refreshed or exported

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import (
     FalconH1Config,
     Gemma2Config,
@@ -17,6 +19,7 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
+    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -141,6 +144,14 @@ def make_engine(model_folder):
     yield make
     for engine in made:
         engine.close()
+
+
+@pytest.fixture
+def tokenizer():
+    """A tokenizer of the words "0" to "96", without an end of sequence."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({str(i): i for i in range(97)}, unk_token="0"))
+    )
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine_core.config import ModelConfig
 from engine_plugin_torch import export
@@ -55,3 +55,24 @@ def test_a_module_without_a_config_has_its_weights_written(tmp_path):
     module = torch.nn.Linear(2, 2)
     write_model(tmp_path, module, ((name, p.detach()) for name, p in module.named_parameters()))
     assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_an_exported_base_model_stops_at_the_end_token_of_the_runs_tokenizer(
+    make_engine, tokenizer, tmp_path
+):
+    engine = make_engine("llama", live={"tokenizer": tokenizer})
+    engine.module.generation_config.eos_token_id = 96
+
+    def generated(folder):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        return model.generate(torch.tensor([[5, 9, 2]]), do_sample=False, max_new_tokens=20)[0, 3:].tolist()
+
+    engine.export(tmp_path / "endless")  # the tokenizer has no end token yet
+    tokens = generated(tmp_path / "endless")
+    assert (len(tokens), 96 in tokens) == (20, False)
+    tokenizer.eos_token = str(tokens[3])
+    for _ in range(2):
+        engine.export(tmp_path / "out")
+        config = GenerationConfig.from_pretrained(tmp_path / "out")
+        assert config.eos_token_id == [96, tokens[3]]
+    assert generated(tmp_path / "out") == tokens[: tokens.index(tokens[3]) + 1]

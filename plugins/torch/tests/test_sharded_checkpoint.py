@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from engine_core.contracts.engines import Layout
 from engine_core.contracts.weight_names import own_weights
@@ -112,6 +112,14 @@ def test_an_export_is_written_by_the_first_rank_alone(engine_on, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "first")
     for name, tensor in own_weights(first.module).items():
         assert torch.equal(own_weights(model)[name], tensor)
+
+
+def test_an_export_ends_at_the_tokenizers_end_token_too(engine_on, tokenizer, tmp_path):
+    tokenizer.eos_token = "7"
+    engine = engine_on(0, 2, live={"tokenizer": tokenizer})
+    engine._plain.generation_config.eos_token_id = 96
+    engine.export(tmp_path / "out")
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == [96, 7]
 
 
 def test_a_failed_export_gathers_to_the_end_and_is_told_to_all(engine_on, tmp_path, monkeypatch):

@@ -17,6 +17,7 @@ from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import DataError, did_you_mean
 from engine_core.runs import state_files
 from engine_plugin_torch import state
+from engine_plugin_torch.export import add_end_token
 from engine_plugin_torch.shards import Shards, optimizer_tensors
 from engine_plugin_torch.weights import places, weight_at
 
@@ -178,6 +179,7 @@ class StateStore:
                 sys.stderr
             ):  # save_pretrained imports accelerate and DeepSpeed, which prints at import
                 self.engine.module.save_pretrained(folder, **merged)  # type: ignore[operator]
+            add_end_token(folder, (self.engine.context.live or {}).get("tokenizer"))
             return
         folder.mkdir(parents=True, exist_ok=True)
         weights = merged.get("state_dict") or own_weights(self.engine.module)

@@ -19,6 +19,7 @@ from engine_core.runs import state_files
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
+    from transformers import PreTrainedTokenizerBase
 
 FILE_BYTES = 5 * 10**9  # most bytes of one exported file, as in save_pretrained
 
@@ -48,6 +49,26 @@ def write_model(folder: Path, module: nn.Module, stream: Iterable[tuple[str, Ten
     files.append(_write_file(folder, len(files), part))
     _name_files(folder, files, total)
     _write_config(folder, module, next(iter(part.values())).dtype)
+
+
+def add_end_token(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Add the tokenizer's end of sequence to the end tokens of an exported ``generation_config.json``, if both exist.
+
+    A base model's own end token differs from that of a chat model's tokenizer with which it was trained: ``generate``
+    would run past the end of each turn.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    file, end = folder / "generation_config.json", getattr(tokenizer, "eos_token_id", None)
+    if end is None or not file.is_file():
+        return
+    config = json.loads(file.read_text("utf-8"))
+    known = config.get("eos_token_id")
+    known = known if isinstance(known, list) else [] if known is None else [known]
+    if end not in known:
+        config["eos_token_id"] = [*known, end]
+        file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_file(folder: Path, number: int, part: dict[str, Tensor]) -> list[str]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from engine_core.runs import state_files
 from engine_plugin_torch import state
 from engine_plugin_torch.checkpoint import StateStore
-from engine_plugin_torch.export import write_model
+from engine_plugin_torch.export import add_end_token, write_model
 from engine_plugin_torch.shards import own_parts, shard_file, write_parts
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class ShardedStore(StateStore):
                 self.engine._adapted().export(folder, writes)
             elif writes:
                 self._write_model(folder, stream)
+                add_end_token(folder, (self.engine.context.live or {}).get("tokenizer"))
         except OSError as problem:
             error = problem
         for _ in stream:  # every rank gathers to the end, even if writing failed
