@@ -108,8 +108,8 @@ def describe_environment(config: EngineConfig, plugins: PluginSet | None = None)
     """Return the content of ``env.json``: what the run depends on in addition to its config."""
     named = [file for part in config.data.parts for file in files_of(part.path)]
     named += files_of(config.data.validation)
-    source = plugins.find("data_sources", config.data.source) if plugins and config.data.source else None
-    about = {key: getattr(source, key, "") for key in ("license", "revision", "url")}
+    used = [part.source for part in config.data.parts] + [held_out.source for held_out in config.eval.set]
+    sources = {name: plugins.find("data_sources", name) for name in used if name} if plugins else {}
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": list(sys.argv),
@@ -122,7 +122,10 @@ def describe_environment(config: EngineConfig, plugins: PluginSet | None = None)
         "git": _git_state(),
         "seeds": {"run": config.run.seed, "model": config.model.seed},
         "data": {str(file): _fingerprint(file) for name in named for file in stored_files(Path(name))},
-        "data_source": {"name": config.data.source, **about} if source else None,
+        "data_sources": [
+            {"name": name, **{key: getattr(source, key, "") for key in ("license", "revision", "url")}}
+            for name, source in sources.items()
+        ],
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }
 

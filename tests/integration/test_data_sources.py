@@ -10,6 +10,7 @@ import pytest
 from engine_core import load_config
 from engine_core.config.assemble import plugins_for
 from engine_core.errors import ConfigError, DataError, PluginError
+from engine_core.runs.machine import describe_environment
 from engine_core.runs.rollout_files import read_rollouts
 
 SUMS = """
@@ -158,7 +159,21 @@ def test_license_revision_and_address_are_logged_once_and_recorded(make):
     assert log.count("Data source 'sums' of Plugin file") == 1
     assert "license CC0-1.0, revision 2026-01, url https://example.org/sums." in log
     about = {"license": "CC0-1.0", "revision": "2026-01", "url": "https://example.org/sums"}
-    assert json.loads((run.folder.path / "env.json").read_text())["data_source"] == {"name": "sums", **about}
+    assert json.loads((run.folder.path / "env.json").read_text())["data_sources"] == [
+        {"name": "sums", **about}
+    ]
+
+
+def test_the_sources_of_a_mix_and_of_held_out_sets_are_recorded(make):
+    others = 'DataSource(load=sums, config=SumsOptions, license="MIT")'
+    source = SUMS.replace('return {"sums"', f'return {{"more": {others}, "held": {others}, "sums"')
+    mix = [{"source": "more", "weight": 2}, {"source": "sums", "weight": 1}]
+    run = make({"data.source": None, "data.mix": mix, "eval.set": [{"name": "e", "source": "held"}]}, source)
+    about = {"license": "MIT", "revision": "", "url": ""}
+    recorded = describe_environment(run.config, run.plugins)["data_sources"]
+    assert recorded[0] == {"name": "more", **about}
+    assert recorded[1]["url"] == "https://example.org/sums"
+    assert recorded[2:] == [{"name": "held", **about}]
 
 
 def test_messages_name_the_key_that_the_rows_come_from(make, world):
