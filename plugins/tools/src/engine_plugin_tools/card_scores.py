@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine_core.config import EngineConfig
     from engine_core.config.evaluation import HeldOut
 
-NOT_SCORES = ("prompts", "unscored", "response_length")
+NOT_SCORES = ("prompts", "unscored", "response_length", "truncated_share")
 HUB_DATASET = re.compile(r"https://(?:huggingface\.co|hf\.co)/datasets/([\w.-]+/[\w.-]+)/?")
 
 
@@ -78,25 +78,26 @@ def newest_scores(config: EngineConfig, lines: Sequence[Mapping[str, Any]]) -> t
     return last["step"], sorted(scores, key=lambda score: score.low is None)  # with an interval first; stable
 
 
-def eval_results(scores: Sequence[Score], source: Mapping[str, Any]) -> list[EvalResult]:
-    """Return the scores for the card's ``model-index``.
+def eval_results(scores: Sequence[Score], sources: Mapping[str, Mapping[str, Any]]) -> list[EvalResult]:
+    """Return the scores for the card's ``model-index``, each with the data set that its own set names.
 
     Args:
         scores: of one evaluation.
-        source: the data source of ``env.json``; {}: the run has none.
+        sources: the data sources of ``env.json`` by name.
     """
     from huggingface_hub import EvalResult
 
-    found, dataset = [], hub_dataset(source)
+    found = []
     for score in scores:
-        of_source = dataset is not None and not score.held_out.path
+        files = file_names(score.held_out.path)
+        source = {} if files else sources.get(score.held_out.source, {})
+        dataset = hub_dataset(source)
         found.append(
             EvalResult(
                 task_type="text-generation",
-                dataset_type=dataset if dataset is not None and of_source else score.label,
-                dataset_name=source["name"] if of_source else file_names(score.held_out.path) or score.label,
-                dataset_split=UNNAMED if of_source else None,
-                dataset_revision=source.get("revision") or None if of_source else None,
+                dataset_type=dataset or score.label,
+                dataset_name=files or source.get("name") or score.label,
+                dataset_revision=dataset and (source.get("revision") or None),
                 metric_type=score.metric,
                 metric_name=score.metric,
                 metric_value=score.value,
@@ -105,10 +106,12 @@ def eval_results(scores: Sequence[Score], source: Mapping[str, Any]) -> list[Eva
     return found
 
 
-def samplings(config: EngineConfig, scores: Sequence[Score]) -> list[str]:
-    """Return a sentence for each evaluated set: its files, prompts and sampling."""
+def samplings(
+    config: EngineConfig, scores: Sequence[Score], sources: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Return a sentence for each evaluated set: its files or data source, prompts and sampling."""
     sentences = []
-    rewards = [reward.name for reward in config.reward]
+    every_reward = [reward.name for reward in config.reward]
     for score in {score.label: score for score in scores}.values():
         held_out = score.held_out
         settings = [
@@ -116,7 +119,7 @@ def samplings(config: EngineConfig, scores: Sequence[Score]) -> list[str]:
             for name in DISTRIBUTION
             if name == "temperature" or getattr(held_out, name) != DEFAULTS[name]
         ]
-        parts = [f"`{file}`" for file in [file_names(held_out.path)] if file]
+        parts = [data_name(held_out.path, held_out.source, sources)]
         if score.prompts is not None:
             each = held_out.samples_per_prompt
             parts += [
@@ -125,14 +128,23 @@ def samplings(config: EngineConfig, scores: Sequence[Score]) -> list[str]:
                 "greedy" if held_out.temperature == 0 else ", ".join(settings),
                 f"at most {held_out.max_response_tokens} tokens",
             ]
-            parts += [f"scored by `{name}`" for name in [held_out.score or next(iter(rewards), "")] if name]
-        sentences.append(f"`{score.label}`: {', '.join(parts) or 'the rows of the data source'}")
+            scorer = held_out.score or next(iter(held_out.rewards or every_reward), "")
+            parts += [f"scored by `{scorer}`"] if scorer else []
+        sentences.append(f"`{score.label}`: {', '.join(parts)}")
     return sentences
 
 
 def file_names(paths: str | Sequence[str]) -> str:
     """Return the names of files without their folders, separated by commas."""
     return ", ".join(Path(path).name for path in ([paths] if isinstance(paths, str) else paths) if path)
+
+
+def data_name(paths: str | Sequence[str], name: str, sources: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the names of files, or the name of a data source with its link; empty if there is neither."""
+    if files := file_names(paths):
+        return f"`{files}`"
+    url = sources.get(name, {}).get("url")
+    return f"[{name}]({url})" if url else f"`{name}`" if name else ""
 
 
 def hub_dataset(source: Mapping[str, Any]) -> str | None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-import ipaddress
 import json
 import logging
 import re
 import statistics
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,15 +21,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import httpx
 import jinja2
 import yaml
-from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download, try_to_load_from_cache
 from huggingface_hub.repocard import metadata_load
 
 from engine_core.config.assemble import plugins_for
+from engine_core.data.layouts import with_system
 from engine_core.redaction import Redactor
 from engine_core.runs.logs import clock
-from engine_plugin_tools.card_scores import eval_results, file_names, hub_dataset, newest_scores, samplings
+from engine_plugin_tools.card_prompts import QUESTION, uses_template
+from engine_plugin_tools.card_scores import data_name, eval_results, hub_dataset, newest_scores, samplings
 from engine_plugin_tools.report import draw_curves
 
 if TYPE_CHECKING:
@@ -39,12 +42,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 
 CARD, CURVES = "README.md", "curves.png"
+TRAINING = "\n## Training\n"
 LICENSE = ("license", "license_name", "license_link")
 CLASSES = {"ForCausalLM": "text-generation", "ForSequenceClassification": "text-classification"}
 """The end of a class's name -> task on the hub."""
 _STRING = re.compile(r'"((?:[^"\\\n]|\\.)*)"')
-_PATH = re.compile(r"(?<![\w.:/<~])(?:/[^\s/'\":,;|\\]+)+/([^\s/'\":,;|\\]+)")
-_URL = re.compile(r"https?://[^\s'\"\\]+")
+_PATH = re.compile(r"(?<![\w.:/<~])(?:/[^\s/'\":,;|\\]+)+/[^\s/'\":,;|\\]+/?")
+_ADDRESS = re.compile(
+    r"""
+    [a-z][\w+.-]*://[^\s'"\\]*                                              # any URL
+    | \[[\da-f]*(?::[\da-f.]*){2,}\](?::\d+)?                               # [::1]:80
+    | (?<![\w.-])(?:\d{1,3}\.){3}\d{1,3}(?::\d+)?(?![.-]?\w)                # 10.1.2.3, 10.1.2.3:80
+    | (?<![\w./-])[a-z][\w-]*(?:\.[\w-]+)+:\d{2,5}(?!\w)                   # head.example.com:80
+    | (?<![\w./-])(?:[\w-]+\.)+(?:corp|internal|intranet|lan|local)(?![.-]?\w)
+    | (?:^|(?<=,))[a-z][\w-]*:\d{2,5}(?=,|$)                                # head:80, as a whole string or in a list
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
 
 
 @dataclass(frozen=True)
@@ -84,22 +98,26 @@ def write_card(
     """
     lines = [line for line in run.read_metrics() if line["step"] <= step]
     environment = _read_json(run.path / "env.json")
-    source = environment.get("data_source") or {}
+    sources = {source["name"]: source for source in environment.get("data_sources") or []}
+    learned = [sources[name] for name in _source_names(config) if name in sources]
     base, task, algorithm = _base(config, role), _task(folder, adapter), _algorithm(config)
     evaluated, scores = newest_scores(config, lines) if role == "actor" else (None, [])
-    shown = {
+    shown: dict[str, Any] = {
         "name": name or (folder.name if folder.is_absolute() else str(folder)),
-        "summary": _summary(config, step, adapter, role, base, algorithm, _data(config, source)),
+        "summary": _summary(config, step, adapter, role, base, algorithm, _data(config, sources)),
         "base": base,
         "task": task,
         "adapter": adapter,
-        "chat": config.data.chat_template is not False and (folder / "chat_template.jinja").is_file(),
+        "chat": (folder / "chat_template.jinja").is_file() and uses_template(run, config),
+        "messages": public(json.dumps(with_system([QUESTION], config.data.system), ensure_ascii=False)),
+        "template_options": config.data.chat_template_kwargs,
+        "question": QUESTION["content"],
         "most_tokens": config.rollout.max_response_tokens,
-        "source": source,
+        "licensed": [source for source in learned if source["license"]],
         "step": step,
         "evaluated": evaluated,
         "scores": scores,
-        "samplings": samplings(config, scores),
+        "samplings": samplings(config, scores, sources),
         "curves": _draw(folder, lines),
         "facts": _facts(config, environment, lines, step, run.path.name),
         "run_file": public(run.config_file.read_text("utf-8")),
@@ -108,17 +126,22 @@ def write_card(
         **(base.license if base else {}),
         base_model=base.id if base else None,
         base_model_relation=("adapter" if adapter else "finetune") if base and base.id else None,
-        datasets=[dataset] if (dataset := hub_dataset(source)) else None,
+        datasets=[dataset for source in learned if (dataset := hub_dataset(source))] or None,
         library_name="peft" if adapter else "transformers" if (folder / "config.json").is_file() else None,
         pipeline_tag=task,
         tags=["engine", config.trainer, *algorithm, *(["lora"] if adapter else [])],
         model_name=shown["name"],
         # Results of an earlier step are those of other weights.
-        eval_results=eval_results(scores, source) or None if evaluated == step else None,
+        eval_results=eval_results(scores, sources) or None if evaluated == step else None,
     )
     redact = Redactor.of(tomllib.loads(run.config_file.read_text("utf-8")))
     text = f"---\n{metadata.to_yaml()}\n---\n\n{_body(shown)}"
     (folder / CARD).write_text(redact(text), encoding="utf-8")
+    if base is not None and not base.license:
+        said = (
+            f"no license of {base.id or base.name} is known: add 'license: NAME' to the metadata of {CARD}."
+        )
+        print(f"engine: {said}", file=sys.stderr)
     return folder / CARD
 
 
@@ -128,7 +151,7 @@ def _body(shown: Mapping[str, Any]) -> str:
     page = jinja2.Environment(
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=jinja2.StrictUndefined
     )
-    page.filters["number"] = "{:.4g}".format
+    page.filters |= {"number": "{:.4g}".format, "repr": repr}
     return page.from_string(template).render(shown)
 
 
@@ -139,7 +162,9 @@ def rename_card(folder: Path, name: str) -> None:
     card = ModelCard.load(folder / CARD)
     if old := card.data.model_name:
         card.data.model_name = name
-        card.text = card.text.replace(f"\n# {old}\n", f"\n# {name}\n").replace(f'"{old}"', f'"{name}"')
+        usage, heading, training = card.text.partition(TRAINING)  # whose run file may hold the same string
+        usage = usage.replace(f"\n# {old}\n", f"\n# {name}\n").replace(f'"{old}"', f'"{name}"')
+        card.text = usage + heading + training
         card.save(folder / CARD)
 
 
@@ -155,33 +180,60 @@ def _metadata(file: Path) -> dict[str, Any]:
 def public(text: str) -> str:
     """Return the text of a TOML file without what describes a machine, for publication.
 
-    In strings, an absolute path is replaced by its last part, and a URL whose host is an IP address or has no domain by
-    ``[private address]``.
+    In strings, an absolute path is replaced by its last part, a home folder by ``home``, and the address of a machine by
+    ``[private address]``. ``https`` URLs of public hosts and ``hf`` URLs stay.
     """
 
     def shown(match: re.Match[str]) -> str:
         """Return a TOML string to publish."""
-        value = match[1]
-        if value.startswith("/") and value.count("/") > 1 and "\\n" not in value:
-            return f'"{value.rstrip("/").rpartition("/")[2]}"'  # a whole path, which may contain spaces
-        value = _URL.sub(lambda url: "[private address]" if _is_private(url[0]) else url[0], value)
-        return f'"{_PATH.sub(lambda path: path[1], value)}"'
+        value = json.loads(match[0], strict=False)
+        if value.startswith("/") and value.count("/") > 1 and "\n" not in value:
+            found = _last_part(value)  # a whole path, which may contain spaces
+        else:
+            found = _PATH.sub(lambda path: _last_part(path[0]), _ADDRESS.sub(_address, value))
+        return match[0] if found == value else json.dumps(found, ensure_ascii=False)
 
     return _STRING.sub(shown, text)
 
 
-def _is_private(url: str) -> bool:
-    """Return whether the host of a URL is an IP address or a name without a public domain."""
-    host = urlsplit(url).hostname or ""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return "." not in host or host.endswith((".local", ".internal", ".lan"))
-    return True
+def _last_part(path: str) -> str:
+    """Return the last part of an absolute path; ``home`` for the home folder of a user."""
+    above, _, name = path.rstrip("/").rpartition("/")
+    return "home" if above.rpartition("/")[2].lower() in ("home", "users") else name
+
+
+def _address(match: re.Match[str]) -> str:
+    """Return an address to publish: a URL of a public host, else ``[private address]``."""
+    url = urlsplit(match[0])
+    public_host = url.scheme == "https" and "@" not in url.netloc and not _ADDRESS.search(url.netloc)
+    shown = url.scheme == "hf" or (public_host and "." in url.netloc)
+    return match[0] if shown else "[private address]"
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+
+
+def fetch_base_card(config: EngineConfig, role: str) -> None:
+    """Download the card of a role's base model from the hub, so that ``write_card`` finds its license.
+
+    Loading a model does not download its card. A failure is logged; ``write_card`` then says that the license is unknown.
+    """
+    path = _base_path(config, role)
+    if not path or _is_local(path):
+        return
+    try:
+        hf_hub_download(path, CARD)
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        log.info("The card of %s cannot be downloaded: %s", path, error)
+
+
+def _base_path(config: EngineConfig, role: str) -> str:
+    return config.role(role).path or config.model.path
+
+
+def _is_local(path: str) -> bool:
+    return Path(path).is_absolute() or Path(path).is_dir()
 
 
 def _base(config: EngineConfig, role: str) -> Base | None:
@@ -189,10 +241,10 @@ def _base(config: EngineConfig, role: str) -> Base | None:
 
     The id of a folder is the base model that the folder's card names.
     """
-    path = config.role(role).path or config.model.path
+    path = _base_path(config, role)
     if not path:
         return None
-    local = Path(path).is_absolute() or Path(path).is_dir()
+    local = _is_local(path)
     found = Path(path) / CARD if local else try_to_load_from_cache(path, CARD)
     card = _metadata(Path(found)) if isinstance(found, str | Path) else {}
     above = card.get("base_model")
@@ -250,13 +302,15 @@ def _linked(base: Base) -> str:
     return f"`{base.name}` (from {link})" if base.id else f"`{base.name}`"
 
 
-def _data(config: EngineConfig, source: Mapping[str, Any]) -> str:
+def _source_names(config: EngineConfig) -> list[str]:
+    """Return the names of the data sources of the training data."""
+    return list(dict.fromkeys(part.source for part in config.data.parts if part.source))
+
+
+def _data(config: EngineConfig, sources: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the training data in a few words; empty if the run file names none."""
-    if files := file_names(config.data.train):
-        return f"`{files}`"
-    if not source:
-        return ""
-    return f"[{source['name']}]({source['url']})" if source.get("url") else f"`{source['name']}`"
+    parts = (data_name(part.path, part.source, sources) for part in config.data.parts)
+    return ", ".join(dict.fromkeys(filter(None, parts)))
 
 
 def _draw(folder: Path, lines: Sequence[Mapping[str, Any]]) -> str:

@@ -120,6 +120,31 @@ def test_what_arrives_has_the_logits_of_the_run_and_no_secret(hub, trained, tmp_
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+def test_the_license_of_a_base_model_of_the_hub_arrives_with_the_card(
+    hub, engine, sft_run, tiny_model, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    hub.repos["org/base"] = hub.new_repo()
+    hub.repos["org/base"].files()["README.md"] = b"---\nlicense: apache-2.0\n---\n"
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model)).save_pretrained(
+        tmp_path / "base"
+    )
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(tmp_path / "base")
+    base = {file.name: file.read_bytes() for file in (tmp_path / "base").iterdir()}
+    hub.repos["org/base"].files().update(base)
+    sft_run.write_text(sft_run.read_text().replace(str(tiny_model), "org/base"))
+    answer = engine("train", "run.toml")
+    assert answer.code == 0, answer.err
+    answer = engine("push", "first", "me/model", "--dry-run")
+    assert (
+        "engine: no license of org/base is known: add 'license: NAME' to the metadata of README.md."
+        in answer.err
+    )
+    answer = engine("push", "first", "me/model")
+    assert (answer.code, "no license" in answer.err) == (0, False), answer.err
+    assert ModelCard(hub.repos["me/model"].files()["README.md"].decode()).data.license == "apache-2.0"
+
+
 def test_an_adapter_arrives_with_the_name_of_its_base(hub, engine, sft_run, tiny_model, tmp_path):
     base = tmp_path / "my-base"
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model)).save_pretrained(base)

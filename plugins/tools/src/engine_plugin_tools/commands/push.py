@@ -20,7 +20,7 @@ from engine_core.errors import ConfigError, EnvironmentProblem, did_you_mean
 from engine_core.runs.tracking import RunFolder
 from engine_core.temporary_folder import TemporaryFolder
 from engine_plugin_tools.hub import Target
-from engine_plugin_tools.model_card import CARD, rename_card, write_card
+from engine_plugin_tools.model_card import CARD, fetch_base_card, rename_card, write_card
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -67,7 +67,7 @@ def push(
         run = RunFolder.open(source)
         checkpoint, config = checkpoint_of(run, step), read_run(run, sets)
         _check_exportable(checkpoint, config, adapter, role)
-        fill = partial(_export, run, checkpoint, config, adapter, role, name)
+        fill = partial(_export, run, checkpoint, config, adapter, role, name, dry_run)
     if not dry_run:
         target.prepare()
     temporary = TemporaryFolder("push-")
@@ -91,9 +91,18 @@ def _take_exported(exported: Path, name: str, folder: Path) -> str:
 
 
 def _export(
-    run: RunFolder, checkpoint: Path, config: EngineConfig, adapter: bool, role: str, name: str, folder: Path
+    run: RunFolder,
+    checkpoint: Path,
+    config: EngineConfig,
+    adapter: bool,
+    role: str,
+    name: str,
+    offline: bool,
+    folder: Path,
 ) -> str:
     """Fill ``folder`` with the model of a checkpoint and its card; return the message of the commit.
+
+    ``offline``: do not ask the hub for the license of the base model.
 
     Raises:
         EnvironmentProblem: a worker on another machine wrote the weights there.
@@ -106,6 +115,8 @@ def _export(
                 f"No weights arrived in {folder}: the role '{role}' runs on another machine. Set TMPDIR to a folder that "
                 "all machines share, or use 'engine export RUN OUT --card' with such a folder, then 'engine push OUT'."
             )
+        if not offline:
+            fetch_base_card(config, role)
         write_card(folder, run, config, trainer.step_done, adapter, role, name)
         return f"Upload {run.path.name}, step {trainer.step_done}"
 
