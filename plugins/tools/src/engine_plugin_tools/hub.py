@@ -14,6 +14,7 @@ from pathlib import Path
 
 from engine_core.errors import ConfigError, EnvironmentProblem
 
+CARD = "README.md"
 LOG_IN = (
     "Log in with 'hf auth login', or set HF_TOKEN, with a token from https://huggingface.co/settings/tokens"
 )

@@ -33,6 +33,7 @@ from engine_core.redaction import Redactor
 from engine_core.runs.logs import clock
 from engine_plugin_tools.card_prompts import QUESTION, uses_template
 from engine_plugin_tools.card_scores import data_name, eval_results, hub_dataset, newest_scores, samplings
+from engine_plugin_tools.hub import CARD
 from engine_plugin_tools.report import draw_curves
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
-CARD, CURVES = "README.md", "curves.png"
+CURVES = "curves.png"
 TRAINING = "\n## Training\n"
 LICENSE = ("license", "license_name", "license_link")
 CLASSES = {"ForCausalLM": "text-generation", "ForSequenceClassification": "text-classification"}

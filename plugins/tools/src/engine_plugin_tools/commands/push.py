@@ -19,8 +19,7 @@ from engine_core.cli.output import print_table
 from engine_core.errors import ConfigError, EnvironmentProblem, did_you_mean
 from engine_core.runs.tracking import RunFolder
 from engine_core.temporary_folder import TemporaryFolder
-from engine_plugin_tools.hub import Target
-from engine_plugin_tools.model_card import CARD, fetch_base_card, rename_card, write_card
+from engine_plugin_tools.hub import CARD, Target
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -85,6 +84,8 @@ def push(
 
 def _take_exported(exported: Path, name: str, folder: Path) -> str:
     """Fill ``folder`` with an exported model under its name on the hub; return the message of the commit."""
+    from engine_plugin_tools.model_card import rename_card  # imports the hub's client
+
     shutil.copytree(exported.resolve(), folder, copy_function=_take)
     rename_card(folder, name)
     return f"Upload {exported.resolve().name}"
@@ -107,6 +108,8 @@ def _export(
     Raises:
         EnvironmentProblem: a worker on another machine wrote the weights there.
     """
+    from engine_plugin_tools.model_card import fetch_base_card, write_card
+
     with closing(trainer_of(config)) as trainer:
         trainer.load_checkpoint(checkpoint, [] if role == "actor" else [role])
         trainer.export(folder, adapter, role)
