@@ -144,7 +144,9 @@ def rows_of(run):
     return [[int(r.prompt.id.rpartition(":")[2]) for r in read_rollouts(file)][::2] for file in files]
 
 
-@pytest.mark.parametrize("trainer", OF)
+@pytest.mark.parametrize(
+    "trainer", [pytest.param(name, marks=[] if name in ("rl", "sft") else [pytest.mark.slow]) for name in OF]
+)
 def test_a_trainer_learns_from_a_mix_of_files_and_sources(make, world, trainer):
     changes = {"trainer": trainer, "run.steps": None, "run.epochs": 1, **OF[trainer]}
     if trainer == "distill":

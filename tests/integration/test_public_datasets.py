@@ -138,7 +138,12 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK = ("gsm8k", "tulu3_sft", "ultrafeedback")  # one of each trainer; the others are slow
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in RUNS]
+)
 def test_the_fitting_trainer_learns_from_a_set(make, name):
     run = make(name, RUNS[name])
     run.train()

@@ -295,7 +295,13 @@ def check_learned(last, name):
     assert name.endswith("sft") or any(key.startswith("eval/") for key in last)
 
 
-@pytest.mark.parametrize("name", NAMES)
+# one of each trainer; the others are slow
+QUICK = ("qwen2.5-0.5b-gsm8k", "llama-3.1-8b-tulu3-sft", "llama-3-8b-ultrafeedback-dpo")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in NAMES]
+)
 def test_a_recipe_trains_two_steps_on_a_small_model(train, name):
     text = re.sub(r"\[rollout\.process\].*\n", "", read_recipe(name).text)  # a process takes seconds to start
     last = train(name, text, **{"actor.backend": "torch", "runtime.backend": "local"})
