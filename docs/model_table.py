@@ -89,7 +89,7 @@ The runs were on CPUs: `fsdp` and `deepspeed` on two ranks, `megatron` with `tp 
 - `engine validate` prints what this table says of a run's model and backends.
 - On one H100, SmolLM3 and OLMo 2 also trained three steps of GRPO with `torch` and `vllm` in one process, compiled and with CUDA graphs."""
 
-MODULE = '''"""What was seen of the backend `{backend}` with models of each type. Written by docs/model_table.py."""
+MODULE = '''"""Results of the backend `{backend}` with models of each type. Written by docs/model_table.py."""
 
 from collections.abc import Mapping
 

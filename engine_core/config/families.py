@@ -1,4 +1,4 @@
-"""What a run's backends declare about the type of its models: tested, known to differ, or not tested.
+"""Read what a run's backends declare about the type of its models: tested, known to differ, or not tested.
 
 A backend's spec has ``families``. The type is read from a config on this machine; nothing is downloaded.
 """

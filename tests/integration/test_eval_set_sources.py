@@ -3,6 +3,7 @@
 import json
 import shutil
 import textwrap
+from contextlib import nullcontext
 
 import pytest
 
@@ -139,6 +140,46 @@ def test_a_set_is_scored_by_its_rewards_alone(make, tmp_path, world):
     assert "eval/plus/digits" not in line
     assert line["eval/files/accuracy"] == line["eval/files/digits"] == line["eval/files/reward_mean"]
     assert "eval/files/length_of" not in line
+
+
+CHECKED = """
+    from engine_core import hookimpl
+    from engine_core.specs import Reward
+
+
+    def score(completion, answer):
+        return 0.0
+
+
+    def has_answer(columns):
+        if not columns["answer"]:
+            raise LookupError("reads `answer`, which is empty.")
+
+
+    @hookimpl
+    def engine_rewards():
+        return {name: Reward(load=score, check=lambda: has_answer) for name in ("first", "second")}
+"""
+
+
+@pytest.mark.parametrize("rewards", [["first"], []], ids=["one of two", "both"])
+def test_a_row_that_the_only_reward_of_a_set_cannot_use_is_refused(make, tmp_path, rewards):
+    (tmp_path / "checked.py").write_text(textwrap.dedent(CHECKED))
+    for name, answers in (("rows", ["2", "3"]), ("held", ["2", ""])):
+        rows = [{"prompt": f"1+{i}=", "answer": answer} for i, answer in enumerate(answers, 1)] * 2
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"data.train": str(tmp_path / "rows.jsonl"), "eval.at_end": True, "run.steps": 1}
+    run = make(
+        files
+        | {
+            "plugins": [str(tmp_path / "checked.py")],
+            "reward": [{"name": "first"}, {"name": "second"}],
+            "eval.set": [{"name": "held", "path": str(tmp_path / "held.jsonl"), "rewards": rewards}],
+        }
+    )
+    refused = pytest.raises(DataError, match=r"held\.jsonl:2: reward 'first' reads `answer`, which is empty")
+    with refused if rewards else nullcontext():  # of two, the other may apply to such a row
+        run.train()
 
 
 def test_a_set_may_end_responses_and_use_the_chat_template_as_the_run_does_not(make, tmp_path):

@@ -244,6 +244,15 @@ def test_the_page_of_data_sets_is_up_to_date():
             DataError,
             r"data\.source = 'dapo_math_17k' has no rows .* 'validation'",
         ),
+        (
+            "gsm8k",
+            {
+                "eval.at_end": True,
+                "eval.set": [{"name": "m", "source": "math500", "math500": {"revision": "x", "folder": "."}}],
+            },
+            ConfigError,
+            r"^eval\.set\.m\.source = 'math500', split 'validation': revision: got 'x', but folder",
+        ),
     ],
 )
 def test_a_mistake_is_refused_before_training(make, name, changes, error, said):

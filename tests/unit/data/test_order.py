@@ -145,16 +145,17 @@ def test_a_source_gives_the_mix_and_counts_the_rows_of_each_part(mixed, tokenize
     assert len(source) == 8
 
 
-def test_a_mix_has_as_many_usable_rows_as_its_first_epoch_takes(mixed, tokenizer):
-    config = mixed([6, 2], [3, 1], over_long="skip", max_prompt_tokens=3)
-    Path(config.mix[0].path).write_text(
-        json.dumps({"prompt": "0 far too long to be used"}) + "\n" + '{"prompt": "0"}\n' * 5
-    )
+def test_the_usable_rows_of_a_mix_are_those_that_its_first_epoch_takes(mixed, tokenizer):
+    config = mixed(
+        [6, 2], [1, 3], over_long="skip", max_prompt_tokens=3
+    )  # 2 rows of the first part, 6 of the second
+    long, short = ({"prompt": text} for text in ("0 far too long to be used", "0"))
+    Path(config.mix[0].path).write_text("".join(json.dumps(row) + "\n" for row in [long] * 3 + [short] * 3))
     source = PromptSource(config, tokenizer, seed=3)
-    taken = len(source)
-    order = order_of(parts_of([6, 2], [3, 1]), 3, 0).tolist()
-    assert taken == sum(row != 0 for row in order) == 7
-    assert source.counters["data/epoch"] == 0
+    order = order_of(parts_of([6, 2], [1, 3]), 3, 0).tolist()
+    assert len(source) == sum(row >= 3 for row in order) > 5  # 5 rows of the files are usable
+    assert numbers(source.take(len(source))) == [row for row in order if row >= 3]
+    assert source.counters["data/epoch"] == pytest.approx(1, abs=0.25)
 
 
 @pytest.mark.parametrize("keys", [{}, {"shuffle": False}], ids=["shuffled", "in order"])

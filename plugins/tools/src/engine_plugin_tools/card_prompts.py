@@ -1,4 +1,4 @@
-"""How a run rendered its prompts, for the examples of a model card: with the chat template, or as plain text."""
+"""Decide whether a run rendered its prompts with the chat template, for the examples of a model card."""
 
 from __future__ import annotations
 

@@ -138,12 +138,15 @@ def write_card(
     redact = Redactor.of(tomllib.loads(run.config_file.read_text("utf-8")))
     text = f"---\n{metadata.to_yaml()}\n---\n\n{_body(shown)}"
     (folder / CARD).write_text(redact(text), encoding="utf-8")
-    if base is not None and not base.license:
-        said = (
-            f"no license of {base.id or base.name} is known: add 'license: NAME' to the metadata of {CARD}."
-        )
-        print(f"engine: {said}", file=sys.stderr)
+    _say_missing_license(base)
     return folder / CARD
+
+
+def _say_missing_license(base: Base | None) -> None:
+    """Print that the license of a base model is not known, if so."""
+    if base is not None and not base.license:
+        missing = f"no license of {base.id or base.name} is known"
+        print(f"engine: {missing}: add 'license: NAME' to the metadata of {CARD}.", file=sys.stderr)
 
 
 def _body(shown: Mapping[str, Any]) -> str:

@@ -36,9 +36,8 @@ class Suite:
     suffix: str  #: text after each question
     chat: bool = True  #: prompts in the tokenizer's chat template, else plain text
     rewards: Mapping[str, str]  #: rewards with what each reads, in words; the first one decides accuracy
-    sampling: Mapping[
-        str, Any
-    ]  #: keys of ``[[eval.set]]`` by which responses are sampled; greedy without a temperature
+    #: keys of ``[[eval.set]]`` by which responses are sampled; greedy without a temperature
+    sampling: Mapping[str, Any]
     follows: str  #: the published protocol
     url: str  #: where it is published
     differs: tuple[str, ...] = field(default=())  #: what is not the same, one clause each
@@ -184,7 +183,14 @@ def run_settings(suites: Mapping[str, Suite], folder: Path | None) -> dict[str, 
     """
     several = len({suite.source for suite in suites.values()}) > 1
     rewards = dict.fromkeys(reward for suite in suites.values() for reward in suite.rewards)
-    none: dict[str, Any] = {"train": [], "validation": [], "source": "", "system": None}
+    none: dict[str, Any] = {
+        "train": [],
+        "validation": [],
+        "source": "",
+        "mix": [],
+        "curriculum": "",
+        "system": None,
+    }
     return {
         "trainer": "evaluate",
         "reward": [{"name": name, name: REWARD_OPTIONS.get(name, {})} for name in rewards],

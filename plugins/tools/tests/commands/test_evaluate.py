@@ -144,6 +144,15 @@ def test_a_model_folder_is_scored_as_counted_by_hand(engine, tiny_model, scripte
     assert built == ["Building the role rollout."]  # no train engine
 
 
+def test_the_mix_of_a_run_whose_files_are_gone_is_not_read(engine, rl_run, scripted, tmp_path):
+    parts = [f'{{ path = "{name}.jsonl", weight = 1 }}' for name in ("gone", "gone-too")]
+    mixed = f'extends = ["rl.toml"]\n[data]\ntrain = []\nmix = [{", ".join(parts)}]\n'
+    (tmp_path / "mixed.toml").write_text(mixed)
+    answer = engine("eval", "mixed.toml", "--suite", "gsm8k", "--source", "gsm8k", "--json", *scripted)
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)["gsm8k"]["accuracy"] == 7 / 20
+
+
 def test_the_result_is_printed_with_its_protocol_and_what_is_not_comparable(engine, tiny_model, scripted):
     first = ["--set", "eval.set.gsm8k_5shot.max_prompts=10"]
     answer = engine(

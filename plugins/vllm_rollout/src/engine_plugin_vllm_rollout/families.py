@@ -1,4 +1,4 @@
-"""What was seen of the backend `vllm` with models of each type. Written by docs/model_table.py."""
+"""Results of the backend `vllm` with models of each type. Written by docs/model_table.py."""
 
 from collections.abc import Mapping
 

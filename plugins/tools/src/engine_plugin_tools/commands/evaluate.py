@@ -84,6 +84,24 @@ def evaluate(
         config = for_suites(files, settings, suites, sets or (), allow_code or folder is not None)
     else:
         config = read(files, sets, allow_code=allow_code) if folder is None else read_run(folder, sets)
+    metrics = measure(config, checkpoint, out)
+    found = {name: result(name, each, metrics, config, sets or ()) for name, each in suites.items()}
+    if found and out is not None:
+        (out / "suites.json").write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+    if not found:
+        print_metrics(metrics, as_json)
+    elif as_json:
+        print_json(found)
+    else:
+        print("\n\n".join(block(name, each) for name, each in found.items()))
+
+
+def measure(config: EngineConfig, checkpoint: Path | None, out: Path | None) -> dict[str, float]:
+    """Return the metrics of the held-out sets, with the weights of a checkpoint if there is one.
+
+    Raises:
+        ConfigError: ``out`` names where to write what is sampled, and the trainer samples nothing.
+    """
     with closing(trainer_of(config)) as trainer:
         if out is not None and not hasattr(trainer, "generate"):
             raise ConfigError(
@@ -91,17 +109,8 @@ def evaluate(
             )
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint)
-        metrics = trainer.evaluate(out) if out is not None else trainer.evaluate()
-    if not suites:
-        print_metrics(metrics, as_json)
-        return
-    found = {name: result(name, each, metrics, config, sets or ()) for name, each in suites.items()}
-    if out is not None:
-        (out / "suites.json").write_text(json.dumps(found, indent=2) + "\n", "utf-8")
-    if as_json:
-        print_json(found)
-    else:
-        print("\n\n".join(block(name, each) for name, each in found.items()))
+        metrics: dict[str, float] = trainer.evaluate(out) if out is not None else trainer.evaluate()
+        return metrics
 
 
 def locate(target: str, model: bool) -> tuple[list[str], RunFolder | None]:
