@@ -239,7 +239,7 @@ def test_an_unreachable_hub_leads_to_the_option_folder(own_cache, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     said = (
         r"^the split 'train' of openai/gsm8k on the hub cannot be read: ConnectionError: .* "
-        r"name in the option 'folder' \(engine data: --source\) a copy that `hf download openai/gsm8k --repo-type dataset --local-dir FOLDER`"
+        r"name in the option 'folder' \(engine data and engine eval: --source\) a copy that `hf download openai/gsm8k --repo-type dataset --local-dir FOLDER`"
     )
     with pytest.raises(DataError, match=said):
         loading.rows_of("gsm8k", "train")

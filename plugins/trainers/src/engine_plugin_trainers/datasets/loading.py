@@ -204,7 +204,7 @@ def _advice(chosen: PublicSet, folder: str | None) -> str:
     if folder:
         return f"It must hold the files of {chosen.url}, as `{download}` writes them."
     return (
-        f"Where the hub cannot be reached, name in the option 'folder' (engine data: --source) a copy that `{download}` "
+        f"Where the hub cannot be reached, name in the option 'folder' (engine data and engine eval: --source) a copy that `{download}` "
         "has written."
     )
 
