@@ -2,7 +2,8 @@
 
 The first SIGTERM, SIGUSR1 (which schedulers send before they end a job) or SIGINT asks the run to stop. Inside a
 *window*, where nothing is half done, the signal raises ``Stop`` at once; elsewhere the stop waits for the next window
-or ``check``. The second signal ends the process at once.
+or ``check``. A second signal ends the process at once, unless it follows within ``ONE_STOP`` seconds: ``timeout`` and job
+managers signal a process and then its group, so one stop arrives twice.
 
 Left out on purpose: only polling a flag between steps. A step may wait minutes for samples or rewards,
 and a scheduler's grace period is seconds.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import shlex
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from engine_core.runs.tracking import RunFolder
 
 SAVED = 75  # EX_TEMPFAIL: schedulers take it as "run me again"
+ONE_STOP = 0.2  # seconds
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -72,6 +75,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.requested: int | None = None  # the first signal
+        self._requested_at = 0.0
         self._open = False
         self._before: dict[int, Any] = {}
 
@@ -101,9 +105,11 @@ class StopSignals:
             raise Stop(self.requested)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is not None:  # the second signal ends the process now
+        if self.requested is not None:
+            if time.monotonic() - self._requested_at < ONE_STOP:
+                return
             raise KeyboardInterrupt if number == signal.SIGINT else Terminated
-        self.requested = number
+        self.requested, self._requested_at = number, time.monotonic()
         if self._open:
             raise Stop(number)
 

@@ -165,6 +165,7 @@ def test_no_thread_holds_up_a_run_that_is_ended_at_once(engine, tiny):
     run = engine.start("train", tiny(AHEAD | {"run.steps": 500}))
     run.until(lambda: run.err.count("reward ") >= 2, "two steps")
     run.send(signal.SIGINT)
+    time.sleep(0.3)  # sooner, it would be the same stop
     run.send(signal.SIGINT)
     began = os.times().elapsed
     assert run.wait().code in (130, -signal.SIGINT, 75)

@@ -1,10 +1,11 @@
 import os
 import signal
 import threading
+import time
 
 import pytest
 
-from engine_core.train.stopping import SAVED, Stop, StopSignals, Terminated
+from engine_core.train.stopping import ONE_STOP, SAVED, Stop, StopSignals, Terminated
 
 
 def send(number):
@@ -42,8 +43,17 @@ def test_outside_of_a_window_a_signal_waits_for_the_next_one():
 def test_the_second_signal_ends_at_once_wherever_it_comes(number, ending):
     with StopSignals():
         send(signal.SIGTERM)
+        time.sleep(ONE_STOP)
         with pytest.raises(ending):
             send(number)
+
+
+def test_a_stop_that_arrives_twice_is_one_stop():
+    with StopSignals() as signals:
+        send(signal.SIGTERM)
+        send(signal.SIGTERM)
+        with pytest.raises(Stop):
+            signals.check()
 
 
 def test_the_handlers_before_come_back():
