@@ -4,7 +4,7 @@
 
     OUT/model/                config and tokenizer, no weights: the first run draws them
     OUT/data/pages.jsonl      text and arithmetic for pretraining
-    OUT/data/worked.jsonl     worked solutions of one or two steps for SFT
+    OUT/data/worked.jsonl     a few worked solutions of one to four steps for SFT
     OUT/data/train.jsonl      problems of one to four steps for GRPO
     OUT/data/heldout.jsonl    problems of one to four steps that no other file has
 
@@ -84,7 +84,7 @@ def prepare(out: Path, small: bool = False) -> None:
     (out / "data").mkdir(parents=True)
     known: set[str] = set()
     write(out / "data/heldout.jsonl", problems(100 if small else 500, 1, known))
-    write(out / "data/worked.jsonl", problems(2000 if small else 4000, 2, known, most_steps=2))
+    write(out / "data/worked.jsonl", problems(2000 if small else 1000, 2, known))
     write(out / "data/train.jsonl", problems(1000 if small else 20000, 3, known))
     write(
         out / "data/pages.jsonl",
