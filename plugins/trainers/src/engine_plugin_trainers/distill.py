@@ -37,9 +37,9 @@ from engine_plugin_trainers.sft import example_batch, example_source
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine_core.data import Example
     from engine_core.data.source import Source
     from engine_core.types import Rollout
+    from engine_plugin_trainers.data.examples import Example
     from engine_plugin_trainers.options import DistillOptions
 
 DEFAULT_TOP_K = 128
