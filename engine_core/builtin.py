@@ -340,5 +340,4 @@ def engine_commands() -> Mapping[str, Command]:
         "validate": Command(load=configs + "validate"),
         "config.show": Command(load=configs + "show"),
         "plugins": Command(load="engine_core.cli.plugins:plugins"),
-        "export": Command(load=train + "export"),
     }

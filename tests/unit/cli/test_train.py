@@ -10,8 +10,6 @@ import sys
 
 import pytest
 
-from engine_core.plugins import metadata
-
 
 def steps_of(path):
     return [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -274,15 +272,3 @@ def test_lack_of_memory_in_a_plugin_is_not_its_failure(engine, rl_run):
     answer = engine("train", "rl.toml")
     assert answer.code == 5
     assert "Out of memory in step 1" in answer.err
-
-
-def test_a_card_without_its_part_is_refused_with_the_distribution_to_install(engine, sft_run, monkeypatch):
-    assert engine("train", "run.toml").code == 0
-    there = [offer for offer in metadata.installed() if offer.name != "model_card"]
-    monkeypatch.setattr("engine_core.plugins.metadata.installed", lambda: tuple(there))
-    answer = engine("export", "first", "out", "--card")
-    assert answer.code == 3
-    assert answer.err == (
-        "engine: Part 'model_card' is not installed. Try: pip install engine-plugin-tools\n"
-    )
-    assert not (sft_run.parent / "out").exists()

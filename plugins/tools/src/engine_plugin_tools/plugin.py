@@ -41,11 +41,8 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
-    """Offer ``advice`` and ``model_card``."""
-    return {
-        "advice": Part(load="engine_plugin_tools.advice:advice"),
-        "model_card": Part(load="engine_plugin_tools.model_card:write_card"),
-    }
+    """Offer ``advice``."""
+    return {"advice": Part(load="engine_plugin_tools.advice:advice")}
 
 
 @hookimpl
@@ -59,6 +56,7 @@ def engine_commands() -> Mapping[str, Command]:
         "doctor": Command(load=here + "doctor:doctor"),
         "generate": Command(load=here + "models:generate"),
         "eval": Command(load=here + "evaluate:evaluate"),
+        "export": Command(load=here + "export:export"),
         "compare": Command(load=here + "compare:compare"),
         "report": Command(load=here + "runs:report"),
         "inspect.metrics": Command(load=here + "runs:metrics"),
