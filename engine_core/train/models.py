@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
-POSITION_TABLES = frozenset(
-    {"biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt"}
-)
-"""Decoders (``model_type``) with a position table of ``max_position_embeddings`` rows, which fail on longer sequences.
-For other decoders, which compute positions, the number is the length in training; longer sequences can be learned."""
-
 WITHOUT_WEIGHTS = frozenset(("", ".jinja", ".json", ".md", ".model", ".py", ".txt"))
 """Suffixes of the files of a model folder that hold no weights."""
 
@@ -68,18 +62,6 @@ def model_length(text: Any) -> int:
     return getattr(text, "max_position_embeddings", None) or 1 << 30
 
 
-def table_length(text: Any) -> int | None:
-    """Return the number of rows of the model's position table, its longest sequence; None without such a table.
-
-    Args:
-        text: result of ``text_config``.
-    """
-    if getattr(text, "model_type", None) not in POSITION_TABLES:
-        return None
-    length: int | None = getattr(text, "max_position_embeddings", None)
-    return length
-
-
 def check_teacher(config: EngineConfig, plugins: PluginSet, tokenizer: Any) -> None:
     """Refuse a teacher that has another tokenizer than the student.
 
@@ -88,7 +70,7 @@ def check_teacher(config: EngineConfig, plugins: PluginSet, tokenizer: Any) -> N
         DataError: no tokenizer loads from the teacher's folder.
     """
     _check_temperature(config, plugins)
-    model = _teacher_model(config)
+    model = teacher_model(config)
     theirs = load_tokenizer(model, table="teacher")
     if why := tokens_differ(tokenizer, theirs):
         raise ConfigError(
@@ -113,31 +95,8 @@ def _check_temperature(config: EngineConfig, plugins: PluginSet) -> None:
         )
 
 
-def common_vocabulary(config: EngineConfig, plugins: PluginSet, live: Any = None) -> int:
-    """Return V, the vocabulary size that student and teacher share.
-
-    Args:
-        config: of the run.
-        plugins: of the run.
-        live: a student given from Python.
-
-    Raises:
-        ConfigError: the two models have different vocabulary sizes.
-    """
-    teacher = int(load_hf_config(_teacher_model(config)).get_text_config().vocab_size)
-    path = config.actor.path or config.model.path
-    text = text_config(config.model.model_copy(update={"path": path}), plugins, live)
-    student = teacher if text is None else int(text.vocab_size)  # else known once the student is built
-    if student != teacher:
-        raise ConfigError(
-            f"teacher.path: its model gives {teacher} tokens (vocab_size), the student's {student}, so their "
-            "distributions cannot be compared, though the tokenizer is the same. Take a teacher of the same size of "
-            'vocabulary, or learn from the sampled tokens alone: trainer = "rl" with algorithm.advantage = "distill".'
-        )
-    return teacher
-
-
-def _teacher_model(config: EngineConfig) -> ModelConfig:
+def teacher_model(config: EngineConfig) -> ModelConfig:
+    """Return the ``[model]`` table of the teacher, which a run needs that learns from one."""
     teacher = config.teacher
     assert teacher is not None  # see completeness.check_complete
     assert teacher.path

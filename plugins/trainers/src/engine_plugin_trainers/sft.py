@@ -10,10 +10,10 @@ from engine_core.algorithms.objectives import with_weights
 from engine_core.contracts.runtime import Role
 from engine_core.data.rows import open_rows
 from engine_core.data.source import Source
-from engine_core.train.models import table_length
 from engine_core.train.run import TrainingRun
 from engine_core.types import Batch, LossCall
 from engine_plugin_trainers.data.examples import Example, ExamplePreparer
+from engine_plugin_trainers.models import table_length
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
