@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 
     from engine_core.config import EngineConfig
 
-DESCRIPTION = frozenset(("config.resolved.toml", "config.origin.json", "env.json"))
-"""Files that describe a start, in the run folder and in the log folder of the start."""
-OURS = DESCRIPTION | {"metrics.jsonl", ".lock", "wandb_id.txt"}
-TRACKERS = ("tensorboard", "wandb")
-"""Files and folders that a start writes before its first step, in addition to ``logs``."""
 ATTEMPT = re.compile(r"attempt_(\d+)")
 """A folder of ``logs``."""
 
@@ -82,26 +77,15 @@ def writing_problem(path: Path) -> str | None:
 
 
 def is_unused(path: Path) -> bool:
-    """Return whether a folder holds only what a start writes before its first step: no metrics, rollouts, checkpoints.
+    """Return whether a folder is empty, or of a start in which nothing was trained: no metrics, rollouts, checkpoints.
 
-    Return False for a link, and if a file is one: a start would write to its target.
+    Return False for a link: the files next to its target are not those of runs.
     """
     if path.is_symlink() or not path.is_dir():
         return False
-    metrics = path / "metrics.jsonl"
-    if any(path.iterdir()) and not (path / ".lock").is_file():  # not a run folder
-        return False
-    files = [file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()]
-    ours = all(_of_a_start(file.relative_to(path), file.is_symlink()) for file in files)
-    return ours and not (metrics.exists() and metrics.stat().st_size)
-
-
-def _of_a_start(file: Path, link: bool) -> bool:
-    """Return whether a start writes this file before its first step; trackers make links in their folders."""
-    if file.parts[0] in TRACKERS:
-        return not link or len(file.parts) > 1
-    logged = file.parts[0] == "logs" and (file.suffix == ".log" or file.name in DESCRIPTION)
-    return not link and (logged or str(file) in OURS)
+    metrics, files = path / "metrics.jsonl", (path / "rollouts", path / "checkpoints")
+    trained = any(any(folder.rglob("*")) for folder in files) or (metrics.exists() and metrics.stat().st_size)
+    return not any(path.iterdir()) or ((path / ".lock").is_file() and not trained)
 
 
 def replace_text(path: Path, text: str) -> None:
