@@ -221,20 +221,6 @@ def decode_texts(rollouts: Iterable[Rollout], tokenizer: Any) -> None:
             rollout.text = tokenizer.decode(response, skip_special_tokens=True)
 
 
-def decode_ended(result: Any, tokenizer: Any) -> None:
-    """Call ``decode_texts`` for the finished rollouts of a command's result.
-
-    Workers call it before they reply: there are many workers and only one controller.
-
-    Args:
-        result: result of any command; if it is a list, the rollouts in it are changed in place.
-        tokenizer: the run's tokenizer.
-    """
-    if isinstance(result, list):
-        found = (each for each in result if isinstance(each, Rollout))
-        decode_texts((each for each in found if each.finish_reason != "abort"), tokenizer)
-
-
 @dataclass(slots=True, frozen=True)
 class StageState:
     """The state that a stage keeps between steps; it is part of a checkpoint.

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.errors import TrainingFailed
 from engine_core.plugins.modules import blamed
-from engine_core.types import decode_ended
+from engine_core.types import Rollout, decode_texts
 from engine_plugin_processes.channel import Channel, Closed
 from engine_plugin_processes.child import print_stacks_on_request
 from engine_plugin_processes.json_channel import Outbox
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from engine_core.contracts.engines import RolloutEngine, TrainEngine
     from engine_core.contracts.weight_transport import WeightTransport
-    from engine_core.types import Rollout
 
 CONTROLLER_GONE = 70
 HEARTBEAT_SECONDS = 1.0
@@ -171,8 +170,10 @@ class Worker:
     def _with_texts(self, role: str, value: Any) -> Any:
         """Return a result after decoding the text of its finished responses."""
         tokenizer = self.host.live.get("tokenizer")
-        if role == "rollout" and tokenizer is not None:  # other roles may have other tokenizers
-            decode_ended(value, tokenizer)
+        # other roles may have other tokenizers; there are many workers and only one controller
+        if role == "rollout" and tokenizer is not None and isinstance(value, list):
+            rollouts = [each for each in value if isinstance(each, Rollout)]
+            decode_texts([each for each in rollouts if each.finish_reason != "abort"], tokenizer)
         return value
 
     def _do_flow(self, message: dict[str, Any]) -> None:
