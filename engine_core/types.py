@@ -215,9 +215,8 @@ def decode_texts(rollouts: Iterable[Rollout], tokenizer: Any) -> None:
     """
     for rollout in rollouts:
         if not rollout.text and rollout.response_length:
-            response = rollout.token_ids[
-                rollout.prompt_length :
-            ]  # of a list transformers checks each id's type
+            # a tensor, because of a list transformers checks each id's type
+            response = rollout.token_ids[rollout.prompt_length :]
             rollout.text = tokenizer.decode(response, skip_special_tokens=True)
 
 
@@ -312,9 +311,8 @@ class Batch:
         lengths = self.lengths[chosen]
         # old position of each token = its new position + the shift of its sequence
         moved = self.offsets[:-1][chosen] - (lengths.cumsum(0) - lengths)
-        positions = repeated(
-            moved.int(), lengths
-        )  # a batch has less than 2**31 tokens, and int32 takes half the time
+        # a batch has less than 2**31 tokens, and int32 takes half the time
+        positions = repeated(moved.int(), lengths)
         positions += torch.arange(len(positions), dtype=torch.int32, device=positions.device)
         return self._mapped(
             lambda column: column.index_select(0, positions.to(column.device)), lambda column: column[chosen]

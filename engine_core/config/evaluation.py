@@ -61,9 +61,8 @@ class EvalSetConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
 class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
     """``[eval]``: scores on held-out files, during training and by ``engine eval``."""
 
-    temperature: NonNegativeFloat = (
-        0.0  # not in SetOptions: pydantic would take the default of Distribution here
-    )
+    # not in SetOptions: pydantic would take the default of Distribution here
+    temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy. The sampling options of `[rollout]` have no effect here."""
     every_steps: NonNegativeInt = 0
     """Evaluate after every n steps; 0: never."""

@@ -145,9 +145,8 @@ class Rows:
         ]
         #: number of the first row of each file, then the number of rows
         self.starts = list(itertools.accumulate((len(file) for file in self.files), initial=0))
-        self.parts = [
-            (1.0, range(len(self)))
-        ]  #: weight and row numbers of each part; more than one are a mix
+        #: weight and row numbers of each part; more than one are a mix
+        self.parts = [(1.0, range(len(self)))]
 
     def __len__(self) -> int:
         return self.starts[-1]
