@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from engine_core.data.chat import ChatFormat, Rendered, tokenizing
 from engine_core.data.layouts import Row, with_system
 from engine_core.data.rows import BadRow
-from engine_core.data.tokenizer import token_ids
 from engine_core.errors import DataError
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class Renderer:
 
     def _ids(self, text: str, special: bool = False) -> list[int]:
         with tokenizing():
-            return token_ids(self.tokenizer, text, special)
+            return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _text_ids(self, text: str) -> list[int]:
         """Return token ids with the tokenizer's special tokens except an end of sequence: the text continues."""
