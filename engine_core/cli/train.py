@@ -37,10 +37,8 @@ def train(
     """Train as the run file says; prints the run folder at the end."""
     config = read(files, sets, steps, allow_code)
     if dry_run:
-        from engine_core.train.dry_run import dry_run as check
-
         with closing(trainer_of(config)) as trainer, placing(config):
-            print("\n".join(check(trainer)))
+            print("\n".join(trainer.plugins.require("parts", "dry_run")(trainer)))
             print_unread(config)
         return
     print(_to_the_end(config))

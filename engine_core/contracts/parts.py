@@ -9,6 +9,7 @@ name                   protocol                 needed by
 ``row_workers``        ``RowWorkers`` (class)   ``data.num_workers`` above 0
 ``early_stop``         ``EarlyStop`` (class)    ``rollout.over_sampling`` above 1
 ``advice``             a function               the log after ten steps, where it is installed
+``dry_run``            a function               ``engine train --dry-run``
 ``model_card``         ``ModelCard``            ``engine export --card``
 ``faults``             a class                  ``ENGINE_FAULT``, in tests
 ``sampler_process``    ``SamplerProcess``       ``[rollout.process]``

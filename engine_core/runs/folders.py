@@ -52,22 +52,6 @@ def folder_for(config: EngineConfig) -> tuple[Path, bool]:
     raise exists_already(root / names[0])
 
 
-def check_free(config: EngineConfig) -> None:
-    """Check that a run could make its folder.
-
-    Raises:
-        ConfigError: the name is that of a used folder.
-        EnvironmentProblem: the folder cannot be created.
-    """
-    root, name = Path(config.run.dir), config.run.name
-    if problem := writing_problem(root):
-        raise EnvironmentProblem(
-            f"run.dir: cannot make a run folder in '{root}': {problem}. Set run.dir to a folder you may write to."
-        )
-    if name and (root / name).exists() and not is_unused(root / name):
-        raise exists_already(root / name)
-
-
 def writing_problem(path: Path) -> str | None:
     """Return why nothing can be written at ``path``, which need not exist; None if it can be written."""
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())

@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from engine_core.plugins import metadata
+
 
 def steps_of(path):
     return [json.loads(line)["step"] for line in (path / "metrics.jsonl").read_text().splitlines()]
@@ -182,6 +184,14 @@ def test_held_out_rows_of_which_a_reward_makes_nothing_are_refused_too(engine, r
     sets = ["--set", 'data.train="good.jsonl"', "--set", "eval.at_end=true"]
     answer = engine("train", "rl.toml", "--dry-run", *sets)
     assert (answer.code, "rows.jsonl:1: reward 'code' finds no tests" in answer.err) == (4, True), answer.err
+
+
+def test_a_dry_run_without_its_part_is_refused_with_the_distribution_to_install(engine, sft_run, monkeypatch):
+    there = [offer for offer in metadata.installed() if offer.name != "dry_run"]
+    monkeypatch.setattr("engine_core.plugins.metadata.installed", lambda: tuple(there))
+    answer = engine("train", "run.toml", "--dry-run")
+    assert answer.code == 3
+    assert answer.err == "engine: Part 'dry_run' is not installed. Try: pip install engine-plugin-tools\n"
 
 
 def test_a_dry_run_says_what_is_not_read(engine, sft_run):

@@ -41,8 +41,11 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
-    """Offer ``advice``."""
-    return {"advice": Part(load="engine_plugin_tools.advice:advice")}
+    """Offer ``advice`` and ``dry_run``."""
+    return {
+        "advice": Part(load="engine_plugin_tools.advice:advice"),
+        "dry_run": Part(load="engine_plugin_tools.dry_run:dry_run"),
+    }
 
 
 @hookimpl
