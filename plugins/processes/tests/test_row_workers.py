@@ -105,7 +105,7 @@ def test_rows_that_end_two_workers_end_the_run_by_name(source_of):
 def test_a_problem_of_the_data_reaches_the_controller_as_such(source_of):
     source = source_of(num_workers=1)
     Path(source._config.train).unlink()
-    with pytest.raises(DataError, match=r"^Data worker 0: \[data\] There is no file '.*train\.jsonl'\.$"):
+    with pytest.raises(DataError, match=r"^Data worker 0: \[data\] there is no file '.*train\.jsonl'\.$"):
         source.take(12)
 
 
