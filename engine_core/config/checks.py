@@ -12,7 +12,6 @@ from engine_core.config.read import key_text
 from engine_core.config.roles import RolloutConfig
 from engine_core.config.schedule import boundaries, config_at, schedule_problems
 from engine_core.config.wording import Problem
-from engine_core.tables import CUTTING
 
 if TYPE_CHECKING:
     from engine_core.config.models import AlgorithmConfig, DataConfig, EngineConfig
@@ -33,7 +32,6 @@ def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Prob
         problems += _adaptive(config)
     if "rollout" in sections:
         problems += _stopping(config, sections)
-        problems += _sparse_log_probs(config, sections)
     if {"eval", "rollout"} <= set(sections):
         problems += evaluation_problems(config)
     broken = [Problem(("schedule", key), text) for key, text in schedule_problems(config)]
@@ -177,33 +175,6 @@ def _stopping(config: EngineConfig, sections: Collection[str]) -> Iterator[Probl
             ("algorithm", "correction", "level"),
             "got 'off', but rollout.partial_rollouts makes responses with tokens of several policies. Use 'token' (or "
             "'auto'), or set algorithm.correction.bypass = true.",
-        )
-
-
-def _sparse_log_probs(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem if a step without the sampler's log-probs uses them for more than measuring the gap."""
-    rollout, correction = config.rollout, config.algorithm.correction
-    if rollout.log_probs_every_steps == 1:
-        return
-    readers = [
-        f"algorithm.correction.{key}"
-        for key in ("level", "mask", "reject")
-        if getattr(correction, key) != "off"
-    ]
-    readers += [f"rollout.{key}" for key in rollout.cutting]
-    cutting = {f"rollout.{name}" for name in CUTTING}
-    readers += [key for key in config.schedule if key.startswith("algorithm.correction.") or key in cutting]
-    used = {
-        f"trainer = '{config.trainer}'": "algorithm" not in sections or config.trainer != "rl",
-        "algorithm.correction.bypass": correction.bypass,
-        "algorithm.correction.off_policy_threshold": correction.off_policy_threshold is not None,
-        "rollout.over_sampling": rollout.over_sampling > 1,
-        "[environment]": config.environment is not None,
-    }
-    if readers := [key for key, reads in used.items() if reads] + readers:
-        yield Problem(
-            ("rollout", "log_probs_every_steps"),
-            f"got {rollout.log_probs_every_steps}, expected 1: log-probs of every step are needed by {' and '.join(readers)}.",
         )
 
 

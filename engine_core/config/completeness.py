@@ -22,6 +22,7 @@ from engine_core.errors import ConfigError, PluginError, did_you_mean
 from engine_core.plugins.metadata import unknown_name
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.specs import RefillOptions, resolve
+from engine_core.tables import CUTTING
 
 if TYPE_CHECKING:
     from engine_core.config.models import EngineConfig
@@ -50,6 +51,7 @@ def check_complete(
     if "rollout" in reads:
         missing += sharing_problems(config, plugins) if config.rollout.weights == "shared" else ()
         missing += custom_model_problems(config, plugins)
+        missing += _sparse_log_probs(config, plugins, reads)
         apart = in_separate_pools(config, plugins)
         missing += filter(None, [transport_problem(config, plugins, apart)])
     runtime: Any = plugins.spec("runtimes", config.runtime.backend)
@@ -222,8 +224,43 @@ def _unmet(config: EngineConfig, plugins: PluginSet) -> Sequence[str]:
     return _teacher_missing(config, who) if plan.needs_teacher else []
 
 
+def _sparse_log_probs(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
+    """Yield a problem if a step without the sampler's log-probs uses them for more than measuring the gap."""
+    every, correction = config.rollout.log_probs_every_steps, config.algorithm.correction
+    if every == 1:
+        return
+    chosen = ("advantage", "advantages"), ("loss", "losses")
+    learns = [
+        (key, plugins.spec(kind, getattr(config.algorithm, key)))
+        for key, kind in chosen
+        if "algorithm" in reads
+    ]
+    stages = [stage.name for stage in config.stage if "stage" in reads]
+    cutting = {f"rollout.{name}" for name in CUTTING}
+    used: dict[str, Any] = {
+        f"trainer = '{config.trainer}'": "algorithm" not in reads or config.trainer != "rl",
+        **{
+            f"algorithm.correction.{key}": getattr(correction, key) != "off"
+            for key in ("level", "mask", "reject")
+        },
+        "algorithm.correction.bypass": correction.bypass,
+        "algorithm.correction.off_policy_threshold": correction.off_policy_threshold is not None,
+        **{f"algorithm.{key}": "rollout_log_probs" in getattr(spec, "needs", ()) for key, spec in learns},
+        **{key: key.startswith("algorithm.correction.") or key in cutting for key in config.schedule},
+        **{f"rollout.{key}": True for key in config.rollout.cutting},
+        "rollout.over_sampling": config.rollout.over_sampling > 1,
+        **{f"stage.{name}": getattr(plugins.spec("stages", name), "off_policy", False) for name in stages},
+        "[environment]": config.environment is not None,
+    }
+    if readers := [key for key, needs in used.items() if needs]:
+        yield (
+            f"rollout.log_probs_every_steps: got {every}, expected 1: log-probs of every step are needed by "
+            f"{' and '.join(readers)}."
+        )
+
+
 def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
-    """Yield problems of stages with older rollouts: before a stage that refills, or without log-probs."""
+    """Yield a problem for each stage that brings in older rollouts before a stage that refills."""
     refills = [isinstance(stage.options, RefillOptions) for stage in config.stage]
     for number, stage in enumerate(config.stage):
         spec: Any = plugins.spec("stages", stage.name)
@@ -232,11 +269,6 @@ def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
             yield (
                 f"stage.{stage.name}: stands before '{last}', which has groups replaced in rounds; rollouts of earlier "
                 f"steps would count as replacements. Put it after '{last}'."
-            )
-        if spec.off_policy and config.rollout.log_probs_every_steps > 1:
-            yield (
-                f"rollout.log_probs_every_steps: got {config.rollout.log_probs_every_steps}, expected 1: stage "
-                f"'{stage.name}' brings in rollouts of other steps, of which some would have no log-probs."
             )
 
 
