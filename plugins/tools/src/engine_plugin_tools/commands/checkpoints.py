@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from engine_core.errors import DataError
 from engine_core.runs.checkpoint import Checkpoints, problems
@@ -11,6 +13,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_core.runs.tracking import RunFolder
+
+Step = Annotated[
+    int | None, typer.Option("--step", metavar="N", help="The checkpoint of this step; default: the newest.")
+]
 
 
 def checkpoint_of(folder: RunFolder, step: int | None) -> Path:

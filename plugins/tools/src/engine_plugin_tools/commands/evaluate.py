@@ -13,14 +13,14 @@ import typer
 
 from engine_core import load_config
 from engine_core.cli.loading import read, read_run, trainer_of
-from engine_core.cli.options import AllowCode, Json, Sets, Step
+from engine_core.cli.options import AllowCode, Json, Sets
 from engine_core.cli.output import check_new, print_json, print_table
 from engine_core.config.read import key_text, read_config
 from engine_core.data import load_tokenizer
 from engine_core.errors import ConfigError
 from engine_core.runs.logs import half_width, with_interval
 from engine_core.runs.tracking import RunFolder
-from engine_plugin_tools.commands.checkpoints import checkpoint_of
+from engine_plugin_tools.commands.checkpoints import Step, checkpoint_of
 from engine_plugin_tools.suites import SUITES, Suite, chosen_suites, described, run_settings
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine_core.cli.loading import read_run, trainer_of
-from engine_core.cli.options import Run, Sets, Step
+from engine_core.cli.options import Run, Sets
 from engine_core.cli.output import check_new
 from engine_core.runs.tracking import RunFolder
-from engine_plugin_tools.commands.checkpoints import checkpoint_of
+from engine_plugin_tools.commands.checkpoints import Step, checkpoint_of
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig

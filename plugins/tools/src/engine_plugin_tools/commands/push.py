@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine_core.cli.loading import read_run
-from engine_core.cli.options import Sets, Step
+from engine_core.cli.options import Sets
 from engine_core.cli.output import print_table
 from engine_core.errors import ConfigError, EnvironmentProblem, did_you_mean
 from engine_core.runs.tracking import RunFolder
 from engine_core.temporary_folder import TemporaryFolder
-from engine_plugin_tools.commands.checkpoints import checkpoint_of
+from engine_plugin_tools.commands.checkpoints import Step, checkpoint_of
 from engine_plugin_tools.commands.export import write_model
 from engine_plugin_tools.hub import CARD, Target
 
