@@ -180,13 +180,9 @@ def _role_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[s
             )
         elif table.lora is not None and (missing := peft_missing(role)):
             yield missing
-        own, adapted, untrained = (
-            f"{role}.{table.backend}",
-            table.lora is not None,
-            role in ("ref", "teacher"),
-        )
+        frozen = table.lora is not None or role in ("ref", "teacher")
         method = getattr(table.options, "quantize", None)
-        if method and (problem := quantize_problem(method, own, untrained or adapted)):
+        if method and (problem := quantize_problem(method, f"{role}.{table.backend}", frozen)):
             yield problem
 
 

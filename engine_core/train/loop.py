@@ -238,7 +238,10 @@ class Loop:
                     metrics = self.train_step(run.step_done + 1)
                     metrics = self.finish_step(metrics)
             except SamplerLost:
-                self.save_finished_step()
+                if (
+                    self.point.step and not run.weights_changed
+                ):  # else the weights are not those of a finished step
+                    self.save_finished_step()
                 raise
             finally:
                 run.progress = None
@@ -380,24 +383,20 @@ class Loop:
     def save_for(self, stop: Stop) -> bool:
         """Save the last finished step because of a stop; return False if that is switched off or fails."""
         self.run.runtime.give_up()  # the stop may have come between a call and the wait for its result
+        if saved := self.save_finished_step():
+            log.warning("Stopped by %s after step %d.%s", stop.name, self.point.step, self.hint)
+        return saved
+
+    def save_finished_step(self) -> bool:
+        """Save the last finished step at an early end of the run; return False if that is switched off or fails."""
         if not self.saver.config.at_stop:
             return False
         try:
             self._save(must=True)
-        except EnvironmentProblem as error:
+        except EngineError as error:  # the caller reports the end itself
             log.error("%s", error)
             return False
-        log.warning("Stopped by %s after step %d.%s", stop.name, self.point.step, self.hint)
         return True
-
-    def save_finished_step(self) -> None:
-        """Save the last finished step because a sampler was lost, if the failed step has changed no weight."""
-        if self.run.weights_changed or not self.point.step or not self.saver.config.at_stop:
-            return
-        try:
-            self._save(must=True)
-        except EngineError as error:  # the caller reports the loss itself
-            log.error("%s", error)
 
     def _step_of_trainer(self, step: int) -> dict[str, float]:
         with self._memory_explained():
