@@ -17,20 +17,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from engine_core.config.models import DataConfig
 from engine_core.data import layouts
 from engine_core.data.render import OverLong, Renderer
 from engine_core.data.rows import BadRow, MemoryRows, Rows, open_rows
 from engine_core.data.tokenizer import tokenizer_hash
 from engine_core.errors import DataError, did_you_mean
 from engine_core.plugins import PluginSet
-from engine_core.specs import resolve
 from engine_core.types import Prompt
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
+    from engine_core.config.models import DataConfig
     from engine_core.contracts.parts import RowWorkers
     from engine_core.data.order import CurriculumOrder
 
@@ -139,7 +138,7 @@ class Preparer:
         return raw[name]
 
     def setup(self) -> dict[str, Any]:
-        """Return the plain values from which `from_setup` builds an equal preparer."""
+        """Return the plain values from which the part ``row_workers`` builds an equal preparer in another process."""
         return {
             "files": [str(path.resolve()) for path in self.rows.paths],
             "cache": self.rows.cache,
@@ -154,27 +153,6 @@ class Preparer:
     def _plain(self) -> list[Any]:
         """Return the constructor's arguments after ``config``."""
         return [self.split, self._asked, self._held, self._tools]
-
-    @staticmethod
-    def from_setup(setup: dict[str, Any]) -> Preparer:
-        """Build the preparer of a worker; ``setup["tokenizer"]`` is a folder.
-
-        Raises:
-            DataError: the saved tokenizer differs from the run's.
-        """
-        import transformers
-
-        # The tokenizer's class is faster if the library has it: AutoTokenizer imports the configs of all models.
-        kind = getattr(transformers, setup["tokenizer_class"], None) or transformers.AutoTokenizer
-        tokenizer = kind.from_pretrained(setup["tokenizer"], local_files_only=True)
-        if tokenizer_hash(tokenizer) != setup["tokenizer_hash"]:
-            raise DataError(
-                "the tokenizer changes when it is saved and loaded. Set num_workers = 0 in [data]."
-            )
-        tokenizer.name_or_path = setup["model"]
-        rows = Rows(setup["files"], setup["cache"])
-        preparer: type[Preparer] = resolve(setup["preparer"])
-        return preparer(rows, tokenizer, DataConfig.model_validate(setup["config"]), *setup["plain"])
 
 
 logger = logging.getLogger(__name__)
