@@ -9,13 +9,12 @@ import logging
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
 from engine_core.data import load_tokenizer, tokens_differ
 from engine_core.errors import ConfigError
-from engine_core.model_config import load_hf_config
+from engine_core.model_config import has_no_weights, load_hf_config
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig, ModelConfig
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
     from engine_core.types import Batch
 
 log = logging.getLogger("engine")
-
-WITHOUT_WEIGHTS = frozenset(("", ".jinja", ".json", ".md", ".model", ".py", ".txt"))
-"""Suffixes of the files of a model folder that hold no weights."""
 
 
 def text_config(model: ModelConfig, plugins: PluginSet, live: Any = None) -> Any:
@@ -199,7 +195,6 @@ def warn_of_random_weights(config: EngineConfig, plugins: PluginSet, roles: Mapp
     for name in [name for name, role in roles.items() if role.kind == "train"] or roles:
         table = config.role(name)
         path = table.path or config.model_of(name).path
-        elsewhere = getattr(plugins.spec("train_engines", table.backend), "elsewhere", False)
-        kinds = {file.suffix for file in Path(path).glob("*") if file.is_file()}
-        if not elsewhere and kinds and kinds <= WITHOUT_WEIGHTS:
+        spec: Any = plugins.spec("train_engines", table.backend)
+        if path and not spec.remote and has_no_weights(path):
             log.warning("%s holds a config and no weights: random weights from model.seed.", path)
