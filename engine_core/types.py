@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from engine_core.tables import DEFAULTS, SamplingOptions
@@ -160,28 +160,6 @@ class Rollout:
     def sampled_length(self) -> int:
         """The number of tokens that the policy sampled."""
         return int(self.loss_mask.count_nonzero())
-
-    def copy(self) -> Rollout:
-        """Return a shallow copy, in a third of the time of ``dataclasses.replace``."""
-        return Rollout(*_fields_of(self))
-
-
-_fields_of = attrgetter(*(field.name for field in dataclasses.fields(Rollout)))
-
-
-def counted(mask: Tensor, lengths: Tensor) -> Tensor:
-    """Return [B] int64: the number of marked tokens of each sequence.
-
-    Args:
-        mask: [T] bool, over the concatenated sequences.
-        lengths: [B] int64, tokens of each sequence.
-    """
-    import numpy as np
-    import torch
-
-    ends, marked, count = lengths.cumsum(0).tolist(), mask.cpu().numpy(), np.count_nonzero
-    found = [count(marked[start:end]) for start, end in itertools.pairwise([0, *ends])]
-    return torch.tensor(found, dtype=torch.int64, device=mask.device)
 
 
 def repeated(values: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:
@@ -416,7 +394,7 @@ class Batch:
         sequences = {
             "rewards": torch.tensor([r.reward for r in rollouts], dtype=torch.float32),
             "group_ids": torch.tensor([r.group_id for r in rollouts], dtype=torch.int64),
-            "response_lengths": counted(sampled, lengths),
+            "response_lengths": torch.tensor([r.sampled_length for r in rollouts], dtype=torch.int64),
             "truncated": torch.tensor([r.finish_reason in CUT for r in rollouts]),
             "valid": valid,
         }

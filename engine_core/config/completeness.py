@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.config.assemble import plugins_for
 from engine_core.config.choices import AUTO, OPTIONAL_ROLES
@@ -27,7 +27,7 @@ from engine_core.tables import CUTTING
 if TYPE_CHECKING:
     from engine_core.config.models import EngineConfig
     from engine_core.plugins.plugin_set import PluginSet
-    from engine_core.specs import TrainerSpec
+    from engine_core.specs import RuntimeSpec, TrainerSpec, TransportSpec
 
 
 def check_complete(
@@ -52,8 +52,7 @@ def check_complete(
         missing += sharing_problems(config, plugins) if config.rollout.weights == "shared" else ()
         missing += custom_model_problems(config, plugins)
         missing += _sparse_log_probs(config, plugins, reads)
-        apart = in_separate_pools(config, plugins)
-        missing += filter(None, [transport_problem(config, plugins, apart)])
+        missing += transport_problems(config, plugins)
     runtime: Any = plugins.spec("runtimes", config.runtime.backend)
     missing += resolve(runtime.check)(config) if runtime.check is not None else ()
     missing += _absent_tables(config, plugins, spec, live, reads)
@@ -344,33 +343,24 @@ def custom_model_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[
         )
 
 
-def transport_problem(config: EngineConfig, plugins: PluginSet, apart: bool) -> str | None:
-    """Why the transport of weights that the file names cannot be.
-
-    Args:
-        config: whose `rollout.transport` is asked.
-        plugins: that offer it.
-        apart: the sampler is in processes of another pool than the actor.
-    """
-    wanted = config.rollout.transport
-    if wanted == AUTO["weight_transports"]:
-        return None
-    spec: Any = plugins.spec("weight_transports", wanted)
-    if ("disaggregated" if apart else "colocated") in spec.serves:
-        return None
-    pools = f"the sampler is in pool '{config.placement.pool_of('rollout')}', the actor in '{config.placement.pool_of('actor')}'"
-    where = pools if apart else "the sampler is in the actor's processes"
-    return (
-        f"rollout.transport: got '{wanted}', which does not carry weights here: {where}. Use 'auto', another transport "
-        "(engine plugins), or another [placement]."
+def transport_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
+    """Yield why the transport of weights that the file names cannot carry them from actor to sampler."""
+    wanted, runtime = (
+        config.rollout.transport,
+        cast("RuntimeSpec", plugins.spec("runtimes", config.runtime.backend)),
     )
-
-
-def in_separate_pools(config: EngineConfig, plugins: PluginSet) -> bool:
-    """Whether actor and sampler are in different pools, as far as the file says."""
-    runtime: Any = plugins.spec("runtimes", config.runtime.backend)
-    placement = config.placement
-    return not runtime.in_process and placement.pool_of("rollout") != placement.pool_of("actor")
+    actor, sampler = (config.placement.pool_of(role) for role in ("actor", "rollout"))
+    apart = not runtime.in_process and actor != sampler
+    if wanted == AUTO["weight_transports"]:
+        return
+    spec = cast("TransportSpec", plugins.spec("weight_transports", wanted))
+    if ("disaggregated" if apart else "colocated") not in spec.serves:
+        pools = f"the sampler is in pool '{sampler}', the actor in '{actor}'"
+        where = pools if apart else "the sampler is in the actor's processes"
+        yield (
+            f"rollout.transport: got '{wanted}', which does not carry weights here: {where}. Use 'auto', another transport "
+            "(engine plugins), or another [placement]."
+        )
 
 
 def absent_parts(config: EngineConfig, plugins: PluginSet, spec: TrainerSpec) -> list[str]:

@@ -253,15 +253,8 @@ class RewardRunner:
         Raises:
             TrainingFailed: a failure policy ends the run. The rollouts are unchanged; the runner can be used again.
             DataError: a reward needs a column that the data lacks.
-            ValueError: ``early`` has scored other rollouts.
         """
         self._decode(rollouts)
-        if (
-            early is not None
-            and not isinstance(early, Known)
-            and [id(each) for each in early.rollouts] != [id(each) for each in rollouts]
-        ):
-            raise ValueError("early: it has scored other rollouts than these.")
         self._run(rollouts, step, early)
         metrics = self._sum(rollouts)
         return metrics | self._failures(step) | reward_statistics(rollouts)
