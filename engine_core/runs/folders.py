@@ -63,9 +63,11 @@ def writing_problem(path: Path) -> str | None:
 def is_unused(path: Path) -> bool:
     """Return whether a folder is empty, or of a start in which nothing was trained: no metrics, rollouts, checkpoints.
 
-    Return False for a link: the files next to its target are not those of runs.
+    Return False for a link, and if a start would write to the target of one.
     """
     if path.is_symlink() or not path.is_dir():
+        return False
+    if any(file.is_symlink() for file in (*path.iterdir(), *(path / "logs").rglob("*"))):
         return False
     metrics, files = path / "metrics.jsonl", (path / "rollouts", path / "checkpoints")
     trained = any(any(folder.rglob("*")) for folder in files) or (metrics.exists() and metrics.stat().st_size)

@@ -89,6 +89,15 @@ def test_a_link_to_a_folder_is_not_taken_over_and_what_lies_beside_that_folder_s
     assert beside.read_text() == "theirs"
 
 
+def test_a_checkpoint_folder_that_is_a_link_is_somebody_elses(tmp_path, run):
+    run.close()
+    (tmp_path / "large").mkdir()
+    run.checkpoints.rmdir()
+    run.checkpoints.symlink_to(tmp_path / "large")
+    with pytest.raises(ConfigError, match="exists already"):
+        RunFolder.create(config_in(tmp_path))
+
+
 def test_a_folder_that_another_user_lets_us_read_alone_is_refused_as_one_that_exists(
     tmp_path, run, monkeypatch
 ):
