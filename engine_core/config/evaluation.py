@@ -84,9 +84,8 @@ class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
     @property
     def during_training(self) -> str:
         """The keys by which a run evaluates during training, as text; "" if it does not."""
-        return " and ".join(
-            f"eval.{key}" for key in ("every_steps", "at_start", "at_end") if getattr(self, key)
-        )
+        keys = ("every_steps", "at_start", "at_end")
+        return " and ".join(f"eval.{key}" for key in keys if getattr(self, key))
 
 
 class HeldOut(EvalSetConfig):  # type: ignore[misc]  # a table is not frozen

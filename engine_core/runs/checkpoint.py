@@ -242,11 +242,7 @@ def problems(path: Path, deep: bool = True) -> list[str]:
     step = manifest.get("step")
     if not isinstance(step, int) or (path.name.startswith("step_") and path.name != f"step_{step:08d}"):
         return [f"{MANIFEST} is of step {step}: the folder was renamed"]
-    try:
-        found = [problem for name in files if (problem := _unsafe(path, name))]
-    except OSError as error:  # too long
-        return [f"{MANIFEST} has a name that no file can have ({error})"]
-    return found or [*_compare(path, files, deep), *_unlisted(path, files)]
+    return [*_compare(path, files, deep), *_unlisted(path, files)]
 
 
 def _files_in(manifest: Any) -> dict[str, Any] | None:
@@ -275,7 +271,9 @@ def _compare(path: Path, files: Mapping[str, Any], deep: bool) -> list[str]:
     for name, entry in files.items():
         file = path / name
         try:
-            if not file.is_file():
+            if unsafe := _unsafe(path, name):
+                found.append(unsafe)
+            elif not file.is_file():
                 found.append(f"{name} is missing")
             elif file.stat().st_size != entry["bytes"]:
                 found.append(f"{name} has {file.stat().st_size} bytes, expected {entry['bytes']}")

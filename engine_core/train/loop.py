@@ -10,7 +10,7 @@ import gc
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -320,10 +320,8 @@ class Loop:
         """Make this step the last one if a metric has reached its goal in ``[run] finish_above`` or ``finish_below``."""
         run, done = self.run.config.run, self.run.step_done
         for name in (run.finish_above.keys() | run.finish_below.keys()) & metrics.keys():
-            value = metrics[name]
-            reached = value > run.finish_above.get(name, math.inf) or value < run.finish_below.get(
-                name, -math.inf
-            )
+            value, above = metrics[name], run.finish_above.get(name, math.inf)
+            reached = value > above or value < run.finish_below.get(name, -math.inf)
             if reached and done != self.total:
                 self.end_here(f"{name} is {value:.4g} and has reached its goal.")
 
@@ -356,12 +354,9 @@ class Loop:
         """Log advice on speed after ``STEPS_BEFORE_ADVICE`` steps, if the part ``advice`` is installed."""
         if len(self._first) < STEPS_BEFORE_ADVICE:
             self._first.append(metrics)
-            if len(self._first) == STEPS_BEFORE_ADVICE and self.run.plugins.offered("parts", "advice"):
-                advice: Callable[[Sequence[Mapping[str, float]]], str] = self.run.plugins.resolve(
-                    "parts", "advice"
-                )
-                if said := advice(self._first):
-                    log.info("Advice: %s", said)
+            due = len(self._first) == STEPS_BEFORE_ADVICE and self.run.plugins.offered("parts", "advice")
+            if due and (said := self.run.plugins.resolve("parts", "advice")(self._first)):
+                log.info("Advice: %s", said)
 
     def save(self, last: bool) -> None:
         """Write a checkpoint of the last finished step."""
