@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import DataError
-from engine_core.rewards.signatures import call_named, option_values
+from engine_core.rewards.signatures import call_factory, option_values
 from engine_core.specs import resolve
 
 if TYPE_CHECKING:
@@ -58,14 +58,7 @@ def check_rewards(rewards: Sequence[RewardConfig], plugins: PluginSet) -> dict[s
         if spec is None or spec.check is None:
             continue
         table = spec.config() if reward.options is None else reward.options
-        check = call_named(
-            resolve(spec.check),
-            option_values(table),
-            root=plugins.root,
-            allow_code=plugins.allow_code,
-            timeout=reward.timeout_seconds,
-            modules=plugins.modules,
-        )
+        check = call_factory(resolve(spec.check), option_values(table), plugins, reward.timeout_seconds)
         if check is not None:
             found[reward.name] = check
     return found
