@@ -170,10 +170,8 @@ class Worker:
     def _with_texts(self, role: str, value: Any) -> Any:
         """Return a result after decoding the text of its finished responses."""
         tokenizer = self.host.live.get("tokenizer")
-        # other roles may have other tokenizers; there are many workers and only one controller
-        if role == "rollout" and tokenizer is not None and isinstance(value, list):
-            rollouts = [each for each in value if isinstance(each, Rollout)]
-            decode_texts([each for each in rollouts if each.finish_reason != "abort"], tokenizer)
+        if role == "rollout" and tokenizer is not None:  # other roles may have other tokenizers
+            decode_ended(value, tokenizer)
         return value
 
     def _do_flow(self, message: dict[str, Any]) -> None:
@@ -343,6 +341,18 @@ def closing_stream(stream: Generator[Any, None, None]) -> Iterator[None]:
             with contextlib.suppress(TrainingFailed):
                 next(stream, None)
         stream.close()
+
+
+def decode_ended(result: Any, tokenizer: Any) -> None:
+    """Decode the texts of the finished rollouts in a command's result: there are many workers and one controller.
+
+    Args:
+        result: result of any command; if it is a list, the rollouts in it are changed in place.
+        tokenizer: the run's tokenizer.
+    """
+    if isinstance(result, list):
+        found = (each for each in result if isinstance(each, Rollout))
+        decode_texts((each for each in found if each.finish_reason != "abort"), tokenizer)
 
 
 def end_at_once(code: int) -> None:
