@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Literal
 
 from pydantic import Field
 
@@ -129,25 +128,13 @@ class DynamicSamplingOptions(RefillOptions):
     """Name of a reward. A group is dropped if this reward is equal in all its rollouts. Default: the sum of all rewards."""
 
 
-class PFPPOOptions(Options):
-    """``[stage.pf_ppo_resample]``: options of the stage `pf_ppo_resample`."""
-
-    method: Literal["pow", "max_min", "max_random"] = "pow"
-    """Probability P of a rollout with reward R. ``pow``: P ∝ |R|^`power`. ``max_min``: only the highest and the lowest R. ``max_random``: 0.4 for the highest R, 0.1 for the others."""
-    power: float = Field(2.0, ge=0)
-    """Exponent of ``pow``."""
-    seed: int = Field(0, ge=0)
-    """Seed of the resampling. The number of the step is added to the seed."""
-
-
 @hookimpl
 def engine_stages() -> Mapping[str, Stage]:
-    """Offer the core's stages."""
+    """Offer the core's stage."""
     return {
         "dynamic_sampling": Stage(
             load="engine_core.algorithms.stages:dynamic_sampling", config=DynamicSamplingOptions
-        ),
-        "pf_ppo_resample": Stage(load="engine_core.algorithms.stages:pf_ppo_resample", config=PFPPOOptions),
+        )
     }
 
 
@@ -340,5 +327,4 @@ def engine_commands() -> Mapping[str, Command]:
         "validate": Command(load=configs + "validate"),
         "config.show": Command(load=configs + "show"),
         "plugins": Command(load="engine_core.cli.plugins:plugins"),
-        "export": Command(load=train + "export"),
     }

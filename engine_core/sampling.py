@@ -182,37 +182,23 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Generator[list
         PluginError: as ``generate``.
         ValueError: two requests have the same id.
     """
-    wanted = {request.id: request for request in requests}
-    if len(wanted) != len(requests):
+    ids = [request.id for request in requests]
+    if len(set(ids)) != len(ids):
         raise ValueError("Requests must have distinct ids.")
-    engine.add(requests)
-    engine.deadlines.begin(requests)
-    done: set[str] = set()
     try:
-        while len(done) < len(wanted):
-            unfinished = engine.num_unfinished
-            finished = _stepped(engine)
-            engine.deadlines.end(rollout.request_id for rollout in finished)
-            finished += _stop_late(engine)
-            for rollout in finished:
-                check_rollout(engine, rollout, wanted.get(rollout.request_id), rollout.request_id in done)
-                done.add(rollout.request_id)
-            if not finished and not unfinished:
-                missing = next(id for id in wanted if id not in done)
-                raise _broken(
-                    engine, f"stopped with {len(wanted) - len(done)} requests unfinished, such as '{missing}'"
-                )
+        finished = advance(engine, requests)
+        while finished or engine.running:
             if finished:
                 yield finished
+            finished = advance(engine)
     except BaseException:  # leave no request of this call in the engine's queue
-        engine.deadlines.end(wanted)
-        engine.abort([id for id in wanted if id not in done])
+        advance(engine, dropped=ids, rounds=0)
         raise
 
 
 def advance(
     engine: RolloutEngine,
-    requests: Sequence[Request],
+    requests: Sequence[Request] = (),
     dropped: Sequence[str] = (),
     stopped: Sequence[str] = (),
     rounds: int = 1,
@@ -241,14 +227,16 @@ def advance(
         engine.add(requests)
         engine.deadlines.begin(requests)
         running |= {request.id: request for request in requests}
-    finished = _stop(engine, [id for id in stopped if id in running])
+    stopped = [id for id in stopped if id in running]
+    finished = _taken(engine, engine.abort(stopped)) if stopped else []
     if not running:
         engine.dropped.clear()
     for _ in range(rounds):
         if not running:
             break
         unfinished = engine.num_unfinished
-        found = _round(engine)
+        found = _taken(engine, _stepped(engine))
+        found += _taken(engine, _stop_late(engine))
         finished += found
         if not found and not unfinished:
             raise _broken(
@@ -257,13 +245,13 @@ def advance(
     return finished
 
 
-def _round(engine: RolloutEngine) -> list[Rollout]:
-    """Run one engine step and return the finished rollouts."""
-    return [
-        _over(engine, rollout)
-        for rollout in [*_stepped(engine), *_stop_late(engine)]
-        if rollout.request_id not in engine.dropped  # a dropped request may have finished already
-    ]
+def _taken(engine: RolloutEngine, rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """Check rollouts and remove their requests from ``engine.running``; leave out those of dropped requests."""
+    taken = [rollout for rollout in rollouts if rollout.request_id not in engine.dropped]
+    for rollout in taken:
+        check_rollout(engine, rollout, engine.running.pop(rollout.request_id, None))
+    engine.deadlines.end(rollout.request_id for rollout in taken)
+    return taken
 
 
 def _stepped(engine: RolloutEngine) -> list[Rollout]:
@@ -279,18 +267,6 @@ def _stepped(engine: RolloutEngine) -> list[Rollout]:
     raise _broken(engine, f"returned {found} from step(), expected a list of Rollout")
 
 
-def _stop(engine: RolloutEngine, ids: Sequence[str]) -> list[Rollout]:
-    """Abort requests of ``engine.running`` and return their partial rollouts."""
-    return [_over(engine, rollout) for rollout in engine.abort(ids)] if ids else []
-
-
-def _over(engine: RolloutEngine, rollout: Rollout) -> Rollout:
-    """Check a finished rollout and remove its request from ``engine.running``."""
-    check_rollout(engine, rollout, engine.running.pop(rollout.request_id, None), seen=False)
-    engine.deadlines.end([rollout.request_id])
-    return rollout
-
-
 def _stop_late(engine: RolloutEngine) -> list[Rollout]:
     """Abort requests whose deadline has passed and return their rollouts, marked with failure ``timeout``."""
     late = engine.deadlines.missed()
@@ -302,23 +278,20 @@ def _stop_late(engine: RolloutEngine) -> list[Rollout]:
     return stopped
 
 
-def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | None, seen: bool) -> None:
+def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | None) -> None:
     """Check that a rollout matches its request, and give it the request's prompt, whatever the engine left in its columns.
 
     Args:
         engine: the engine that returned the rollout, for messages.
         rollout: the rollout to check.
-        request: its request; None: there is none.
-        seen: whether the engine has returned this rollout before.
+        request: its request in flight; None: there is none.
 
     Raises:
         PluginError: the rollout is unrequested, a duplicate or malformed.
     """
     name = rollout.request_id
     if request is None:
-        raise _broken(engine, f"returned a rollout for '{name}', which was not requested")
-    if seen:
-        raise _broken(engine, f"returned the rollout for '{name}' twice")
+        raise _broken(engine, f"returned a rollout for '{name}', which was not requested or is done already")
     length = len(rollout.token_ids)
     for column, kind in COLUMNS.items():
         values = getattr(rollout, column)

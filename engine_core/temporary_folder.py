@@ -33,9 +33,8 @@ class TemporaryFolder:
         remove_abandoned(dir or tempfile.gettempdir())
         self.path = os.path.abspath(tempfile.mkdtemp(prefix=NAME + prefix, dir=dir))  #: the folder
         lock = os.open(self.path, os.O_RDONLY)
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: its folders are never considered abandoned
+        # on a file system without locks folders are never considered abandoned
+        with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
 

@@ -75,7 +75,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {  # target -> file -> its suit
         "engine_core/algorithms/objectives.py": ("torch", "losses", "trainers"),
         "engine_core/algorithms/losses.py": ("losses", "torch"),
     },
-    "split": {f"{PROCESSES}/split.py": ("runtime", "processes")},
+    "split": {f"{PROCESSES}/{name}.py": ("runtime", "processes") for name in ("split", "balance")},
 }  # fmt: skip
 
 

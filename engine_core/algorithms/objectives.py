@@ -38,7 +38,6 @@ from engine_core.algorithms.losses import value as value_loss
 from engine_core.algorithms.regularizers import kl_estimate
 from engine_core.errors import PluginError
 from engine_core.metrics import LARGEST, over_tokens, with_prefix
-from engine_core.types import counted
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,7 +61,7 @@ def with_weights(batch: Batch, mode: str, length_norm: int = 1) -> Batch:
         ValueError: ``mode`` is unknown.
     """
     mask = batch["loss_mask"].to(torch.float32, copy=True)
-    per_sequence = counted(batch["loss_mask"].bool(), batch.lengths).float()
+    per_sequence = batch.sum_by_sequence(mask)
     num_tokens = mask.sum().clamp(min=1)
     num_sequences = (per_sequence > 0).sum().clamp(min=1)
     weights = mask * _weight(mode, batch, per_sequence, num_tokens, num_sequences, length_norm)

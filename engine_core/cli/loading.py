@@ -1,4 +1,4 @@
-"""Loaders of the config, the trainer and the checkpoint that a command's arguments name."""
+"""Loaders of the config and the trainer that a command's arguments name."""
 
 from __future__ import annotations
 
@@ -22,12 +22,8 @@ from engine_core.errors import (
 )
 from engine_core.rewards.preflight import check_rewards
 from engine_core.rewards.signatures import check_functions
-from engine_core.runs.checkpoint import Checkpoints
-from engine_core.runs.checkpoint import problems as checkpoint_problems
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from engine_core.config import EngineConfig
     from engine_core.config.rewards import RewardConfig
     from engine_core.plugins.plugin_set import PluginSet
@@ -58,28 +54,6 @@ def read_run(folder: RunFolder, sets: list[str] | None, steps: int | None = None
     config = read([file], sets=sets, steps=steps, allow_code=True)
     config._source.unread.clear()  # the file has every key, so a report of unread ones is useless
     return config
-
-
-def checkpoint_of(folder: RunFolder, step: int | None) -> Path:
-    """Return the verified checkpoint of ``step``; default: the newest one that verifies.
-
-    Raises:
-        DataError: the run has no usable checkpoint of this step.
-    """
-    checkpoints = Checkpoints(folder.checkpoints)
-    if step is None:
-        return checkpoints.latest()
-    path, known = checkpoints.path(step), checkpoints.steps()
-    if step not in known:
-        listed = ", ".join(map(str, known)) or "none"
-        raise DataError(
-            f"--step {step}: {folder.path.name} has no checkpoint of that step. It has: {listed}."
-        )
-    if found := checkpoint_problems(path):
-        raise DataError(
-            f"--step {step}: checkpoint {path} is not usable: {found[0]}. Choose another of {known}."
-        )
-    return path
 
 
 def trainer_of(config: EngineConfig) -> Any:

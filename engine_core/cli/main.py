@@ -102,9 +102,8 @@ def _loaded(name: str, full: str) -> Any:
         function.__doc__ = f"Cannot be used: {problem}"
         settings = {"ignore_unknown_options": True, "allow_extra_args": True}
     text = inspect.getdoc(function) or ""
-    help_text = re.split(r"\n\n(?:Args|Returns|Raises):\n", text)[
-        0
-    ]  # these sections are for readers of the code
+    # the other sections are for readers of the code
+    help_text = re.split(r"\n\n(?:Args|Returns|Raises):\n", text)[0]
     single.command(name, help=help_text, context_settings=settings)(function)
     return get_command(single)
 

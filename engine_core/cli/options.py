@@ -22,7 +22,3 @@ AllowCode = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, its name below runs/, or 'latest'.")]
-
-Step = Annotated[
-    int | None, typer.Option("--step", metavar="N", help="The checkpoint of this step; default: the newest.")
-]

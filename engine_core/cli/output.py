@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from engine_core.errors import ConfigError, EnvironmentProblem
 from engine_core.redaction import harmless
 from engine_core.runs.folders import writing_problem
-from engine_core.runs.logs import half_width, with_interval
 
 
 def print_json(value: Any) -> None:
@@ -26,16 +25,6 @@ def print_table(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> No
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-
-
-def print_metrics(metrics: Mapping[str, float], as_json: bool) -> None:
-    """Print metrics by name. One with a 95% interval is shown as ``0.83 ± 0.04``, in JSON with its bounds."""
-    if as_json:
-        print_json(dict(metrics))
-        return
-    measured = [name for name in metrics if half_width(metrics, name) is not None]
-    bounds = {f"{name}_{end}" for name in measured for end in ("low", "high")}
-    print_table([(name, with_interval(metrics, name)) for name in sorted(metrics) if name not in bounds])
 
 
 def check_new(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``engine train``, ``engine resume`` and ``engine export``."""
+"""``engine train`` and ``engine resume``."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine_core.cli.loading import checkpoint_of, placing, print_unread, read, read_run, trainer_of
-from engine_core.cli.options import AllowCode, Files, Run, Sets, Step
-from engine_core.cli.output import check_new
-from engine_core.config.assemble import plugins_for
+from engine_core.cli.loading import placing, print_unread, read, read_run, trainer_of
+from engine_core.cli.options import AllowCode, Files, Run, Sets
 from engine_core.errors import DataError, WorkerLost
 from engine_core.redaction import without_secrets
 from engine_core.runs.tracking import RunFolder
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
-    from engine_core.contracts.parts import ModelCard
     from engine_core.train.checkpointing import Resume
 
 Steps = Annotated[
@@ -40,10 +37,8 @@ def train(
     """Train as the run file says; prints the run folder at the end."""
     config = read(files, sets, steps, allow_code)
     if dry_run:
-        from engine_core.train.dry_run import dry_run as check
-
         with closing(trainer_of(config)) as trainer, placing(config):
-            print("\n".join(check(trainer)))
+            print("\n".join(trainer.plugins.require("parts", "dry_run")(trainer)))
             print_unread(config)
         return
     print(_to_the_end(config))
@@ -110,34 +105,3 @@ def _to_the_end(config: EngineConfig, resume: Resume | None = None) -> Path:
                 left -= 1
                 again = f"resuming from {resume.path.name} with new workers ({left} restarts left)"
                 print(without_secrets(f"engine: {lost}\nengine: {again}"), file=sys.stderr)
-
-
-def export(
-    run: Run,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
-    step: Step = None,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Only the LoRA adapter, as a folder of peft.")
-    ] = False,
-    role: Annotated[
-        str, typer.Option("--role", metavar="ROLE", help="The trained role to write: actor or critic.")
-    ] = "actor",
-    card: Annotated[
-        bool, typer.Option("--card", help="Also write a model card, README.md, from the files of the run.")
-    ] = False,
-    sets: Sets = None,
-) -> None:
-    """Write the trained model of a run as a Hugging Face folder: weights, config, tokenizer.
-
-    A LoRA adapter ([actor.lora]) is merged into the model; '--adapter' writes the adapter alone.
-    """
-    check_new(out)
-    folder = RunFolder.open(run)
-    checkpoint, config = checkpoint_of(folder, step), read_run(folder, sets)
-    write_card: ModelCard | None = plugins_for(config).require("parts", "model_card") if card else None
-    with closing(trainer_of(config)) as trainer:
-        trainer.load_checkpoint(checkpoint, [] if role == "actor" else [role])
-        trainer.export(out, adapter, role)
-        if write_card is not None:
-            write_card(out, folder, config, trainer.step_done, adapter, role)
-    print(out)

@@ -132,11 +132,9 @@ def _loaded(raw: RawConfig, names: dict[str, set[str]]) -> tuple[PluginSet, list
     entries = raw.data.get("plugins")
     modules = [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, list) else []
     foreign = _foreign_sampler(raw, names)
+    problems: list[tuple[str, str, str]] = []
     try:
-        plugins, problems = (
-            PluginSet.load(names, modules, raw.folder, raw.allow_code, raw.data.get("plugin")),
-            [],
-        )
+        plugins = PluginSet.load(names, modules, raw.folder, raw.allow_code, raw.data.get("plugin"))
     except PluginProblems as error:
         plugins, problems = error.loaded, error.problems
     if foreign is not None:

@@ -6,14 +6,12 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
-from engine_core.config.choices import OPTIONAL_ROLES, bare
+from engine_core.config.choices import bare
 from engine_core.config.evaluation import evaluation_problems, held_out_sets
 from engine_core.config.read import key_text
 from engine_core.config.roles import RolloutConfig
 from engine_core.config.schedule import boundaries, config_at, schedule_problems
 from engine_core.config.wording import Problem
-from engine_core.errors import did_you_mean
-from engine_core.tables import CUTTING
 
 if TYPE_CHECKING:
     from engine_core.config.models import AlgorithmConfig, DataConfig, EngineConfig
@@ -29,12 +27,11 @@ def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Prob
         config: the config, with each valid option table in ``options``.
         sections: top-level tables that the trainer reads; others are not checked.
     """
-    problems = [*_duplicates(config), *_placement(config), *_processes(config), *_values(config)]
+    problems = [*_duplicates(config), *_values(config)]
     if "algorithm" in sections:
         problems += _adaptive(config)
     if "rollout" in sections:
         problems += _stopping(config, sections)
-        problems += _sparse_log_probs(config, sections)
     if {"eval", "rollout"} <= set(sections):
         problems += evaluation_problems(config)
     broken = [Problem(("schedule", key), text) for key, text in schedule_problems(config)]
@@ -53,37 +50,6 @@ def _duplicates(config: EngineConfig) -> Iterator[Problem]:
     for (path, name), count in Counter(chosen).items():
         if count > 1:
             yield Problem(path, f"'{name}' is listed {count} times, expected once. Remove the others.")
-
-
-def _placement(config: EngineConfig) -> Iterator[Problem]:
-    placement, problems = config.placement, list[Problem]()
-    roles = ("actor", "critic", "ref", "teacher", "rollout", "reward")
-    for role in roles:
-        pool = getattr(placement, role)
-        if pool is not None and pool not in placement.pools:
-            text = f"got '{pool}', expected a pool of placement.pools.{did_you_mean(pool, placement.pools)}"
-            problems.append(Problem(("placement", role), text))
-        elif pool is None and len(placement.pools) > 1 and role not in (*OPTIONAL_ROLES, "reward"):
-            text = f"missing. With several pools ({', '.join(placement.pools)}) each role must name its pool."
-            problems.append(Problem(("placement", role), text))
-    yield from problems
-    if not problems and (idle := placement.pools.keys() - {placement.pool_of(role) for role in roles}):
-        names = ", ".join(sorted(idle))
-        yield Problem(
-            ("placement", "pools"), f"no role is in pool {names}, which would idle. Remove it or use it."
-        )
-
-
-def _processes(config: EngineConfig) -> Iterator[Problem]:
-    pools, runtime = config.placement.pools, config.runtime
-    asked, need = getattr(runtime.options, "processes", "auto"), sum(pools.values())
-    if pools and asked not in ("auto", need):
-        listed = ", ".join(f"{name} = {size}" for name, size in pools.items())
-        yield Problem(
-            ("placement", "pools"),
-            f"{{ {listed} }} need {need} processes, but runtime.{bare(runtime.backend)}.processes is {asked}. Make them "
-            'agree, or set processes = "auto".',
-        )
 
 
 def _rows(data: DataConfig) -> Iterator[Problem]:
@@ -209,33 +175,6 @@ def _stopping(config: EngineConfig, sections: Collection[str]) -> Iterator[Probl
             ("algorithm", "correction", "level"),
             "got 'off', but rollout.partial_rollouts makes responses with tokens of several policies. Use 'token' (or "
             "'auto'), or set algorithm.correction.bypass = true.",
-        )
-
-
-def _sparse_log_probs(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
-    """Yield a problem if a step without the sampler's log-probs uses them for more than measuring the gap."""
-    rollout, correction = config.rollout, config.algorithm.correction
-    if rollout.log_probs_every_steps == 1:
-        return
-    readers = [
-        f"algorithm.correction.{key}"
-        for key in ("level", "mask", "reject")
-        if getattr(correction, key) != "off"
-    ]
-    readers += [f"rollout.{key}" for key in rollout.cutting]
-    cutting = {f"rollout.{name}" for name in CUTTING}
-    readers += [key for key in config.schedule if key.startswith("algorithm.correction.") or key in cutting]
-    used = {
-        f"trainer = '{config.trainer}'": "algorithm" not in sections or config.trainer != "rl",
-        "algorithm.correction.bypass": correction.bypass,
-        "algorithm.correction.off_policy_threshold": correction.off_policy_threshold is not None,
-        "rollout.over_sampling": rollout.over_sampling > 1,
-        "[environment]": config.environment is not None,
-    }
-    if readers := [key for key, reads in used.items() if reads] + readers:
-        yield Problem(
-            ("rollout", "log_probs_every_steps"),
-            f"got {rollout.log_probs_every_steps}, expected 1: log-probs of every step are needed by {' and '.join(readers)}.",
         )
 
 

@@ -198,9 +198,8 @@ def used_names(data: Mapping[str, Any], sections: Collection[str] | None = None)
     """
     names: dict[str, set[str]] = {}
     for place in places(prepared(data)):
-        if sections is None or place.in_any(sections):
-            for chosen in (
-                place.chosen if place.section != "plugin" else ()
-            ):  # they are not chosen from a table
+        # those of `plugins` are not chosen from a table
+        if place.section != "plugin" and (sections is None or place.in_any(sections)):
+            for chosen in place.chosen:
                 names.setdefault(chosen.kind, set()).add(chosen.name)
     return names

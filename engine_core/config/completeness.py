@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.config.assemble import plugins_for
 from engine_core.config.choices import AUTO, OPTIONAL_ROLES
@@ -22,11 +22,12 @@ from engine_core.errors import ConfigError, PluginError, did_you_mean
 from engine_core.plugins.metadata import unknown_name
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.specs import RefillOptions, resolve
+from engine_core.tables import CUTTING
 
 if TYPE_CHECKING:
     from engine_core.config.models import EngineConfig
     from engine_core.plugins.plugin_set import PluginSet
-    from engine_core.specs import TrainerSpec
+    from engine_core.specs import RuntimeSpec, TrainerSpec, TransportSpec
 
 
 def check_complete(
@@ -50,8 +51,8 @@ def check_complete(
     if "rollout" in reads:
         missing += sharing_problems(config, plugins) if config.rollout.weights == "shared" else ()
         missing += custom_model_problems(config, plugins)
-        apart = in_separate_pools(config, plugins)
-        missing += filter(None, [transport_problem(config, plugins, apart)])
+        missing += _sparse_log_probs(config, plugins, reads)
+        missing += transport_problems(config, plugins)
     runtime: Any = plugins.spec("runtimes", config.runtime.backend)
     missing += resolve(runtime.check)(config) if runtime.check is not None else ()
     missing += _absent_tables(config, plugins, spec, live, reads)
@@ -178,13 +179,9 @@ def _role_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[s
             )
         elif table.lora is not None and (missing := peft_missing(role)):
             yield missing
-        own, adapted, untrained = (
-            f"{role}.{table.backend}",
-            table.lora is not None,
-            role in ("ref", "teacher"),
-        )
+        frozen = table.lora is not None or role in ("ref", "teacher")
         method = getattr(table.options, "quantize", None)
-        if method and (problem := quantize_problem(method, own, untrained or adapted)):
+        if method and (problem := quantize_problem(method, f"{role}.{table.backend}", frozen)):
             yield problem
 
 
@@ -222,8 +219,43 @@ def _unmet(config: EngineConfig, plugins: PluginSet) -> Sequence[str]:
     return _teacher_missing(config, who) if plan.needs_teacher else []
 
 
+def _sparse_log_probs(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
+    """Yield a problem if a step without the sampler's log-probs uses them for more than measuring the gap."""
+    every, correction = config.rollout.log_probs_every_steps, config.algorithm.correction
+    if every == 1:
+        return
+    chosen = ("advantage", "advantages"), ("loss", "losses")
+    learns = [
+        (key, plugins.spec(kind, getattr(config.algorithm, key)))
+        for key, kind in chosen
+        if "algorithm" in reads
+    ]
+    stages = [stage.name for stage in config.stage if "stage" in reads]
+    cutting = {f"rollout.{name}" for name in CUTTING}
+    used: dict[str, Any] = {
+        f"trainer = '{config.trainer}'": "algorithm" not in reads or config.trainer != "rl",
+        **{
+            f"algorithm.correction.{key}": getattr(correction, key) != "off"
+            for key in ("level", "mask", "reject")
+        },
+        "algorithm.correction.bypass": correction.bypass,
+        "algorithm.correction.off_policy_threshold": correction.off_policy_threshold is not None,
+        **{f"algorithm.{key}": "rollout_log_probs" in getattr(spec, "needs", ()) for key, spec in learns},
+        **{key: key.startswith("algorithm.correction.") or key in cutting for key in config.schedule},
+        **{f"rollout.{key}": True for key in config.rollout.cutting},
+        "rollout.over_sampling": config.rollout.over_sampling > 1,
+        **{f"stage.{name}": getattr(plugins.spec("stages", name), "off_policy", False) for name in stages},
+        "[environment]": config.environment is not None,
+    }
+    if readers := [key for key, needs in used.items() if needs]:
+        yield (
+            f"rollout.log_probs_every_steps: got {every}, expected 1: log-probs of every step are needed by "
+            f"{' and '.join(readers)}."
+        )
+
+
 def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
-    """Yield problems of stages with older rollouts: before a stage that refills, or without log-probs."""
+    """Yield a problem for each stage that brings in older rollouts before a stage that refills."""
     refills = [isinstance(stage.options, RefillOptions) for stage in config.stage]
     for number, stage in enumerate(config.stage):
         spec: Any = plugins.spec("stages", stage.name)
@@ -232,11 +264,6 @@ def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
             yield (
                 f"stage.{stage.name}: stands before '{last}', which has groups replaced in rounds; rollouts of earlier "
                 f"steps would count as replacements. Put it after '{last}'."
-            )
-        if spec.off_policy and config.rollout.log_probs_every_steps > 1:
-            yield (
-                f"rollout.log_probs_every_steps: got {config.rollout.log_probs_every_steps}, expected 1: stage "
-                f"'{stage.name}' brings in rollouts of other steps, of which some would have no log-probs."
             )
 
 
@@ -316,33 +343,24 @@ def custom_model_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[
         )
 
 
-def transport_problem(config: EngineConfig, plugins: PluginSet, apart: bool) -> str | None:
-    """Why the transport of weights that the file names cannot be.
-
-    Args:
-        config: whose `rollout.transport` is asked.
-        plugins: that offer it.
-        apart: the sampler is in processes of another pool than the actor.
-    """
-    wanted = config.rollout.transport
-    if wanted == AUTO["weight_transports"]:
-        return None
-    spec: Any = plugins.spec("weight_transports", wanted)
-    if ("disaggregated" if apart else "colocated") in spec.serves:
-        return None
-    pools = f"the sampler is in pool '{config.placement.pool_of('rollout')}', the actor in '{config.placement.pool_of('actor')}'"
-    where = pools if apart else "the sampler is in the actor's processes"
-    return (
-        f"rollout.transport: got '{wanted}', which does not carry weights here: {where}. Use 'auto', another transport "
-        "(engine plugins), or another [placement]."
+def transport_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
+    """Yield why the transport of weights that the file names cannot carry them from actor to sampler."""
+    wanted, runtime = (
+        config.rollout.transport,
+        cast("RuntimeSpec", plugins.spec("runtimes", config.runtime.backend)),
     )
-
-
-def in_separate_pools(config: EngineConfig, plugins: PluginSet) -> bool:
-    """Whether actor and sampler are in different pools, as far as the file says."""
-    runtime: Any = plugins.spec("runtimes", config.runtime.backend)
-    placement = config.placement
-    return not runtime.in_process and placement.pool_of("rollout") != placement.pool_of("actor")
+    actor, sampler = (config.placement.pool_of(role) for role in ("actor", "rollout"))
+    apart = not runtime.in_process and actor != sampler
+    if wanted == AUTO["weight_transports"]:
+        return
+    spec = cast("TransportSpec", plugins.spec("weight_transports", wanted))
+    if ("disaggregated" if apart else "colocated") not in spec.serves:
+        pools = f"the sampler is in pool '{sampler}', the actor in '{actor}'"
+        where = pools if apart else "the sampler is in the actor's processes"
+        yield (
+            f"rollout.transport: got '{wanted}', which does not carry weights here: {where}. Use 'auto', another transport "
+            "(engine plugins), or another [placement]."
+        )
 
 
 def absent_parts(config: EngineConfig, plugins: PluginSet, spec: TrainerSpec) -> list[str]:

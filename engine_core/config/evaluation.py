@@ -61,9 +61,8 @@ class EvalSetConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
 class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
     """``[eval]``: scores on held-out files, during training and by ``engine eval``."""
 
-    temperature: NonNegativeFloat = (
-        0.0  # not in SetOptions: pydantic would take the default of Distribution here
-    )
+    # not in SetOptions: pydantic would take the default of Distribution here
+    temperature: NonNegativeFloat = 0.0
     """Sampling temperature; 0 is greedy. The sampling options of `[rollout]` have no effect here."""
     every_steps: NonNegativeInt = 0
     """Evaluate after every n steps; 0: never."""
@@ -85,9 +84,8 @@ class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
     @property
     def during_training(self) -> str:
         """The keys by which a run evaluates during training, as text; "" if it does not."""
-        return " and ".join(
-            f"eval.{key}" for key in ("every_steps", "at_start", "at_end") if getattr(self, key)
-        )
+        keys = ("every_steps", "at_start", "at_end")
+        return " and ".join(f"eval.{key}" for key in keys if getattr(self, key))
 
 
 class HeldOut(EvalSetConfig):  # type: ignore[misc]  # a table is not frozen

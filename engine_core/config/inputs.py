@@ -165,19 +165,25 @@ def _stored_problems(key: str, path: Path) -> Iterator[tuple[str, str]]:
             yield "", f"{file}: no Parquet file (it does not begin and end with PAR1). Was it cut off?"
 
 
-def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[tuple[str, str]]:
-    kind = path.suffix.lower()
+def file_problem(path: Path) -> str | None:
+    """Return why a file of rows cannot be opened, as far as its name and its ends show; None if it can be."""
     if path.is_dir():
-        yield key, f"'{path}' is a folder. Expected its files, each by name."
-    elif not path.is_file():
-        yield key, f"there is no file '{path}'.{_neighbour(path)}"
-    elif path.stat().st_size == 0:
-        yield "", f"{path}: empty. {key} needs at least one row."
-    elif kind not in KINDS:
-        yield key, f"'{path}' has the ending '{path.suffix}'. Expected one of {', '.join(KINDS)}."
-    elif kind == ".parquet" and not _is_parquet(path):
-        yield "", f"{path}: no Parquet file (it does not begin and end with PAR1). Was it cut off?"
-    elif kind == ".csv":
+        return f"'{path}' is a folder. Expected its files, each by name."
+    if not path.is_file():
+        return f"there is no file '{path}'.{_neighbour(path)}"
+    if path.stat().st_size == 0:
+        return f"'{path}' is empty (0 bytes). Expected at least one row."
+    if path.suffix.lower() not in KINDS:
+        return f"'{path}' has the ending '{path.suffix}'. Expected one of {', '.join(KINDS)}."
+    if path.suffix.lower() == ".parquet" and not _is_parquet(path):
+        return f"'{path}' is no Parquet file (it does not begin and end with PAR1). Was it cut off?"
+    return None
+
+
+def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[tuple[str, str]]:
+    if problem := file_problem(path):
+        yield key, problem
+    elif path.suffix.lower() == ".csv":
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
             reader = csv.reader(file)
             header, first = next(reader, []), next(reader, None)
@@ -185,7 +191,7 @@ def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[tuple[str
             yield "", f"{path}: no rows."
         elif problem := _column_problem(header, data):
             yield "", f"{path}:1: {problem}"
-    elif kind == ".jsonl":
+    elif path.suffix.lower() == ".jsonl":
         bad = list(_bad_lines(path, data))
         if len(bad) > data.max_bad_rows:
             kinds: dict[str, str] = {}  # each problem, with the first row that has it
@@ -193,11 +199,8 @@ def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[tuple[str
                 kinds.setdefault(problem.partition(": ")[2], problem)
             shown = list(kinds.values())[:SHOWN]
             yield from (("", problem) for problem in shown)
-            if len(bad) > len(shown):
-                yield (
-                    "",
-                    f"{path}: {len(bad) - len(shown)} more rows like these. data.max_bad_rows = N skips up to N of them.",
-                )
+            if more := len(bad) - len(shown):
+                yield "", f"{path}: {more} more rows like these. data.max_bad_rows = N skips up to N of them."
 
 
 def _bad_lines(path: Path, data: DataConfig) -> Iterator[str]:
@@ -209,18 +212,40 @@ def _bad_lines(path: Path, data: DataConfig) -> Iterator[str]:
         yield f"{path}: no rows."
     for number, line in enumerate(lines if path.stat().st_size <= SCAN_BYTES else lines[:-1], 1):
         try:
-            row = json.loads(line.decode("utf-8-sig").strip() or "null")
-        except UnicodeDecodeError as error:
-            yield f"{path}:{number}: not UTF-8 (byte 0x{line[error.start]:02x}). Save the file as UTF-8."
-            continue
-        except (ValueError, RecursionError) as error:
-            what = "nested too deeply" if isinstance(error, RecursionError) else getattr(error, "msg", error)
-            yield f"{path}:{number}: no JSON: {what}."
-            continue
-        if not isinstance(row, dict | None):
-            yield f"{path}:{number}: expected an object {{...}}, got {str(row)[:40]}."
-        elif row is not None and (problem := _column_problem(row, data)):
+            problem = _column_problem(json_row(line), data) if line.strip() else None
+        except BadRow as error:
+            problem = f"{error}."
+        if problem:
             yield f"{path}:{number}: {problem}"
+
+
+class BadRow(Exception):
+    """A row cannot be used; the message is the reason, without the location."""
+
+
+def json_row(line: bytes) -> dict[str, Any]:
+    """Return the row in a line of JSONL.
+
+    Raises:
+        BadRow: the line is not a JSON object in UTF-8.
+    """
+    try:
+        return as_row(json.loads(line.decode("utf-8-sig").strip()))
+    except UnicodeDecodeError as error:
+        byte, column = line[error.start], error.start + 1
+        raise BadRow(f"not valid UTF-8 (byte 0x{byte:02x} at column {column})") from error
+    except json.JSONDecodeError as error:
+        raise BadRow(f"not valid JSON ({error.msg} at column {error.colno})") from error
+    except (ValueError, RecursionError) as error:  # a number with too many digits, too many brackets
+        what = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise BadRow(f"not valid JSON ({what})") from error
+
+
+def as_row(value: Any) -> dict[str, Any]:
+    """Return a value that is a dict; raises `BadRow` for any other."""
+    if not isinstance(value, dict):
+        raise BadRow(f"a row must be an object of columns, got {type(value).__name__}")
+    return value
 
 
 def _column_problem(row: Collection[str], data: DataConfig) -> str | None:

@@ -156,13 +156,6 @@ def plan_run(
     Raises:
         ConfigError: a column that nothing computes, or not in every step.
     """
-    if config.rollout.log_probs_every_steps > 1:
-        for key, spec in (("advantage", advantage), ("loss", loss)):
-            if "rollout_log_probs" in spec.needs:
-                raise ConfigError(
-                    f"rollout.log_probs_every_steps: got {config.rollout.log_probs_every_steps}, expected 1: algorithm.{key} "
-                    f"= '{getattr(config.algorithm, key)}' reads rollout_log_probs in every step."
-                )
     configs = [config_at(config, step) for step in boundaries(config)]
     plans = [plan(c.algorithm, advantage, loss, c.data.prompts_per_step, producers) for c in configs]
     made = {column for each in plans for column in each.columns}

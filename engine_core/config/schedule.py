@@ -110,11 +110,9 @@ def _places(config: EngineConfig) -> dict[str, tuple[Path_, type]]:
     tables[f"algorithm.{bare(algorithm.loss)}"] = ("algorithm", "loss_options")
     tables[bare(config.trainer)] = ("options",)
     paths: dict[str, Path_] = {key: tuple(key.split(".")) for key in FIXED_SETTINGS}
-    of_advantage = {f"algorithm.{bare(algorithm.advantage)}": ("algorithm", "advantage_options")}
-    for table, path in [
-        *tables.items(),
-        *of_advantage.items(),
-    ]:  # of a shared table the advantage has keys first
+    # last, because of a shared table the advantage has keys first
+    of_advantage = (f"algorithm.{bare(algorithm.advantage)}", ("algorithm", "advantage_options"))
+    for table, path in (*tables.items(), of_advantage):
         if (holder := _inside(config, path)) is not None:
             paths |= {f"{table}.{field}": (*path, field) for field in keys_of(type(holder))}
     found: dict[str, tuple[Path_, type]] = {}

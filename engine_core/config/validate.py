@@ -92,10 +92,8 @@ def check_table(spec: Spec, path: Path_, data: Mapping[str, Any], root: Path) ->
 class _Validation:
     def __init__(self, raw: RawConfig, spec_of: SpecOf, known: Callable[[str], Collection[str]]) -> None:
         self.raw, self.spec_of, self.known = raw, spec_of, known
-        self.context = {
-            "folder": raw.folder,
-            "allow_code": raw.allow_code,
-        }  # for validators: ``info.context``
+        # for validators: ``info.context``
+        self.context = {"folder": raw.folder, "allow_code": raw.allow_code}
         self.data = prepared(raw.data)  # option tables are taken out of it
         self.places = {place.path: place for place in places(self.data)}
         self.problems: list[Problem] = []

@@ -9,7 +9,7 @@ name                   protocol                 needed by
 ``row_workers``        ``RowWorkers`` (class)   ``data.num_workers`` above 0
 ``early_stop``         ``EarlyStop`` (class)    ``rollout.over_sampling`` above 1
 ``advice``             a function               the log after ten steps, where it is installed
-``model_card``         ``ModelCard``            ``engine export --card``
+``dry_run``            a function               ``engine train --dry-run``
 ``faults``             a class                  ``ENGINE_FAULT``, in tests
 ``sampler_process``    ``SamplerProcess``       ``[rollout.process]``
 ``launcher``           ``Launcher``             a command that ``torchrun`` starts on every rank
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from engine_core.plugins.plugin_set import Plugin, PluginSet
     from engine_core.rewards.models import ModelReward, OnFailure
     from engine_core.rewards.signatures import Outcome, Signature
-    from engine_core.runs.tracking import RunFolder
     from engine_core.specs import RolloutBackend
     from engine_core.types import Prompt, Request, Rollout
 
@@ -274,24 +273,6 @@ class RowWorkers(Protocol):
 
     def close(self) -> None:
         """End the processes."""
-
-
-class ModelCard(Protocol):
-    """A function that writes the model card of an exported model."""
-
-    def __call__(
-        self, folder: Path, run: RunFolder, config: EngineConfig, step: int, adapter: bool, role: str
-    ) -> object:
-        """Write the card into the exported folder.
-
-        Args:
-            folder: the exported model.
-            run: its run.
-            config: config of the run.
-            step: step of the exported checkpoint.
-            adapter: whether the folder holds a LoRA adapter alone.
-            role: the exported role.
-        """
 
 
 class Launcher(Protocol):

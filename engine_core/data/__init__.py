@@ -1,4 +1,4 @@
-"""Data: from files of rows to tokenized prompts and examples, in an order that can be stopped and resumed.
+"""Data: from files of rows to tokenized prompts, in an order that can be stopped and resumed.
 
 ::
 
@@ -13,8 +13,7 @@ Worker processes that tokenize rows ahead are the part ``row_workers``. Not incl
 the files first), mixing by weight, packing (the engines do it).
 """
 
-from engine_core.data.render import Example
 from engine_core.data.source import PromptSource
 from engine_core.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_hash, tokens_differ
 
-__all__ = ["Example", "PromptSource", "check_tokenizer", "load_tokenizer", "tokenizer_hash", "tokens_differ"]
+__all__ = ["PromptSource", "check_tokenizer", "load_tokenizer", "tokenizer_hash", "tokens_differ"]

@@ -1,4 +1,4 @@
-"""Rendering of a `Row` to token ids: the chat template, over-long rows, and loss masks.
+"""Rendering of a `Row` to token ids: the chat template, and rows that are too long.
 
 Text without a template is tokenized with the tokenizer's default special tokens. Text from a template is
 tokenized without them, because the template writes special tokens.
@@ -6,28 +6,18 @@ tokenized without them, because the template writes special tokens.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from engine_core.data.chat import ChatFormat, Rendered, tokenizing
-from engine_core.data.layouts import Message, Row, with_system
+from engine_core.data.layouts import Row, with_system
 from engine_core.data.rows import BadRow
-from engine_core.data.tokenizer import token_ids
 from engine_core.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from engine_core.config.models import DataConfig
-
-
-@dataclass(slots=True)
-class Example:
-    """A sequence to learn: ``Example("train:3", [5, 9, 7, 1], [False, False, True, True])``."""
-
-    id: str
-    token_ids: list[int]
-    loss_mask: list[bool]  # True on the tokens to learn
 
 
 class OverLong(Exception):
@@ -39,21 +29,11 @@ class OverLong(Exception):
 
 
 class Renderer:
-    """A renderer of rows for one tokenizer and one ``[data]`` table.
+    """A renderer of rows for one tokenizer and one ``[data]`` table, to prompts to sample from."""
 
-    With ``learn`` it renders whole sequences with a loss mask, else prompts to sample from.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        config: DataConfig,
-        learn: bool = False,
-        train_on_prompt: bool = False,
-    ) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> None:
         self.tokenizer, self.config = tokenizer, config
         self.chat = ChatFormat(tokenizer, config.control_tokens, config.chat_template_kwargs)
-        self.learn, self.train_on_prompt = learn, train_on_prompt
         added, end = list(tokenizer("")["input_ids"]), tokenizer.eos_token_id
         self._adds_end = added[-1:] == [end] and (len(added) > 1 or tokenizer.bos_token_id != end)
 
@@ -64,7 +44,7 @@ class Renderer:
             BadRow: the row cannot be rendered.
             OverLong: the row is longer.
         """
-        rendered = self._render(self._prepare(row))
+        rendered = self.render(self._prepare(row))
         if len(rendered.token_ids) > limit:
             raise OverLong(len(rendered.token_ids))
         return rendered
@@ -85,52 +65,21 @@ class Renderer:
                 )
         return row
 
-    def _render(self, row: Row) -> Rendered:
-        if not self.learn:
-            return self._prompt(row.prompt, row.columns.get("tools"))
-        if isinstance(row.prompt, list):
-            rendered = self._conversation(row.prompt, row.response, row.columns.get("tools"))
-        else:
-            rendered = self._continuation(row.prompt, row.response)
-        if self.train_on_prompt:
-            rendered.loss_mask = [True] * len(rendered.token_ids)
-        elif not any(rendered.loss_mask):
-            raise BadRow("nothing to learn: no token is the assistant's")
-        return rendered
-
-    def _prompt(self, prompt: str | list[Message], tools: Any) -> Rendered:
+    def render(self, row: Row) -> Rendered:
+        """Render a row that has its system message."""
+        prompt = row.prompt
         if isinstance(prompt, str):
             ids = self._text_ids(prompt)
             rendered = Rendered(prompt, ids, [False] * len(ids))
         else:
-            rendered = self.chat.prompt(prompt, tools)
+            rendered = self.chat.prompt(prompt, row.columns.get("tools"))
         if not rendered.token_ids:
             raise BadRow("the prompt is empty (0 tokens)")
         return rendered
 
-    def _continuation(self, prompt: str, response: Any) -> Rendered:
-        """Render plain text: prompt, response, end of sequence."""
-        if not isinstance(response, str):
-            raise BadRow("the prompt is text, so the response must be text")
-        if not response:
-            raise BadRow("the response is empty")
-        end = self.tokenizer.eos_token_id
-        if end is None:
-            raise DataError("The tokenizer has no end-of-sequence token, so a response could never end.")
-        before, learned = self._text_ids(prompt), [*self._ids(response), end]
-        mask = [False] * len(before) + [True] * len(learned)
-        return Rendered(prompt + response, before + learned, mask)
-
-    def _conversation(self, prompt: list[Message], response: Any, tools: Any) -> Rendered:
-        """Render a conversation whose learned turns are those of ``response``, or of ``prompt`` if that is None."""
-        if response is None:
-            return self.chat.conversation(prompt, tools=tools)
-        turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
-        return self.chat.conversation([*prompt, *turns], len(prompt), tools)
-
     def _ids(self, text: str, special: bool = False) -> list[int]:
         with tokenizing():
-            return token_ids(self.tokenizer, text, special)
+            return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def _text_ids(self, text: str) -> list[int]:
         """Return token ids with the tokenizer's special tokens except an end of sequence: the text continues."""

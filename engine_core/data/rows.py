@@ -13,15 +13,14 @@ import csv
 import hashlib
 import itertools
 import json
-import os
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core.config.inputs import files_of
+from engine_core.config.inputs import BadRow, as_row, file_problem, files_of, json_row
 from engine_core.config.models import MixPart
-from engine_core.errors import DataError, nearest
+from engine_core.errors import DataError
 from engine_core.temporary_folder import TemporaryFolder
 
 if TYPE_CHECKING:
@@ -30,10 +29,6 @@ if TYPE_CHECKING:
 MAX_ROW_BYTES = 8 * 2**20  # limit of one line of JSONL or one value of Parquet; a longer one is a broken file
 
 BATCH_ROWS = 1024  # rows of Parquet that are read at a time
-
-
-class BadRow(Exception):
-    """A row cannot be used; the message is the reason, without the location."""
 
 
 class MemoryRows:
@@ -62,7 +57,7 @@ class MemoryRows:
         Raises:
             BadRow: the row is no dict, or a value is too long.
         """
-        row = _mapping(self.rows[index])
+        row = as_row(self.rows[index])
         for column, value in row.items():
             if isinstance(value, str | bytes) and len(value) > MAX_ROW_BYTES:
                 raise BadRow(f"column '{column}' is longer than {MAX_ROW_BYTES:,} bytes")
@@ -103,17 +98,7 @@ class JsonLines:
             line = file.readline(MAX_ROW_BYTES + 1)
         if len(line) > MAX_ROW_BYTES:
             raise BadRow(f"the line is longer than {MAX_ROW_BYTES:,} bytes")
-        try:
-            return _mapping(json.loads(line.decode("utf-8-sig" if index == 0 else "utf-8").strip()))
-        except UnicodeDecodeError as error:
-            byte, column = line[error.start], error.start + 1
-            raise BadRow(f"not valid UTF-8 (byte 0x{byte:02x} at column {column})") from error
-        except json.JSONDecodeError as error:
-            raise BadRow(f"not valid JSON ({error.msg} at column {error.colno})") from error
-        except RecursionError as error:
-            raise BadRow("JSON nested too deeply") from error
-        except ValueError as error:  # a number with too many digits
-            raise BadRow(f"not valid JSON ({error})") from error
+        return json_row(line)
 
     def where(self, index: int) -> str:
         """Return the location of row ``index``: ``train.jsonl:18``."""
@@ -145,9 +130,8 @@ class Rows:
         ]
         #: number of the first row of each file, then the number of rows
         self.starts = list(itertools.accumulate((len(file) for file in self.files), initial=0))
-        self.parts = [
-            (1.0, range(len(self)))
-        ]  #: weight and row numbers of each part; more than one are a mix
+        #: weight and row numbers of each part; more than one are a mix
+        self.parts = [(1.0, range(len(self)))]
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -219,16 +203,10 @@ def open_rows(
 
 def _open(path: Path, arrow: Path) -> MemoryRows | JsonLines:
     """Open a file with the reader for its suffix; refuse a file without rows."""
-    if not path.is_file():
-        close = nearest(path.name, os.listdir(path.parent) if path.parent.is_dir() else [])
-        hint = f" Did you mean '{close}'?" if close else ""
-        raise DataError(f"[data] There is no file '{path}'.{hint}")
+    if problem := file_problem(path):
+        raise DataError(f"[data] {problem}")
     readers = {".jsonl": _open_json, ".json": _open_json, ".parquet": _open_parquet, ".csv": _open_csv}
-    if path.suffix not in readers:
-        raise DataError(f"[data] '{path}' ends in '{path.suffix}'; known: {', '.join(readers)}.")
-    if path.stat().st_size == 0:
-        raise DataError(f"[data] '{path}' is empty (0 bytes).")
-    file = readers[path.suffix](path, arrow)
+    file = readers[path.suffix.lower()](path, arrow)
     if len(file) == 0:
         raise DataError(f"[data] '{path}' has 0 rows.")
     return file
@@ -309,9 +287,3 @@ def _open_csv(path: Path, arrow: Path) -> MemoryRows:
     if twice := sorted({name for name in header if header.count(name) > 1}):
         raise DataError(f"[data] '{path}' has more than one column '{twice[0]}'.")
     return MemoryRows(rows, path.name, lines=lines)
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise BadRow(f"a row must be an object of columns, got {type(value).__name__}")
-    return value

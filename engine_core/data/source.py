@@ -17,20 +17,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from engine_core.config.models import DataConfig
 from engine_core.data import layouts
-from engine_core.data.render import Example, OverLong, Renderer
+from engine_core.data.render import OverLong, Renderer
 from engine_core.data.rows import BadRow, MemoryRows, Rows, open_rows
 from engine_core.data.tokenizer import tokenizer_hash
 from engine_core.errors import DataError, did_you_mean
 from engine_core.plugins import PluginSet
-from engine_core.specs import resolve
 from engine_core.types import Prompt
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from transformers import PreTrainedTokenizerBase
 
+    from engine_core.config.models import DataConfig
     from engine_core.contracts.parts import RowWorkers
     from engine_core.data.order import CurriculumOrder
 
@@ -40,12 +39,14 @@ class Outcome:
     """The result of preparing one row: an item, or the reason why there is none."""
 
     kind: Literal["ok", "bad_rows", "over_long"]  # all but the first are also counters
-    item: Any = None  # for the first kind: a Prompt, an Example, a Pair or a Judged
+    item: Any = None  # for the first kind: `Preparer.makes`
     problem: str = ""  # for the last two kinds, with the row's location
 
 
 class Preparer:
     """The function from row numbers to `Outcome`; used by workers, and by the controller without workers.
+
+    A trainer that learns from rows derives from this class: it replaces the class attributes, ``_item`` and ``_plain``.
 
     Args:
         rows: the rows.
@@ -53,11 +54,15 @@ class Preparer:
         config: ``[data]``.
         split: first part of every id.
         limit: maximum length of a sequence in tokens.
-        learn: True makes Examples, False Prompts.
-        train_on_prompt: Examples learn every token.
-        held: maximum length that model and sampler support, which may be below ``limit``; None: no such limit.
+        held: maximum length that the engines support, which may be below ``limit``; None: no such limit.
         tools: tools for rows that have none.
     """
+
+    makes: type = Prompt  #: the class of the items
+    renders: type[Renderer] = Renderer
+    learn = False  #: read rows for supervised learning, as ``layouts.convert``
+    key = "[data] max_prompt_tokens"  #: what sets ``limit``, for messages
+    held_by = "the longest prompt that leaves model and sampler room for a response"  #: what ``held`` is, for messages
 
     def __init__(
         self,
@@ -66,38 +71,16 @@ class Preparer:
         config: DataConfig,
         split: str,
         limit: int,
-        learn: bool = False,
-        train_on_prompt: bool = False,
         held: int | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         self.rows, self.tokenizer, self.config, self.split = rows, tokenizer, config, split
-        self.learn, self.train_on_prompt = learn, train_on_prompt
         self._asked, self._held, self._tools = limit, held, list(tools)
         self.limit = limit if held is None else min(limit, held)
         # the first remedy for a row that is too long, for messages
         self.remedy = "Shorten the row" if self.limit < limit else "Raise it"
-        self._renderer = Renderer(tokenizer, config, learn, train_on_prompt)
+        self._renderer = self.renders(tokenizer, config)
         self._layouts: dict[int, str] = {}  # by file
-
-    @property
-    def makes(self) -> type:
-        """The class of the items."""
-        return Example if self.learn else Prompt
-
-    @property
-    def limit_key(self) -> str:
-        """The name of the key or property that sets ``limit``, for messages."""
-        if self.limit == self._asked:
-            return self._key
-        if self.learn:
-            return "the model's number of positions (max_position_embeddings)"
-        return "the longest prompt that leaves model and sampler room for a response"
-
-    @property
-    def _key(self) -> str:
-        """The key that sets the requested limit."""
-        return "[sft] max_tokens" if self.learn else "[data] max_prompt_tokens"
 
     def prepare(self, index: int) -> Outcome:
         """Read, convert, render and tokenize row ``index``.
@@ -111,29 +94,28 @@ class Preparer:
         except BadRow as problem:
             return Outcome("bad_rows", problem=f"{self.rows.where(index)}: {problem}")
         except OverLong as problem:
-            limit = f"{self.limit_key} is {self.limit}"
+            limit = f"{self.key if self.limit == self._asked else self.held_by} is {self.limit}"
             return Outcome("over_long", problem=f"{self.rows.where(index)}: {problem}; {limit}")
         return Outcome("ok", item)
 
     def columns(self, index: int) -> dict[str, Any] | None:
         """Return the columns of row ``index`` that rewards receive, without rendering; None for an unusable row."""
         try:
-            return layouts.convert(
-                self.rows.row(index), self._layout(index), self.config.columns, self.learn
-            ).columns
+            return self._row(self.rows.row(index), index).columns
         except BadRow:  # reported when the row is prepared
             return None
 
     def _item(self, raw: dict[str, Any], index: int, name: str) -> Any:
         """Return the item of a row."""
-        row = layouts.convert(raw, self._layout(index), self.config.columns, self.learn)
+        row = self._row(raw, index)
         if self._tools and "tools" not in row.columns:
             row.columns["tools"] = self._tools
         rendered = self._renderer.fit(row, self.limit)
-        if self.learn:
-            return Example(name, rendered.token_ids, rendered.loss_mask)
         messages = {} if rendered.messages is None else {"messages": rendered.messages}
         return Prompt(name, rendered.token_ids, rendered.text, row.columns | messages)
+
+    def _row(self, raw: dict[str, Any], index: int) -> layouts.Row:
+        return layouts.convert(raw, self._layout(index), self.config.columns, self.learn)
 
     def _layout(self, index: int) -> str:
         """Return the layout of the row's file: that of its first readable row."""
@@ -156,7 +138,7 @@ class Preparer:
         return raw[name]
 
     def setup(self) -> dict[str, Any]:
-        """Return the plain values from which `from_setup` builds an equal preparer."""
+        """Return the plain values from which the part ``row_workers`` builds an equal preparer in another process."""
         return {
             "files": [str(path.resolve()) for path in self.rows.paths],
             "cache": self.rows.cache,
@@ -170,28 +152,7 @@ class Preparer:
 
     def _plain(self) -> list[Any]:
         """Return the constructor's arguments after ``config``."""
-        return [self.split, self._asked, self.learn, self.train_on_prompt, self._held, self._tools]
-
-    @staticmethod
-    def from_setup(setup: dict[str, Any]) -> Preparer:
-        """Build the preparer of a worker; ``setup["tokenizer"]`` is a folder.
-
-        Raises:
-            DataError: the saved tokenizer differs from the run's.
-        """
-        import transformers
-
-        # The tokenizer's class is faster if the library has it: AutoTokenizer imports the configs of all models.
-        kind = getattr(transformers, setup["tokenizer_class"], None) or transformers.AutoTokenizer
-        tokenizer = kind.from_pretrained(setup["tokenizer"], local_files_only=True)
-        if tokenizer_hash(tokenizer) != setup["tokenizer_hash"]:
-            raise DataError(
-                "the tokenizer changes when it is saved and loaded. Set num_workers = 0 in [data]."
-            )
-        tokenizer.name_or_path = setup["model"]
-        rows = Rows(setup["files"], setup["cache"])
-        preparer: type[Preparer] = resolve(setup["preparer"])
-        return preparer(rows, tokenizer, DataConfig.model_validate(setup["config"]), *setup["plain"])
+        return [self.split, self._asked, self._held, self._tools]
 
 
 logger = logging.getLogger(__name__)
@@ -477,4 +438,4 @@ class PromptSource(Source[Prompt]):
     ) -> None:
         opened = open_rows(config, split, rows)
         limit, room = config.max_prompt_tokens, None if held is None else held - 1
-        super().__init__(Preparer(opened, tokenizer, config, split, limit, held=room, tools=tools), seed)
+        super().__init__(Preparer(opened, tokenizer, config, split, limit, room, tools), seed)

@@ -75,34 +75,6 @@ def use_cache_if_unreachable(name: str) -> None:
         os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, special: bool = True) -> list[int]:
-    """Return ``tokenizer(text)["input_ids"]``, in half the time where the Rust backend alone gives the same ids.
-
-    It does if the class overrides no encoding method and truncation and padding are off.
-
-    Args:
-        tokenizer: the run's tokenizer.
-        text: any text.
-        special: add the special tokens that the tokenizer adds by default.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    backend, kind = getattr(tokenizer, "backend_tokenizer", None), type(tokenizer)
-    inherits = all(
-        getattr(kind, name) is getattr(PreTrainedTokenizerFast, name) for name in ("__call__", "_encode_plus")
-    )
-    if (
-        not (backend and inherits)
-        or backend.truncation
-        or backend.padding
-        or backend.encode_special_tokens != tokenizer.split_special_tokens
-    ):
-        encoded: Any = tokenizer(text, add_special_tokens=special, verbose=False)
-        return list(encoded["input_ids"])
-    (found,) = backend.encode_batch_fast([text], add_special_tokens=special)  # fast: without offsets
-    return list(found.ids)
-
-
 def end_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Return the ids that end a response: those of the tokenizer and of the model's ``generation_config.json``."""
     path = Path(str(tokenizer.name_or_path)) / "generation_config.json"

@@ -161,11 +161,8 @@ class EngineHost:
     def _build_train(self, name: str, role: Role, total_steps: int) -> TrainEngine:
         config, engine = self.config.role(name), self._train_class(name)
         check_ranks(self.config, name, engine, self.place.world_size)
-        if (
-            name == "actor"
-            and sends_adapter(self.config)
-            and engine.adapter_config is TrainEngine.adapter_config
-        ):
+        has_adapter = engine.adapter_config is not TrainEngine.adapter_config
+        if name == "actor" and sends_adapter(self.config) and not has_adapter:
             raise ConfigError(
                 f"rollout.{self.config.rollout.backend}.adapter: actor.backend = '{config.backend}' sends only whole "
                 "models. Remove the key: the engine then merges the adapter into the model."
@@ -187,10 +184,8 @@ class EngineHost:
         if config.process is not None:
             return self._build_apart(config, model, context)
         build = self.plugins.resolve("rollout_engines", config.backend)
-        if role.engine_role:  # a reward's sampler, with separate weights
-            own: RolloutEngine = build(config, model, context)
-            return own
-        actor = self.engines.get("actor")
+        # a reward's sampler has separate weights
+        actor = None if role.engine_role else self.engines.get("actor")
         if not isinstance(actor, TrainEngine) or not self._shares(actor):
             alone: RolloutEngine = build(config, model, context)
             return alone

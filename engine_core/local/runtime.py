@@ -9,11 +9,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from engine_core.config.completeness import transport_problem
 from engine_core.config.models import PlacementConfig
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
-from engine_core.errors import ConfigError
 from engine_core.local.engine_host import Engine, EngineHost, RankPlacement, default_device
 from engine_core.sampling import stream
 
@@ -61,15 +59,9 @@ class LocalRuntime(Runtime):
         return self.host.engines
 
     def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
-        """Build the engines in this process.
-
-        Raises:
-            ConfigError: ``rollout.transport`` needs a sampler in another process.
-        """
+        """Build the engines in this process."""
         if self.config.placement != PlacementConfig():
             log.info("Not read: [placement]; the local runtime has one pool, this process.")
-        if problem := transport_problem(self.config, self.plugins, apart=False):
-            raise ConfigError(problem)
         self.host.build(roles, total_steps)
         self._trade("start")  # offload models of rewards until they are used
         self.shared = self.host.shared

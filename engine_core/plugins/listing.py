@@ -99,17 +99,16 @@ def _docstring(address: str) -> str:
     """Return the docstring of ``module`` or of the function or class ``module:name``, from the source file; "" without one."""
     module, _, name = address.partition(":")
     try:
-        found = importlib.util.find_spec(module)
-        if found is None or not (found.origin or "").endswith(".py"):
+        spec = importlib.util.find_spec(module)
+        if spec is None or not (spec.origin or "").endswith(".py"):
             return ""
-        tree = ast.parse(Path(str(found.origin)).read_text(encoding="utf-8"))
+        tree = ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8"))
     except Exception:  # the package does not import, or the module does not parse: --check says so
         return ""
     documented = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    nodes = (
-        [node for node in tree.body if isinstance(node, documented) and node.name == name] if name else [tree]
-    )
-    return (ast.get_docstring(nodes[0]) or "") if nodes else ""
+    inside = (node for node in tree.body if isinstance(node, documented) and node.name == name)
+    found = next(inside, None) if name else tree
+    return (ast.get_docstring(found) or "") if found else ""
 
 
 def _first_sentence(text: str) -> str:

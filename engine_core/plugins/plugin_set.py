@@ -354,9 +354,8 @@ class _Loader:
         for kind, of_kind in names.items():
             for name in sorted(of_kind):
                 self._choose(kind, name)
-        self.plugin_set.plugins.sort(
-            key=lambda plugin: plugin in self.plugin_set.named
-        )  # observers: named first
+        # observers: named first
+        self.plugin_set.plugins.sort(key=lambda plugin: plugin in self.plugin_set.named)
         return list(dict.fromkeys(self.problems))
 
     @contextlib.contextmanager
@@ -491,8 +490,7 @@ class _Loader:
             self.problems.append((kind, name, unknown_name(kind, name, also)))
         elif spec := self.table(candidates[0], kind).get(short):  # else: its table failed and was reported
             self.plugin_set.chosen[kind, name] = spec, candidates[0]
-            if (
-                spec.given and not spec.internal and not isinstance(spec.load, str | type)
-            ):  # others: where used
+            # other objects are checked where they are used
+            if spec.given and not spec.internal and not isinstance(spec.load, str | type):
                 with self._collecting(kind, name):
                     self.plugin_set.function(kind, name)

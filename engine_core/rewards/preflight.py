@@ -7,22 +7,16 @@ are checked: a bad row that was not checked fails its sample later (`on_error`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from engine_core.errors import DataError, PluginError
-from engine_core.rewards.signatures import call_named, option_values
+from engine_core.errors import DataError
+from engine_core.rewards.signatures import call_factory, option_values
 from engine_core.specs import resolve
-from engine_core.types import Request, Sampling
 
 if TYPE_CHECKING:
     from engine_core.config.rewards import RewardConfig
     from engine_core.plugins.plugin_set import PluginSet
-    from engine_core.rewards.runner import RewardRunner
-    from engine_core.rewards.signatures import Outcome
-    from engine_core.types import Prompt
 
 ROWS = 1000
 """Maximum number of rows that are checked."""
@@ -64,50 +58,10 @@ def check_rewards(rewards: Sequence[RewardConfig], plugins: PluginSet) -> dict[s
         if spec is None or spec.check is None:
             continue
         table = spec.config() if reward.options is None else reward.options
-        check = call_named(
-            resolve(spec.check),
-            option_values(table),
-            root=plugins.root,
-            allow_code=plugins.allow_code,
-            timeout=reward.timeout_seconds,
-            modules=plugins.modules,
-        )
+        check = call_factory(resolve(spec.check), option_values(table), plugins, reward.timeout_seconds)
         if check is not None:
             found[reward.name] = check
     return found
-
-
-def try_rewards(rewards: RewardRunner, prompt: Prompt) -> dict[str, float | None]:
-    """Call each reward with workers on two made-up responses to a prompt; return its value of the first.
-
-    Args:
-        rewards: of the run.
-        prompt: a row of the data.
-
-    Raises:
-        PluginError: every reward that failed, with the line of its function.
-    """
-    texts = ("I do not know.", "42")
-    empty = [Request(f"dry-run:{i}", prompt, Sampling(), index=i).unsampled() for i in range(len(texts))]
-    rollouts = [
-        replace(each, text=text, finish_reason="stop") for each, text in zip(empty, texts, strict=True)
-    ]
-    outcomes = rewards.outcomes(rollouts, rewards.pools)
-    problems = {
-        name: f"reward.{name}: fails on the made-up response '{text}': {outcome.message}.{_place(outcome)}"
-        for name, found in outcomes.items()
-        for text, outcome in zip(texts, found, strict=True)
-        if outcome.failure
-    }
-    if problems:
-        raise PluginError("\n".join(problems.values()))
-    return {name: found[0].value for name, found in outcomes.items()}
-
-
-def _place(outcome: Outcome) -> str:
-    """Return the innermost line of an outcome's traceback, with a space before it; empty without one."""
-    frames = re.findall(r'File "(.+?)", line (\d+)', outcome.trace)
-    return f" ({frames[-1][0]}:{frames[-1][1]})" if frames else ""
 
 
 def check_rows(

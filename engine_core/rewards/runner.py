@@ -256,11 +256,8 @@ class RewardRunner:
             ValueError: ``early`` has scored other rollouts.
         """
         self._decode(rollouts)
-        if (
-            early is not None
-            and not isinstance(early, Known)
-            and [id(each) for each in early.rollouts] != [id(each) for each in rollouts]
-        ):
+        scored = getattr(early, "rollouts", rollouts)
+        if [id(each) for each in scored] != [id(each) for each in rollouts]:
             raise ValueError("early: it has scored other rollouts than these.")
         self._run(rollouts, step, early)
         metrics = self._sum(rollouts)
@@ -423,10 +420,7 @@ class RewardRunner:
         options = config.options.model_dump(mode="json") if config.options is not None else None
         if config.workers == 0:
             timeout = config.timeout_seconds
-            reward = load_reward(
-                config.name, plugins, options, plugins.root, plugins.allow_code, timeout, plugins.modules
-            )
-            return InProcess(reward, timeout)
+            return InProcess(load_reward(config.name, plugins, options, timeout), timeout)
         order = {
             "reward": config.name,
             "options": options,

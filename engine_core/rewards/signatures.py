@@ -27,7 +27,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, DataError, did_you_mean
@@ -138,26 +137,15 @@ class RewardFunction:
 
 
 def load_reward(
-    name: str,
-    plugins: PluginSet,
-    options: Mapping[str, Any] | None,
-    root: Path,
-    allow_code: bool,
-    timeout: float,
-    modules: Sequence[str],
+    name: str, plugins: PluginSet, options: Mapping[str, Any] | None, timeout: float
 ) -> RewardFunction:
     """Load a reward of a plugin and check its options; this imports the plugin's code.
-
-    A factory receives those of the last four arguments that it names.
 
     Args:
         name: as in ``[[reward]] name``.
         plugins: the set of plugins that offers it.
         options: its option table; None: all defaults.
-        root: folder of the run file.
-        allow_code: whether files outside of ``root`` may be executed.
         timeout: seconds that a call may take.
-        modules: the run file's `plugins`, from which a factory can load entries of other tables.
 
     Raises:
         PluginError: the plugin is broken, or the factory failed.
@@ -167,9 +155,8 @@ def load_reward(
     values = option_values(spec.config.model_validate(options or {}))
     if not getattr(spec, "factory", False):
         return RewardFunction(name, function, values)
-    make = plugins.guarded("rewards", name, partial(call_named, function))
-    made = make(values, root=root, allow_code=allow_code, timeout=timeout, modules=modules)
-    return RewardFunction(name, made, {})
+    make = plugins.guarded("rewards", name, partial(call_factory, function))
+    return RewardFunction(name, make(values, plugins, timeout), {})
 
 
 def option_values(table: Any) -> dict[str, Any]:
@@ -177,8 +164,23 @@ def option_values(table: Any) -> dict[str, Any]:
     return {field: getattr(table, field) for field in type(table).model_fields}
 
 
-def call_named(function: Callable[..., Any], values: Mapping[str, Any], **context: Any) -> Any:
-    """Call a function with all of ``values`` and with those of ``context`` that it names and ``values`` lacks."""
+def call_factory(
+    function: Callable[..., Any], values: Mapping[str, Any], plugins: PluginSet, timeout: float
+) -> Any:
+    """Call a factory, or the ``check`` of a reward, with its options and what it names of the run.
+
+    Args:
+        function: it may name ``root``, ``allow_code``, ``timeout`` and ``modules``, see ``engine_core.specs.Reward``.
+        values: the options by name.
+        plugins: plugins of the run.
+        timeout: seconds that a call of the reward may take.
+    """
+    context = {
+        "root": plugins.root,
+        "allow_code": plugins.allow_code,
+        "timeout": timeout,
+        "modules": plugins.modules,
+    }
     taken = inspect.signature(function).parameters.keys() - values.keys()
     return function(**values, **{name: value for name, value in context.items() if name in taken})
 

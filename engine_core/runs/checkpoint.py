@@ -34,7 +34,6 @@ log = logging.getLogger("engine")
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 2
-CHUNK_BYTES = 1024**2  # read at a time to hash a file
 MAX_JSON_BYTES = 64 * 1024**2  # limit for the manifest and state.json, which are far smaller
 PICKLED = frozenset({".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".npy", ".npz"})
 """Suffixes of formats that can run code when read. We write none, so none belongs into a checkpoint."""
@@ -222,7 +221,7 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def problems(path: Path, deep: bool = True, read: Callable[[int], object] | None = None) -> list[str]:
+def problems(path: Path, deep: bool = True) -> list[str]:
     """Return what is wrong with a checkpoint, a sentence each; [] if it passes verification.
 
     Only the manifest is parsed. A file that the manifest does not list is a problem, too.
@@ -230,7 +229,6 @@ def problems(path: Path, deep: bool = True, read: Callable[[int], object] | None
     Args:
         path: the checkpoint's folder.
         deep: compare hashes; else only sizes.
-        read: called with the number of bytes after each part of a file is hashed; its errors pass through.
     """
     if not (path / MANIFEST).is_file():
         return [f"{MANIFEST} is missing"]
@@ -244,17 +242,7 @@ def problems(path: Path, deep: bool = True, read: Callable[[int], object] | None
     step = manifest.get("step")
     if not isinstance(step, int) or (path.name.startswith("step_") and path.name != f"step_{step:08d}"):
         return [f"{MANIFEST} is of step {step}: the folder was renamed"]
-    try:
-        found = [problem for name in files if (problem := _unsafe(path, name))]
-    except OSError as error:  # too long
-        return [f"{MANIFEST} has a name that no file can have ({error})"]
-    return found or [*_compare(path, files, deep, read), *_unlisted(path, files)]
-
-
-def size(path: Path) -> tuple[int, int]:
-    """Return the number of files and of bytes in a checkpoint's manifest; 0, 0 if it cannot be read."""
-    files = _files_in(_read_json(path / MANIFEST)) or {}
-    return len(files), sum(entry["bytes"] for entry in files.values() if isinstance(entry["bytes"], int))
+    return [*_compare(path, files, deep), *_unlisted(path, files)]
 
 
 def _files_in(manifest: Any) -> dict[str, Any] | None:
@@ -278,18 +266,18 @@ def _unsafe(path: Path, name: str) -> str | None:
     return None
 
 
-def _compare(
-    path: Path, files: Mapping[str, Any], deep: bool, read: Callable[[int], object] | None
-) -> list[str]:
+def _compare(path: Path, files: Mapping[str, Any], deep: bool) -> list[str]:
     found = []
     for name, entry in files.items():
         file = path / name
         try:
-            if not file.is_file():
+            if unsafe := _unsafe(path, name):
+                found.append(unsafe)
+            elif not file.is_file():
                 found.append(f"{name} is missing")
             elif file.stat().st_size != entry["bytes"]:
                 found.append(f"{name} has {file.stat().st_size} bytes, expected {entry['bytes']}")
-            elif deep and _sha256(file, read) != entry["sha256"]:
+            elif deep and _sha256(file) != entry["sha256"]:
                 found.append(f"{name} does not match its hash")
         except OSError as error:
             found.append(f"{name} cannot be read ({error.strerror})")
@@ -338,14 +326,9 @@ def _write_json(path: Path, value: Any, halfway: str | None = None) -> None:
         os.fsync(file.fileno())
 
 
-def _sha256(path: Path, read: Callable[[int], object] | None = None) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while part := file.read(CHUNK_BYTES):
-            digest.update(part)
-            if read is not None:
-                read(len(part))
-    return digest.hexdigest()
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _sync(path: Path) -> None:

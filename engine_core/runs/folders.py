@@ -21,11 +21,6 @@ if TYPE_CHECKING:
 
     from engine_core.config import EngineConfig
 
-DESCRIPTION = frozenset(("config.resolved.toml", "config.origin.json", "env.json"))
-"""Files that describe a start, in the run folder and in the log folder of the start."""
-OURS = DESCRIPTION | {"metrics.jsonl", ".lock", "wandb_id.txt"}
-TRACKERS = ("tensorboard", "wandb")
-"""Files and folders that a start writes before its first step, in addition to ``logs``."""
 ATTEMPT = re.compile(r"attempt_(\d+)")
 """A folder of ``logs``."""
 
@@ -57,22 +52,6 @@ def folder_for(config: EngineConfig) -> tuple[Path, bool]:
     raise exists_already(root / names[0])
 
 
-def check_free(config: EngineConfig) -> None:
-    """Check that a run could make its folder.
-
-    Raises:
-        ConfigError: the name is that of a used folder.
-        EnvironmentProblem: the folder cannot be created.
-    """
-    root, name = Path(config.run.dir), config.run.name
-    if problem := writing_problem(root):
-        raise EnvironmentProblem(
-            f"run.dir: cannot make a run folder in '{root}': {problem}. Set run.dir to a folder you may write to."
-        )
-    if name and (root / name).exists() and not is_unused(root / name):
-        raise exists_already(root / name)
-
-
 def writing_problem(path: Path) -> str | None:
     """Return why nothing can be written at ``path``, which need not exist; None if it can be written."""
     existing = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
@@ -82,26 +61,17 @@ def writing_problem(path: Path) -> str | None:
 
 
 def is_unused(path: Path) -> bool:
-    """Return whether a folder holds only what a start writes before its first step: no metrics, rollouts, checkpoints.
+    """Return whether a folder is empty, or of a start in which nothing was trained: no metrics, rollouts, checkpoints.
 
-    Return False for a link, and if a file is one: a start would write to its target.
+    Return False for a link, and if a start would write to the target of one.
     """
     if path.is_symlink() or not path.is_dir():
         return False
-    metrics = path / "metrics.jsonl"
-    if any(path.iterdir()) and not (path / ".lock").is_file():  # not a run folder
+    if any(file.is_symlink() for file in (*path.iterdir(), *(path / "logs").rglob("*"))):
         return False
-    files = [file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()]
-    ours = all(_of_a_start(file.relative_to(path), file.is_symlink()) for file in files)
-    return ours and not (metrics.exists() and metrics.stat().st_size)
-
-
-def _of_a_start(file: Path, link: bool) -> bool:
-    """Return whether a start writes this file before its first step; trackers make links in their folders."""
-    if file.parts[0] in TRACKERS:
-        return not link or len(file.parts) > 1
-    logged = file.parts[0] == "logs" and (file.suffix == ".log" or file.name in DESCRIPTION)
-    return not link and (logged or str(file) in OURS)
+    metrics, files = path / "metrics.jsonl", (path / "rollouts", path / "checkpoints")
+    trained = any(any(folder.rglob("*")) for folder in files) or (metrics.exists() and metrics.stat().st_size)
+    return not any(path.iterdir()) or ((path / ".lock").is_file() and not trained)
 
 
 def replace_text(path: Path, text: str) -> None:

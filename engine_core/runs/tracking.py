@@ -49,7 +49,7 @@ from engine_core.runs.machine import describe_environment
 from engine_core.runs.rollout_files import read_rollouts, rollout_path, write_rollouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from engine_core.config import EngineConfig
     from engine_core.plugins.plugin_set import PluginSet
@@ -93,7 +93,7 @@ class RunFolder:
         path, new = folder_for(config)
         run = cls(path)
         try:
-            locked = run._lock()
+            locked = run.lock()
         except OSError as error:  # the folder of another user, which is only readable
             raise exists_already(path) from error
         if not new and not (locked and is_unused(path)):  # another process may use it by now
@@ -145,7 +145,7 @@ class RunFolder:
         Raises:
             EnvironmentProblem: another process uses the folder. Nothing was changed.
         """
-        self._lock()
+        self.lock()
         self.attempt, self.start_step = self._next_attempt(), step
         self.attempt_dir.mkdir(parents=True)
 
@@ -177,20 +177,7 @@ class RunFolder:
         self._describe(config, plugins)
         self._become_latest()
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Lock the folder for the duration of a block.
-
-        Raises:
-            EnvironmentProblem: another process uses the folder.
-        """
-        self._lock()
-        try:
-            yield
-        finally:
-            self.close()
-
-    def _lock(self) -> bool:
+    def lock(self) -> bool:
         """Lock the folder until ``close`` or the end of the process; return False if the file system has no locks.
 
         Raises:

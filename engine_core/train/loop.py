@@ -10,7 +10,7 @@ import gc
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -238,7 +238,10 @@ class Loop:
                     metrics = self.train_step(run.step_done + 1)
                     metrics = self.finish_step(metrics)
             except SamplerLost:
-                self.save_finished_step()
+                if (
+                    self.point.step and not run.weights_changed
+                ):  # else the weights are not those of a finished step
+                    self.save_finished_step()
                 raise
             finally:
                 run.progress = None
@@ -317,10 +320,8 @@ class Loop:
         """Make this step the last one if a metric has reached its goal in ``[run] finish_above`` or ``finish_below``."""
         run, done = self.run.config.run, self.run.step_done
         for name in (run.finish_above.keys() | run.finish_below.keys()) & metrics.keys():
-            value = metrics[name]
-            reached = value > run.finish_above.get(name, math.inf) or value < run.finish_below.get(
-                name, -math.inf
-            )
+            value, above = metrics[name], run.finish_above.get(name, math.inf)
+            reached = value > above or value < run.finish_below.get(name, -math.inf)
             if reached and done != self.total:
                 self.end_here(f"{name} is {value:.4g} and has reached its goal.")
 
@@ -353,12 +354,9 @@ class Loop:
         """Log advice on speed after ``STEPS_BEFORE_ADVICE`` steps, if the part ``advice`` is installed."""
         if len(self._first) < STEPS_BEFORE_ADVICE:
             self._first.append(metrics)
-            if len(self._first) == STEPS_BEFORE_ADVICE and self.run.plugins.offered("parts", "advice"):
-                advice: Callable[[Sequence[Mapping[str, float]]], str] = self.run.plugins.resolve(
-                    "parts", "advice"
-                )
-                if said := advice(self._first):
-                    log.info("Advice: %s", said)
+            due = len(self._first) == STEPS_BEFORE_ADVICE and self.run.plugins.offered("parts", "advice")
+            if due and (said := self.run.plugins.resolve("parts", "advice")(self._first)):
+                log.info("Advice: %s", said)
 
     def save(self, last: bool) -> None:
         """Write a checkpoint of the last finished step."""
@@ -380,24 +378,20 @@ class Loop:
     def save_for(self, stop: Stop) -> bool:
         """Save the last finished step because of a stop; return False if that is switched off or fails."""
         self.run.runtime.give_up()  # the stop may have come between a call and the wait for its result
+        if saved := self.save_finished_step():
+            log.warning("Stopped by %s after step %d.%s", stop.name, self.point.step, self.hint)
+        return saved
+
+    def save_finished_step(self) -> bool:
+        """Save the last finished step at an early end of the run; return False if that is switched off or fails."""
         if not self.saver.config.at_stop:
             return False
         try:
             self._save(must=True)
-        except EnvironmentProblem as error:
+        except EngineError as error:  # the caller reports the end itself
             log.error("%s", error)
             return False
-        log.warning("Stopped by %s after step %d.%s", stop.name, self.point.step, self.hint)
         return True
-
-    def save_finished_step(self) -> None:
-        """Save the last finished step because a sampler was lost, if the failed step has changed no weight."""
-        if self.run.weights_changed or not self.point.step or not self.saver.config.at_stop:
-            return
-        try:
-            self._save(must=True)
-        except EngineError as error:  # the caller reports the loss itself
-            log.error("%s", error)
 
     def _step_of_trainer(self, step: int) -> dict[str, float]:
         with self._memory_explained():

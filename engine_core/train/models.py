@@ -9,13 +9,12 @@ import logging
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
 from engine_core.data import load_tokenizer, tokens_differ
 from engine_core.errors import ConfigError
-from engine_core.model_config import load_hf_config
+from engine_core.model_config import has_no_weights, load_hf_config
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig, ModelConfig
@@ -24,15 +23,6 @@ if TYPE_CHECKING:
     from engine_core.types import Batch
 
 log = logging.getLogger("engine")
-
-POSITION_TABLES = frozenset(
-    {"biogpt", "codegen", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "openai-gpt", "opt"}
-)
-"""Decoders (``model_type``) with a position table of ``max_position_embeddings`` rows, which fail on longer sequences.
-For other decoders, which compute positions, the number is the length in training; longer sequences can be learned."""
-
-WITHOUT_WEIGHTS = frozenset(("", ".jinja", ".json", ".md", ".model", ".py", ".txt"))
-"""Suffixes of the files of a model folder that hold no weights."""
 
 
 def text_config(model: ModelConfig, plugins: PluginSet, live: Any = None) -> Any:
@@ -68,18 +58,6 @@ def model_length(text: Any) -> int:
     return getattr(text, "max_position_embeddings", None) or 1 << 30
 
 
-def table_length(text: Any) -> int | None:
-    """Return the number of rows of the model's position table, its longest sequence; None without such a table.
-
-    Args:
-        text: result of ``text_config``.
-    """
-    if getattr(text, "model_type", None) not in POSITION_TABLES:
-        return None
-    length: int | None = getattr(text, "max_position_embeddings", None)
-    return length
-
-
 def check_teacher(config: EngineConfig, plugins: PluginSet, tokenizer: Any) -> None:
     """Refuse a teacher that has another tokenizer than the student.
 
@@ -88,7 +66,7 @@ def check_teacher(config: EngineConfig, plugins: PluginSet, tokenizer: Any) -> N
         DataError: no tokenizer loads from the teacher's folder.
     """
     _check_temperature(config, plugins)
-    model = _teacher_model(config)
+    model = teacher_model(config)
     theirs = load_tokenizer(model, table="teacher")
     if why := tokens_differ(tokenizer, theirs):
         raise ConfigError(
@@ -113,31 +91,8 @@ def _check_temperature(config: EngineConfig, plugins: PluginSet) -> None:
         )
 
 
-def common_vocabulary(config: EngineConfig, plugins: PluginSet, live: Any = None) -> int:
-    """Return V, the vocabulary size that student and teacher share.
-
-    Args:
-        config: of the run.
-        plugins: of the run.
-        live: a student given from Python.
-
-    Raises:
-        ConfigError: the two models have different vocabulary sizes.
-    """
-    teacher = int(load_hf_config(_teacher_model(config)).get_text_config().vocab_size)
-    path = config.actor.path or config.model.path
-    text = text_config(config.model.model_copy(update={"path": path}), plugins, live)
-    student = teacher if text is None else int(text.vocab_size)  # else known once the student is built
-    if student != teacher:
-        raise ConfigError(
-            f"teacher.path: its model gives {teacher} tokens (vocab_size), the student's {student}, so their "
-            "distributions cannot be compared, though the tokenizer is the same. Take a teacher of the same size of "
-            'vocabulary, or learn from the sampled tokens alone: trainer = "rl" with algorithm.advantage = "distill".'
-        )
-    return teacher
-
-
-def _teacher_model(config: EngineConfig) -> ModelConfig:
+def teacher_model(config: EngineConfig) -> ModelConfig:
+    """Return the ``[model]`` table of the teacher, which a run needs that learns from one."""
     teacher = config.teacher
     assert teacher is not None  # see completeness.check_complete
     assert teacher.path
@@ -240,7 +195,6 @@ def warn_of_random_weights(config: EngineConfig, plugins: PluginSet, roles: Mapp
     for name in [name for name, role in roles.items() if role.kind == "train"] or roles:
         table = config.role(name)
         path = table.path or config.model_of(name).path
-        elsewhere = getattr(plugins.spec("train_engines", table.backend), "elsewhere", False)
-        kinds = {file.suffix for file in Path(path).glob("*") if file.is_file()}
-        if not elsewhere and kinds and kinds <= WITHOUT_WEIGHTS:
+        spec: Any = plugins.spec("train_engines", table.backend)
+        if path and not spec.remote and has_no_weights(path):
             log.warning("%s holds a config and no weights: random weights from model.seed.", path)

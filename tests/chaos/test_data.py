@@ -10,11 +10,11 @@ pytestmark = pytest.mark.chaos
 
 GOOD = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}).encode() for i in range(8)]
 BAD_LINES = {  # line, what `engine validate` says, what the run says
-    "half a row": (b'{"prompt": "1+', "no JSON", "not valid JSON"),
-    "no object": (b"[1, 2]", "expected an object", "must be a"),
+    "half a row": (b'{"prompt": "1+', "not valid JSON", "not valid JSON"),
+    "no object": (b"[1, 2]", "must be an object", "must be a"),
     "no prompt": (b'{"question": "1+1", "answer": "2"}', "no column 'prompt'", "no column 'prompt'"),
     "a number for a prompt": (b'{"prompt": 3, "answer": "2"}', None, "column 'prompt' must be text"),
-    "not UTF-8": (b'{"prompt": "\xff\xfe", "answer": "2"}', "not UTF-8 (byte 0xff)", "not valid UTF-8"),
+    "not UTF-8": (b'{"prompt": "\xff\xfe", "answer": "2"}', "not valid UTF-8 (byte 0xff", "not valid UTF-8"),
     "too long": (b'{"prompt": "' + b"a" * (9 * 2**20) + b'"}', None, "longer than 8,388,608 bytes"),
     "too deep": (
         b'{"prompt": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",

@@ -221,7 +221,7 @@ def test_a_sampler_with_other_weights_ends_the_run_in_a_step_that_has_log_probs(
             r"needed by algorithm.correction.cap",
         ),
         ({"trainer": "async"}, r"needed by trainer = 'async'"),
-        ({"stage": [{"name": "replay_cache"}]}, r"stage 'replay_cache' brings in rollouts of other steps"),
+        ({"stage": [{"name": "replay_cache"}]}, r"needed by stage.replay_cache"),
     ],
 )
 def test_log_probs_that_something_reads_in_every_step_are_asked_for_in_every_step(grpo, changes, message):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine_core import load_config
+from engine_core.config.completeness import check_complete
 from engine_core.contracts.runtime import Role
 from engine_core.errors import ConfigError, DataError
 from engine_core.local.engine_host import EngineHost, RankPlacement
@@ -307,7 +308,7 @@ def refused(settings, changes):
 def test_placements_that_cannot_be_are_refused_with_their_keys(settings, monkeypatch):
     pools = {"placement.pools": {"a": 1, "b": 2}, "placement.actor": "a", "placement.rollout": "b"}
     with pytest.raises(ConfigError, match=r"placement.pools: \{ a = 1, b = 2 \} need 3 processes"):
-        config_of(settings, **{**TORCHRUN, **pools, "runtime.torchrun.processes": 2})
+        check_complete(config_of(settings, **{**TORCHRUN, **pools, "runtime.torchrun.processes": 2}))
     unused = {**pools, "placement.rollout": "a", "placement.critic": "b"}  # the run has no critic
     assert "pool 'b' serves no role" in refused(settings, unused)
     spare = {"runtime.torchrun.max_replacements": 1}
@@ -325,7 +326,7 @@ def test_placements_that_cannot_be_are_refused_with_their_keys(settings, monkeyp
         settings, pools
     )
     with pytest.raises(ConfigError, match=r"expected a pool of placement\.pools"):
-        config_of(settings, **{**TORCHRUN, **pools, "placement.rollout": "c"})
+        check_complete(config_of(settings, **{**TORCHRUN, **pools, "placement.rollout": "c"}))
 
 
 def test_a_model_from_python_is_refused(settings):

@@ -70,7 +70,7 @@ def spoiled(change):
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda rs: [*rs, *rs], "returned the rollout for 'r2' twice"),
+        (lambda rs: [*rs, *rs], "a rollout for 'r2', which was not requested or is done already"),
         (lambda rs: [], "stopped with 3 requests unfinished, such as 'r0'"),
         (
             spoiled(lambda r: dataclasses.replace(r, request_id="x")),

@@ -1,10 +1,9 @@
-import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from engine_core.types import Batch, Prompt, Request, Rollout, Sampling, counted
+from engine_core.types import Batch, Prompt, Request, Rollout, Sampling
 
 
 def rollout(prompt, response, reward=0.0, **changes):
@@ -121,27 +120,11 @@ def test_a_replayed_support_is_padded_and_its_log_probs_are_as_sampled():
     assert plain["rollout_log_probs"].tolist() == pytest.approx([0.0, -0.7, 0.0, -0.7, 0.0, -0.5])
 
 
-def test_a_copy_of_a_rollout_has_all_its_fields_and_changes_alone():
-    one = rollout([5, 9], [7], 1.0, group_id=3, extras={"x": torch.ones(3)})
-    other = one.copy()
-    names = [field.name for field in dataclasses.fields(Rollout)]
-    assert all(getattr(other, name) is getattr(one, name) for name in names)
-    other.group_id, other.rewards = 4, {"math": 1.0}
-    assert (one.group_id, one.rewards) == (3, {})
-
-
 def test_each_sampling_option_comes_from_the_last_table_that_has_it():
     told = Sampling(0.5, 0.9, 7, 11, ("a",), (3,), 1, 5, False, 2.0)
     own = SimpleNamespace(temperature=0.0, max_response_tokens=None, seed=9)
     found = Sampling.of(told, own, log_probs=False)
     assert found == Sampling(0.0, 0.9, 7, 11, ("a",), (3,), log_probs=False)
-
-
-@pytest.mark.parametrize("lengths", [[3, 0, 2, 0], [0, 0, 5], [5], [0], []], ids=str)
-def test_marked_tokens_are_counted_in_each_sequence_an_empty_one_has_none(lengths):
-    mask = (torch.arange(sum(lengths)) % 3 != 1).bool()
-    parts = mask.split(lengths) if lengths else []
-    assert counted(mask, torch.tensor(lengths, dtype=torch.int64)).tolist() == [int(p.sum()) for p in parts]
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
 from engine_core.contracts.weight_sync import SyncResult
-from engine_core.types import decode_ended
 from engine_plugin_processes.codec import Encoded, decode, encode
 from engine_plugin_processes.engine_flow import GroupBuffer
 from engine_plugin_processes.placement import Slice
+from engine_plugin_processes.worker import decode_ended
 from engine_plugin_processes.worker_group import RemoteWorkerGroup
 from engine_plugin_processes.worker_pool import Command, Reply, WorkerPool, message_to
 from virtual_cluster.workers import SimulatedSampler, SimulatedTrainer

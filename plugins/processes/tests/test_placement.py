@@ -10,6 +10,7 @@ from engine_plugin_processes.placement import (
     Slice,
     check_replaceable,
     plan_pools,
+    problems,
     slices_of,
     wanted_processes,
 )
@@ -51,6 +52,36 @@ def test_models_of_rewards_may_have_a_pool_of_their_own():
     roles = ("actor", "rollout", "reward.helpful", "reward.right")
     placed = config(pools={"train": 2, "judge": 1}, actor="train", rollout="train", reward="judge")
     assert [pool.roles for pool in plan_pools(placed, roles, 3)] == [roles[:2], roles[2:]]
+
+
+@pytest.mark.parametrize(
+    ("processes", "placement", "text"),
+    [
+        (
+            "auto",
+            {"pools": {"a": 1, "b": 2}, "actor": "a", "rollout": "a"},
+            "placement.pools: no role is in pool b, which would idle. Remove it or use it.",
+        ),
+        (
+            "auto",
+            {"pools": {"train": 1}, "critic": "trian"},
+            "placement.critic: got 'trian', expected a pool of placement.pools. Did you mean 'train'? Known: train.",
+        ),
+        (
+            "auto",
+            {"pools": {"a": 1, "b": 2}, "actor": "a"},
+            "placement.rollout: missing. With several pools (a, b) each role must name its pool.",
+        ),
+        (
+            2,
+            {"pools": {"a": 1, "b": 2}, "actor": "a", "rollout": "b"},
+            "placement.pools: { a = 1, b = 2 } need 3 processes, but runtime.torchrun.processes is 2. Make them agree, or "
+            'set processes = "auto".',
+        ),
+    ],
+)
+def test_what_cannot_be_placed_is_refused_with_its_key(processes, placement, text):
+    assert list(problems(config(processes, **placement))) == [text]
 
 
 def test_the_number_of_processes_is_what_the_file_says_or_left_open():

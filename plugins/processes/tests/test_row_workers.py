@@ -13,9 +13,8 @@ import pytest
 
 from engine_core.config.models import DataConfig
 from engine_core.data import PromptSource
-from engine_core.data.source import Preparer
 from engine_core.errors import DataError, WorkerLost
-from engine_plugin_processes.row_workers import WorkerPool
+from engine_plugin_processes.row_workers import WorkerPool, preparer_of
 from engine_plugin_testing import reference
 
 ROWS = [{"prompt": f"What is {i} plus 7?"} for i in range(12)]
@@ -105,7 +104,7 @@ def test_rows_that_end_two_workers_end_the_run_by_name(source_of):
 def test_a_problem_of_the_data_reaches_the_controller_as_such(source_of):
     source = source_of(num_workers=1)
     Path(source._config.train).unlink()
-    with pytest.raises(DataError, match=r"^Data worker 0: \[data\] There is no file '.*train\.jsonl'\.$"):
+    with pytest.raises(DataError, match=r"^Data worker 0: \[data\] there is no file '.*train\.jsonl'\.$"):
         source.take(12)
 
 
@@ -114,7 +113,7 @@ def test_a_tokenizer_that_changes_when_it_is_saved_is_refused(config_of, tokeniz
     setup = PromptSource(config_of(ROWS), tokenizer, seed=0)._preparer.setup()
     changed = {**setup, "tokenizer": str(tmp_path), "tokenizer_hash": "of another one"}
     with pytest.raises(DataError, match=r"changes when it is saved and loaded\. Set num_workers = 0"):
-        Preparer.from_setup(changed)
+        preparer_of(changed)
 
 
 def test_closing_ends_the_processes_and_removes_the_tokenizer(tokenizer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine_core.cli.output import print_json, print_metrics, print_table
+from engine_core.cli.output import print_json, print_table
 
 
 def test_columns_are_aligned_and_have_no_trailing_spaces(capsys):
@@ -20,8 +20,3 @@ def test_a_cell_cannot_steer_the_terminal(capsys):
 def test_what_json_has_not_is_text(capsys):
     print_json({"path": Path("runs/a"), "name": "é"})
     assert capsys.readouterr().out == '{\n  "path": "runs/a",\n  "name": "é"\n}\n'
-
-
-def test_metrics_are_sorted_with_six_digits(capsys):
-    print_metrics({"b": 2.0, "a": 0.123456789}, as_json=False)
-    assert capsys.readouterr().out == "a  0.123457\nb  2\n"

@@ -186,6 +186,14 @@ def test_held_out_rows_of_which_a_reward_makes_nothing_are_refused_too(engine, r
     assert (answer.code, "rows.jsonl:1: reward 'code' finds no tests" in answer.err) == (4, True), answer.err
 
 
+def test_a_dry_run_without_its_part_is_refused_with_the_distribution_to_install(engine, sft_run, monkeypatch):
+    there = [offer for offer in metadata.installed() if offer.name != "dry_run"]
+    monkeypatch.setattr("engine_core.plugins.metadata.installed", lambda: tuple(there))
+    answer = engine("train", "run.toml", "--dry-run")
+    assert answer.code == 3
+    assert answer.err == "engine: Part 'dry_run' is not installed. Try: pip install engine-plugin-tools\n"
+
+
 def test_a_dry_run_says_what_is_not_read(engine, sft_run):
     sft_run.write_text(sft_run.read_text() + "\n[actor.fsdp]\nsharding = 'full'\n")
     assert "not read: [actor.fsdp]: the run uses 'torch'" in engine("train", "run.toml", "--dry-run").out
@@ -274,15 +282,3 @@ def test_lack_of_memory_in_a_plugin_is_not_its_failure(engine, rl_run):
     answer = engine("train", "rl.toml")
     assert answer.code == 5
     assert "Out of memory in step 1" in answer.err
-
-
-def test_a_card_without_its_part_is_refused_with_the_distribution_to_install(engine, sft_run, monkeypatch):
-    assert engine("train", "run.toml").code == 0
-    there = [offer for offer in metadata.installed() if offer.name != "model_card"]
-    monkeypatch.setattr("engine_core.plugins.metadata.installed", lambda: tuple(there))
-    answer = engine("export", "first", "out", "--card")
-    assert answer.code == 3
-    assert answer.err == (
-        "engine: Part 'model_card' is not installed. Try: pip install engine-plugin-tools\n"
-    )
-    assert not (sft_run.parent / "out").exists()

@@ -73,10 +73,6 @@ def test_another_trainer_does_not_read_it(config_of):
         ),
         ("[critic]\nclip_rato = 1\n", "critic.clip_rato: unknown key. Did you mean 'clip_ratio'?"),
         ("[critic]\nclip_ratio = -1\n", "critic.clip_ratio: got -1"),
-        (
-            "[placement]\ncritic = 'trian'\npools = { train = 1 }\n",
-            "placement.critic: got 'trian', expected a pool of placement.pools",
-        ),
     ],
 )
 def test_what_cannot_be_followed_is_refused(problems_of, good, text, expected):

@@ -160,7 +160,7 @@ def test_absent_and_empty_files_and_wrong_columns_of_a_part_are_named(run_file, 
 
     assert found == [
         f"{file}:3: data.mix: there is no file '{tmp_path}/tran.jsonl'. Did you mean '{tmp_path}/train.jsonl'?",
-        f"{tmp_path}/e.jsonl: empty. data.mix needs at least one row.",
+        f"{file}:3: data.mix: '{tmp_path}/e.jsonl' is empty (0 bytes). Expected at least one row.",
         f"{tmp_path}/q.jsonl:1: no column 'prompt' or 'messages' or 'conversations'. Known: question. Name it in [data.columns].",
     ]
 

@@ -42,19 +42,19 @@ def test_good_files_have_no_problems(problems, name, content, data):
             "a.jsonl",
             '{"prompt": "x"}\n{"prompt": \n',
             {},
-            ["a.jsonl:2: no JSON: Expecting value."],
+            ["a.jsonl:2: not valid JSON (Expecting value at column 11)."],
         ),
-        ("a.jsonl", "[1, 2]\n", {}, ["a.jsonl:1: expected an object {...}, got [1, 2]."]),
+        ("a.jsonl", "[1, 2]\n", {}, ["a.jsonl:1: a row must be an object of columns, got list."]),
         (
             "a.jsonl",
             b'{"prompt": "x"}\n{"prompt": "\xff"}\n',
             {},
-            ["a.jsonl:2: not UTF-8 (byte 0xff). Save the file as UTF-8."],
+            ["a.jsonl:2: not valid UTF-8 (byte 0xff at column 13)."],
         ),
-        ("a.jsonl", "[" * 100_000, {}, ["a.jsonl:1: no JSON: nested too deeply."]),
+        ("a.jsonl", "[" * 100_000, {}, ["a.jsonl:1: not valid JSON (nested too deeply)."]),
         ("a.jsonl", "\n\n", {}, ["a.jsonl: no rows."]),
         ("a.csv", "prompt,answer\n", {}, ["a.csv: no rows."]),
-        ("a.jsonl", "", {}, ["a.jsonl: empty. data.train needs at least one row."]),
+        ("a.jsonl", "", {}, ["data.train 'a.jsonl' is empty (0 bytes). Expected at least one row."]),
         (
             "a.jsonl",
             '{"promt": "x"}\n',
@@ -84,7 +84,9 @@ def test_good_files_have_no_problems(problems, name, content, data):
             "a.parquet",
             b"PAR1....",
             {},
-            ["a.parquet: no Parquet file (it does not begin and end with PAR1). Was it cut off?"],
+            [
+                "data.train 'a.parquet' is no Parquet file (it does not begin and end with PAR1). Was it cut off?"
+            ],
         ),
         (
             "a.txt",

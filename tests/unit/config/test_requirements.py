@@ -133,22 +133,6 @@ def test_a_loss_may_need_what_the_estimator_makes():
     planned(advantage=needing("rewards", makes=frozenset({"advantages", "surprise"})), loss=loss)
 
 
-def test_an_estimator_that_reads_the_samplers_log_probs_has_them_in_every_step():
-    config = EngineConfig.model_validate(
-        {
-            "model": {"path": "m"},
-            "data": {"train": "t"},
-            "rollout": {"log_probs_every_steps": 4},
-        }
-    )
-    reads = Advantage(load=lambda: None, needs=frozenset({"rewards", "rollout_log_probs"}))
-    plan_run(config, GRPO, CLIP)
-    with pytest.raises(
-        ConfigError, match=r"log_probs_every_steps: got 4, expected 1: algorithm.advantage = 'grpo' reads"
-    ):
-        plan_run(config, reads, CLIP)
-
-
 # ------------------------------------------------------------------ columns of plugins
 
 

@@ -270,23 +270,6 @@ def test_a_long_value_is_cut(problems_of):
             "[actor.optim]\nwarmup_steps=5\ndecay_steps=4",
             "3: actor.optim.decay_steps: got 4, expected more than warmup_steps (5, included in it)",
         ),
-        (
-            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'\nrollout = 'a'",
-            "2: placement.pools: no role is in pool b, which would idle. Remove it or use it.",
-        ),
-        (
-            "[placement]\nactor = 'trian'\npools = { train = 1 }",
-            "2: placement.actor: got 'trian', expected a pool of placement.pools. Did you mean 'train'? Known: train.",
-        ),
-        (
-            "[placement]\npools = { a = 1, b = 2 }\nactor = 'a'",
-            "1: placement.rollout: missing. With several pools (a, b) each role must name its pool.",
-        ),
-        (
-            "runtime = { backend = 'torchrun', torchrun = { processes = 2 } }\n"
-            "placement = { pools = { a = 1, b = 2 }, actor = 'a', rollout = 'b' }",
-            "2: placement.pools: { a = 1, b = 2 } need 3 processes, but runtime.torchrun.processes is 2. Make them agree",
-        ),
     ],
 )
 def test_what_must_hold_between_keys_is_checked(problems_of, text, expected):

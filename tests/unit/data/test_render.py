@@ -9,24 +9,6 @@ from engine_core.data.rows import BadRow
 from engine_core.errors import DataError
 
 USER = {"role": "user", "content": "What is 12 plus 7?"}
-ASSISTANT = {"role": "assistant", "content": "The answer is 19."}
-GENERATION = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}{% generation %}"
-    "{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def learned(tokenizer, rendered) -> str:
-    """The text of the learned tokens, runs joined by '|'."""
-    runs, previous = [], False
-    for token, mask in zip(rendered.token_ids, rendered.loss_mask, strict=True):
-        if mask and not previous:
-            runs.append([])
-        if mask:
-            runs[-1].append(token)
-        previous = mask
-    return "|".join(tokenizer.decode(run) for run in runs)
 
 
 def test_text_is_rendered_as_it_is(tokenizer):
@@ -128,51 +110,3 @@ def test_a_prompt_over_the_limit_is_not_cut_unless_asked(tokenizer, policy):
     with pytest.raises(OverLong) as caught:
         renderer.fit(Row(USER["content"]), length - 1)
     assert caught.value.length == length
-
-
-def test_a_text_response_is_learned_with_its_end(tokenizer):
-    rendered = Renderer(tokenizer, DataConfig(), learn=True).fit(Row("2+2=", "4"), 100)
-    prompt, response = tokenizer.encode("2+2="), tokenizer.encode("4")
-    assert rendered.token_ids == [*prompt, *response, tokenizer.eos_token_id]
-    assert rendered.loss_mask == [False] * len(prompt) + [True] * (len(response) + 1)
-
-
-def test_an_empty_response_is_a_bad_row(tokenizer):
-    with pytest.raises(BadRow, match="the response is empty"):
-        Renderer(tokenizer, DataConfig(), learn=True).fit(Row("2+2=", ""), 100)
-
-
-@pytest.mark.parametrize("template", [None, GENERATION])
-def test_only_the_assistants_turns_are_learned_with_their_end(make_tokenizer, tokenizer, template):
-    tokenizer = make_tokenizer(template) if template else tokenizer
-    turns = [USER, ASSISTANT, {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
-    rendered = Renderer(tokenizer, DataConfig(), learn=True).fit(Row(turns), 100)
-    assert learned(tokenizer, rendered) == "The answer is 19.<|im_end|>|two<|im_end|>"
-    assert tokenizer.decode(rendered.token_ids) == rendered.text
-
-
-@pytest.mark.parametrize("template", [None, GENERATION])
-def test_a_completion_is_learned_and_the_assistant_of_the_prompt_is_not(make_tokenizer, tokenizer, template):
-    tokenizer = make_tokenizer(template) if template else tokenizer
-    prompt = [USER, ASSISTANT, {"role": "user", "content": "one"}]
-    row = Row(prompt, [{"role": "assistant", "content": "two"}])
-    rendered = Renderer(tokenizer, DataConfig(), learn=True).fit(row, 100)
-    assert learned(tokenizer, rendered) == "two<|im_end|>"
-
-
-def test_the_prompt_is_learned_on_request(tokenizer):
-    renderer = Renderer(tokenizer, DataConfig(), learn=True, train_on_prompt=True)
-    rendered = renderer.fit(Row([USER, ASSISTANT]), 100)
-    assert rendered.loss_mask == [True] * len(rendered.token_ids)
-
-
-def test_a_conversation_without_the_assistant_teaches_nothing(tokenizer):
-    with pytest.raises(BadRow, match="nothing to learn: no token is the assistant's"):
-        Renderer(tokenizer, DataConfig(), learn=True).fit(Row([USER]), 100)
-
-
-def test_a_tokenizer_without_an_end_cannot_learn_responses(make_tokenizer):
-    tokenizer = make_tokenizer()
-    tokenizer.eos_token = None
-    with pytest.raises(DataError, match="no end-of-sequence token, so a response could never end"):
-        Renderer(tokenizer, DataConfig(), learn=True).fit(Row("a", "b"), 100)

@@ -42,7 +42,7 @@ def test_windows_line_ends_and_a_byte_order_mark_are_read(tmp_path):
         (b'{"a": }', "not valid JSON (Expecting value at column 7)"),
         (b'{"a": "\xff"}', "not valid UTF-8 (byte 0xff at column 8)"),
         (b"[1]", "a row must be an object of columns, got list"),
-        (b"[" * 100_000, "JSON nested too deeply"),
+        (b"[" * 100_000, "not valid JSON (nested too deeply)"),
         (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON (Exceeds the limit"),
     ],
 )
@@ -95,7 +95,7 @@ def test_csv_values_stay_text(tmp_path):
         (b"a,b\n1,2\n\xff,1\n", "a.csv:3: not valid UTF-8. Save the file as UTF-8."),
         (b"a,a\n1,2\n", "a.csv' has more than one column 'a'."),
         (b"a,b\n", "a.csv' has 0 rows."),
-        (b"", "a.csv' is empty (0 bytes)."),
+        (b"", "a.csv' is empty (0 bytes). Expected at least one row."),
     ],
 )
 def test_a_csv_file_that_does_not_hold_together_is_refused_by_line(tmp_path, content, message):
@@ -133,9 +133,12 @@ def test_a_huge_parquet_value_is_a_bad_row(tmp_path):
     assert rows.row(1) == {"prompt": "y"}
 
 
-@pytest.mark.parametrize("content", [b"hello", b"PAR1" + b"\0" * 64 + b"PAR1"])
-def test_a_broken_parquet_file_is_refused(tmp_path, content):
-    with pytest.raises(DataError, match=r"\[data\] '.*a\.parquet' cannot be read: "):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"hello", "is no Parquet file"), (b"PAR1" + b"\0" * 64 + b"PAR1", "cannot be read: ")],
+)
+def test_a_broken_parquet_file_is_refused(tmp_path, content, message):
+    with pytest.raises(DataError, match=rf"\[data\] '.*a\.parquet' {message}"):
         Rows([write(tmp_path / "a.parquet", content)])
 
 
@@ -145,7 +148,10 @@ def test_an_empty_parquet_table_is_refused(tmp_path):
         Rows([str(tmp_path / "a.parquet")])
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"", "is empty (0 bytes)."), (b"\n \n", "has 0 rows.")])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "is empty (0 bytes). Expected at least one row."), (b"\n \n", "has 0 rows.")],
+)
 def test_a_jsonl_file_without_rows_is_refused(tmp_path, content, message):
     with pytest.raises(DataError) as caught:
         Rows([write(tmp_path / "a.jsonl", content)])
@@ -158,12 +164,14 @@ def test_an_absent_file_is_named_with_its_neighbour(tmp_path):
         Rows([str(tmp_path / "trian.jsonl")])
     assert (
         str(caught.value)
-        == f"[data] There is no file '{tmp_path / 'trian.jsonl'}'. Did you mean 'train.jsonl'?"
+        == f"[data] there is no file '{tmp_path / 'trian.jsonl'}'. Did you mean '{tmp_path / 'train.jsonl'}'?"
     )
 
 
 def test_an_unknown_ending_is_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(DataError, match=r"ends in '\.xml'; known: \.jsonl, \.json, \.parquet, \.csv\."):
+    with pytest.raises(
+        DataError, match=r"has the ending '\.xml'. Expected one of \.jsonl, \.json, \.csv, \.parquet\."
+    ):
         Rows([write(tmp_path / "a.xml", b"<a/>")])
 
 

@@ -12,7 +12,6 @@ from engine_core.config.roles import ModelConfig
 from engine_core.data.tokenizer import (
     check_tokenizer,
     load_tokenizer,
-    token_ids,
     tokenizer_hash,
     tokens_differ,
     use_cache_if_unreachable,
@@ -177,40 +176,3 @@ def test_tokenizers_differ_where_an_id_means_another_token_and_not_by_template(m
     other_end = make_tokenizer()
     other_end.eos_token = "<|im_start|>"
     assert tokens_differ(mine, other_end) == "a sequence ends with id 2 here and with 1 there"
-
-
-TEXTS = [
-    "",
-    "12 plus 7",
-    "  two\n\nlines\t",
-    "caf\u00e9 cafe\u0301 \U0001f600",
-    "<eos> in a text",
-    "1 2 3 " * 99,
-]
-
-
-@pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("text", TEXTS)
-def test_ids_are_those_that_a_call_of_the_tokenizer_gives(tokenizer, text, special):
-    assert token_ids(tokenizer, text, special) == tokenizer(text, add_special_tokens=special)["input_ids"]
-
-
-def test_a_tokenizer_that_somebody_has_left_cutting_or_padding_is_called(make_tokenizer):
-    tokenizer = make_tokenizer()
-    text = "12 plus 7 " * 9
-    expected = tokenizer(text)["input_ids"]
-    tokenizer(text, truncation=True, max_length=3)
-    assert token_ids(tokenizer, text) == expected
-    tokenizer([text, "1"], padding="max_length", max_length=2 * len(expected))
-    assert token_ids(tokenizer, text) == expected
-
-
-def test_a_tokenizer_with_a_call_of_its_own_is_asked_by_it(make_tokenizer):
-    tokenizer = make_tokenizer()
-
-    class Own(type(tokenizer)):
-        def __call__(self, text, **options):
-            return {"input_ids": [7, *super().__call__(text, **options)["input_ids"]]}
-
-    tokenizer.__class__ = Own
-    assert token_ids(tokenizer, "12")[0] == 7

@@ -1,4 +1,4 @@
-"""Which folder a run is given: a new one, or one in which nothing was trained; never one with anything in it."""
+"""Which folder a run is given: a new one, or one in which nothing was trained; never one with anything of a step."""
 
 import errno
 import threading
@@ -25,6 +25,7 @@ def run(tmp_path):
 
 def test_a_name_that_exists_is_refused_and_left_alone(tmp_path, run):
     (run.path / "mine.txt").write_text("kept")
+    run.metrics_file.write_text("{}\n")
     with pytest.raises(ConfigError) as caught:
         RunFolder.create(config_in(tmp_path))
     assert "run.name: 'a' exists already" in str(caught.value)
@@ -38,26 +39,26 @@ def test_a_name_that_exists_is_refused_and_left_alone(tmp_path, run):
 
 def test_a_folder_in_which_nothing_was_trained_is_taken_over_and_its_log_stays(tmp_path, run):
     (run.attempt_dir / "run.log").write_text("refused")
+    (run.path / "notes.txt").write_text("mine")
     run.close()
     again = RunFolder.create(config_in(tmp_path))
     assert (again.path, again.attempt, again.start_step) == (run.path, 1, 0)
     assert (run.attempt_dir / "run.log").read_text() == "refused"
+    assert (run.path / "notes.txt").read_text() == "mine"
     assert again.attempt_dir.is_dir()
     again.close()
     assert RunFolder.create(config_in(tmp_path)).attempt == 2
 
 
-THEIRS = [
+TRAINED = [
     "metrics.jsonl",
     "rollouts/step_000001.parquet",
-    "notes.txt",
     "checkpoints/model.safetensors",
-    "logs/notes.txt",
 ]
 
 
-@pytest.mark.parametrize("file", THEIRS)
-def test_a_folder_with_anything_of_a_step_or_of_somebody_else_is_left_alone(tmp_path, run, file):
+@pytest.mark.parametrize("file", TRAINED)
+def test_a_folder_with_anything_of_a_step_is_left_alone(tmp_path, run, file):
     (run.path / file).write_text("kept")
     run.close()
     before = sorted(run.path.rglob("*"))

@@ -1,57 +1,16 @@
-"""Which models fail beyond their positions."""
+"""The longest sequence of a model."""
 
 from types import SimpleNamespace
 
-import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from engine_core.train.models import POSITION_TABLES, model_length, table_length, text_config
-
-POSITIONS = 16
-SMALL = {
-    **{"vocab_size": 64, "max_position_embeddings": POSITIONS, "n_positions": POSITIONS},
-    **{"hidden_size": 32, "n_embd": 32, "d_model": 32, "word_embed_proj_dim": 32},
-    **{"num_hidden_layers": 2, "n_layer": 2, "num_layers": 2, "attention_types": [[["global"], 2]]},
-    **{"num_attention_heads": 4, "num_key_value_heads": 4, "n_head": 4, "rotary_dim": 4},
-    **{"intermediate_size": 32, "n_inner": 32, "ffn_dim": 32, "dff": 32},
-    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-}
-
-
-def text_of(model, overrides=False):
-    return text_config(None, SimpleNamespace(overrides=lambda hook: overrides), model)
-
-
-def tiny(kind):
-    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**SMALL)).eval()
-
-
-@pytest.mark.parametrize("kind", sorted(POSITION_TABLES))
-def test_a_model_with_a_table_of_positions_computes_as_many_and_not_one_more(kind):
-    model = tiny(kind)
-    assert model.config.model_type == kind
-    most = table_length(text_of(model))
-    assert most == POSITIONS
-    with torch.no_grad():
-        model(input_ids=torch.full((1, most), 5))
-        with pytest.raises((IndexError, RuntimeError)):
-            model(input_ids=torch.full((1, most + 1), 5))
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt_neox", "bloom"])
-def test_a_model_that_computes_positions_has_no_table_that_ends(kind):
-    model = tiny(kind)
-    assert table_length(text_of(model)) is None
-    with torch.no_grad():
-        model(input_ids=torch.full((1, POSITIONS + 1), 5))
+from engine_core.train.models import model_length, text_config
 
 
 def test_a_sampler_is_held_to_what_a_model_was_trained_for():
-    assert model_length(text_of(tiny("llama"))) == POSITIONS
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=16))
+    assert model_length(text_config(None, None, SimpleNamespace(config=config))) == 16
 
 
 def test_of_a_module_without_a_config_nothing_is_known():
-    text = text_of(torch.nn.Linear(2, 2))
-    assert table_length(text) is None
-    assert model_length(text) > 1 << 20
+    assert model_length(text_config(None, None, torch.nn.Linear(2, 2))) > 1 << 20

@@ -223,6 +223,4 @@ def bytes_of(value: Tensor) -> memoryview:
 
 def _without_prompt(rollout: Rollout) -> Rollout:
     """Return a copy of a rollout whose prompt has only its id."""
-    copy = rollout.copy()
-    copy.prompt = Prompt(rollout.prompt.id, [], "")
-    return copy
+    return dataclasses.replace(rollout, prompt=Prompt(rollout.prompt.id, [], ""))

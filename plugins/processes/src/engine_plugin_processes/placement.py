@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine_core.errors import ConfigError, PluginError
+from engine_core.errors import ConfigError, PluginError, did_you_mean
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -33,6 +33,33 @@ class Slice:
 
     ranks: tuple[int, ...]  #: of the run
     leader: int  #: the rank whose results count
+
+
+def problems(config: EngineConfig) -> Iterator[str]:
+    """Yield why the pools of ``[placement]`` do not fit the roles, each other, or the number of processes."""
+    placement, runtime, found = config.placement, config.runtime, list[str]()
+    pools, roles = placement.pools, ("actor", "critic", "ref", "teacher", "rollout", "reward")
+    for role in roles:
+        pool = getattr(placement, role)
+        if pool is not None and pool not in pools:
+            found.append(
+                f"placement.{role}: got '{pool}', expected a pool of placement.pools.{did_you_mean(pool, pools)}"
+            )
+        elif pool is None and len(pools) > 1 and role in ("actor", "rollout"):
+            found.append(
+                f"placement.{role}: missing. With several pools ({', '.join(pools)}) each role must name its pool."
+            )
+    yield from found
+    if not found and (idle := pools.keys() - {placement.pool_of(role) for role in roles}):
+        names = ", ".join(sorted(idle))
+        yield f"placement.pools: no role is in pool {names}, which would idle. Remove it or use it."
+    asked, need = runtime.options.processes, sum(pools.values())
+    if pools and asked not in ("auto", need):
+        listed = ", ".join(f"{name} = {size}" for name, size in pools.items())
+        yield (
+            f"placement.pools: {{ {listed} }} need {need} processes, but runtime.{runtime.backend}.processes is {asked}. "
+            'Make them agree, or set processes = "auto".'
+        )
 
 
 def wanted_processes(config: EngineConfig) -> int | None:

@@ -15,7 +15,9 @@ def engine_runtimes() -> Mapping[str, RuntimeSpec]:
     """Return the runtime ``torchrun``."""
     return {
         "torchrun": RuntimeSpec(
-            load="engine_plugin_processes.torchrun:TorchrunRuntime", config=TorchrunOptions
+            load="engine_plugin_processes.torchrun:TorchrunRuntime",
+            config=TorchrunOptions,
+            check="engine_plugin_processes.placement:problems",
         )
     }
 

@@ -18,18 +18,24 @@ import sys
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine_core.config.models import DataConfig
+from engine_core.data import tokenizer_hash
+from engine_core.data.rows import Rows
 from engine_core.errors import DataError, WorkerLost
 from engine_core.runs.logs import FILE_ONLY
+from engine_core.specs import resolve
 from engine_core.temporary_folder import TemporaryFolder
 from engine_plugin_processes.child import ChildProcess, print_stacks_on_request, python_command
 from engine_plugin_processes.json_channel import Closed, JsonChannel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from engine_core.data.source import Preparer
 
 log = logging.getLogger("engine")
 
@@ -166,9 +172,7 @@ def serve(number: int) -> None:
     print_stacks_on_request()
     channel = JsonChannel(socket.socket(fileno=number))
     try:
-        from engine_core.data.source import Preparer
-
-        preparer = Preparer.from_setup(channel.receive())
+        preparer = preparer_of(channel.receive())
         while True:
             rows = channel.receive()
             channel.send({"answers": [dataclasses.asdict(preparer.prepare(row)) for row in rows]})
@@ -178,3 +182,25 @@ def serve(number: int) -> None:
         channel.send({"problem": str(error)})
     except Exception:
         channel.send({"bug": traceback.format_exc()})
+
+
+def preparer_of(setup: Mapping[str, Any]) -> Preparer:
+    """Build the preparer of a worker.
+
+    Args:
+        setup: of `Preparer.setup`; ``tokenizer`` is a folder.
+
+    Raises:
+        DataError: the saved tokenizer differs from the run's.
+    """
+    import transformers
+
+    # The tokenizer's class is faster if the library has it: AutoTokenizer imports the configs of all models.
+    kind = getattr(transformers, setup["tokenizer_class"], None) or transformers.AutoTokenizer
+    tokenizer = kind.from_pretrained(setup["tokenizer"], local_files_only=True)
+    if tokenizer_hash(tokenizer) != setup["tokenizer_hash"]:
+        raise DataError("the tokenizer changes when it is saved and loaded. Set num_workers = 0 in [data].")
+    tokenizer.name_or_path = setup["model"]
+    rows, make = Rows(setup["files"], setup["cache"]), resolve(setup["preparer"])
+    made: Preparer = make(rows, tokenizer, DataConfig.model_validate(setup["config"]), *setup["plain"])
+    return made

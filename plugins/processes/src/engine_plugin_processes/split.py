@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engine_core.errors import PluginError
-from engine_core.packing import partition, sequence_cost
 from engine_core.types import Batch, Request, Rollout
+from engine_plugin_processes.balance import partition, sequence_cost
 
 Merge = Callable[[Sequence[Any]], Any]
 """Makes one result of the slices' results, which come in the order of the slices."""
@@ -28,7 +28,7 @@ def split_batch(batch: Batch, slices: int, attention: float) -> tuple[list[Batch
     Args:
         batch: batch of B sequences with T tokens in total.
         slices: number of slices.
-        attention: attention share for ``packing.sequence_cost``.
+        attention: attention share for ``balance.sequence_cost``.
     """
     if slices == 1:
         return [batch], lambda results: results[0]

@@ -18,7 +18,7 @@ from engine_core.contracts.runtime import Role
 from engine_core.data import load_tokenizer, tokenizer_hash
 from engine_core.errors import ConfigError
 from engine_core.local.engine_host import Engine, RankPlacement, default_device
-from engine_core.packing import attention_share
+from engine_plugin_processes.balance import attention_share
 from engine_plugin_processes.shared_module import SharingHost
 
 if TYPE_CHECKING:

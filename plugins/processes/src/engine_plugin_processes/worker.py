@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.errors import TrainingFailed
 from engine_core.plugins.modules import blamed
-from engine_core.types import decode_ended
+from engine_core.types import Rollout, decode_texts
 from engine_plugin_processes.channel import Channel, Closed
 from engine_plugin_processes.child import print_stacks_on_request
 from engine_plugin_processes.json_channel import Outbox
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
     from engine_core.contracts.engines import RolloutEngine, TrainEngine
     from engine_core.contracts.weight_transport import WeightTransport
-    from engine_core.types import Rollout
 
 CONTROLLER_GONE = 70
 HEARTBEAT_SECONDS = 1.0
@@ -342,6 +341,18 @@ def closing_stream(stream: Generator[Any, None, None]) -> Iterator[None]:
             with contextlib.suppress(TrainingFailed):
                 next(stream, None)
         stream.close()
+
+
+def decode_ended(result: Any, tokenizer: Any) -> None:
+    """Decode the texts of the finished rollouts in a command's result: there are many workers and one controller.
+
+    Args:
+        result: result of any command; if it is a list, the rollouts in it are changed in place.
+        tokenizer: the run's tokenizer.
+    """
+    if isinstance(result, list):
+        found = (each for each in result if isinstance(each, Rollout))
+        decode_texts((each for each in found if each.finish_reason != "abort"), tokenizer)
 
 
 def end_at_once(code: int) -> None:

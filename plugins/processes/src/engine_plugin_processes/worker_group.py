@@ -39,7 +39,7 @@ class RemoteWorkerGroup(WorkerGroup):
         crew: all workers of the run.
         role: name of the role.
         slices: slices of its ranks, by data-parallel rank.
-        attention: attention share for ``packing.sequence_cost`` of its model.
+        attention: attention share for ``balance.sequence_cost`` of its model.
         independent: whether no rank waits for another in a call.
         capacity: requests that a sampler takes at one time; 0: no limit.
         before: called with role and method before each call.

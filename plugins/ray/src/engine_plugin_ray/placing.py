@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, EnvironmentProblem, did_you_mean
+from engine_plugin_processes import placement
 from engine_plugin_processes.placement import DEFAULT_POOL
 
 if TYPE_CHECKING:
@@ -36,11 +37,12 @@ def resources(options: RayOptions, gpu: bool) -> dict[str, float]:
 
 
 def problems(config: EngineConfig) -> Iterator[str]:
-    """Yield the pools of ``runtime.ray.strategy`` that the run does not have.
+    """Yield the problems of ``[placement]`` and the pools of ``runtime.ray.strategy`` that the run does not have.
 
     Args:
         config: the run's config.
     """
+    yield from placement.problems(config)
     names = list(config.placement.pools) or [DEFAULT_POOL]
     for unknown in sorted(set(config.runtime.options.strategy) - set(names)):
         yield f"runtime.ray.strategy: '{unknown}' is no pool of this run.{did_you_mean(unknown, names)}"

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -167,8 +166,7 @@ class RewardBench(Bench):
         """Load the reward function with its options."""
         plugins = self.load_plugins()
         options = self.checked_options(plugins).model_dump(mode="json")
-        root, timeout = Path(self.settings["root"]), float(self.settings["timeout_seconds"])
-        return load_reward(self.name, plugins, options, root, allow_code=False, timeout=timeout, modules=())
+        return load_reward(self.name, plugins, options, float(self.settings["timeout_seconds"]))
 
     def columns(
         self, reward: RewardFunction, samples: Sequence[Sample], groups: Sequence[int]

@@ -41,10 +41,10 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
-    """Offer ``advice`` and ``model_card``."""
+    """Offer ``advice`` and ``dry_run``."""
     return {
         "advice": Part(load="engine_plugin_tools.advice:advice"),
-        "model_card": Part(load="engine_plugin_tools.model_card:write_card"),
+        "dry_run": Part(load="engine_plugin_tools.dry_run:dry_run"),
     }
 
 
@@ -59,6 +59,7 @@ def engine_commands() -> Mapping[str, Command]:
         "doctor": Command(load=here + "doctor:doctor"),
         "generate": Command(load=here + "models:generate"),
         "eval": Command(load=here + "evaluate:evaluate"),
+        "export": Command(load=here + "export:export"),
         "compare": Command(load=here + "compare:compare"),
         "report": Command(load=here + "runs:report"),
         "inspect.metrics": Command(load=here + "runs:metrics"),

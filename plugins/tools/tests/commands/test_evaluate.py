@@ -12,7 +12,7 @@ import pytest
 
 from engine_core.config import ModelConfig
 from engine_core.runs.rollout_files import read_rollouts
-from engine_plugin_tools.commands.evaluate import end_tokens
+from engine_plugin_tools.commands.evaluate import end_tokens, print_metrics
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 GSM8K = """\
@@ -421,3 +421,8 @@ def test_a_run_file_that_only_evaluates_samples_no_training_rows(engine, rl_run,
     refused = engine("generate", "rl.toml", "out.parquet", *words)
     assert refused.code == 2
     assert "reads no training rows. Sample with: engine eval FILE --out DIR." in refused.err
+
+
+def test_metrics_are_sorted_with_six_digits(capsys):
+    print_metrics({"b": 2.0, "a": 0.123456789}, as_json=False)
+    assert capsys.readouterr().out == "a  0.123457\nb  2\n"

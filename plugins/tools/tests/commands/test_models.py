@@ -1,4 +1,4 @@
-"""generate, eval, export, on a tiny model."""
+"""generate and eval on a tiny model."""
 
 from __future__ import annotations
 
@@ -188,20 +188,6 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_passed_over_otherwise(engin
     assert "state.json does not match its hash. Choose another of [1, 2]." in answer.err
     passed = engine("eval", "first", "--json")
     assert json.loads(passed.out) == json.loads(engine("eval", "first", "--step", "1", "--json").out)
-
-
-def test_export_is_a_folder_that_transformers_loads(engine, trained):
-    answer = engine("export", "first", "exported", "--step", "1")
-    assert answer.code == 0
-    assert answer.out == "exported\n"
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    out = trained.parents[1] / "exported"
-    assert AutoModelForCausalLM.from_pretrained(out).config.hidden_size == 16
-    assert AutoTokenizer.from_pretrained(out).decode([14, 15]) == "lm"
-    again = engine("export", "first", "exported")
-    assert again.code == 2
-    assert "'exported' exists already" in again.err
 
 
 def test_random_weights_are_warned_about_at_the_start_and_not_once_they_are_trained(engine, sft_run):

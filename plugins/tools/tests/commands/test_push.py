@@ -18,8 +18,9 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from engine_core.cli.loading import checkpoint_of, read_run, trainer_of
+from engine_core.cli.loading import read_run, trainer_of
 from engine_core.runs.tracking import RunFolder
+from engine_plugin_tools.commands.checkpoints import checkpoint_of
 
 SECRET = "planted-secret-7391"
 PLUGIN = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,8 @@ def test_prune_never_counts_a_damaged_checkpoint_as_kept(engine, finished):
 
 
 def test_prune_leaves_a_run_alone_that_is_at_work(engine, finished):
-    with RunFolder.open(finished).locked():
+    with closing(RunFolder.open(finished)) as folder:
+        folder.lock()
         answer = engine("prune", "first")
     assert answer.code == 5
     assert "is in use by process" in answer.err

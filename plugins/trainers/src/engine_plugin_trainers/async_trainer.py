@@ -24,6 +24,7 @@ Left out on purpose: episodes (``[environment]``) and greedy baselines, which ar
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -142,8 +143,8 @@ class AsyncTrainer(Trainer):
         found: list[Rollout] = []
         for number, group in enumerate(groups, first_group):
             for rollout in group.in_order():
-                found.append(taken := rollout.copy())  # the group may still be written to a checkpoint
-                taken.group_id, taken.rewards, taken.answers = number, {}, {}
+                # a copy, because the group may still be written to a checkpoint
+                found.append(dataclasses.replace(rollout, group_id=number, rewards={}, answers={}))
         self._check_staleness(found)
         self.sampler.settle_timeouts(found)
         return found, self.ahead.known(groups)

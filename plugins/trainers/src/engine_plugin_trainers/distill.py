@@ -26,20 +26,21 @@ from engine_core.contracts.runtime import Role
 from engine_core.data.rows import open_rows
 from engine_core.errors import ConfigError
 from engine_core.metrics import Sum, declared, merge
-from engine_core.train.models import check_teacher, common_vocabulary, table_length
+from engine_core.train.models import check_teacher
 from engine_core.train.rollouts import sampling_seed
 from engine_core.train.sampled_run import SampledRun
 from engine_core.train.update import check_gap
 from engine_core.types import Batch, LossCall
+from engine_plugin_trainers.models import common_vocabulary, table_length
 from engine_plugin_trainers.options import SFTOptions
 from engine_plugin_trainers.sft import example_batch, example_source
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from engine_core.data import Example
     from engine_core.data.source import Source
     from engine_core.types import Rollout
+    from engine_plugin_trainers.data.examples import Example
     from engine_plugin_trainers.options import DistillOptions
 
 DEFAULT_TOP_K = 128

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine_core.errors import ConfigError
-from engine_core.train.models import table_length
 from engine_core.types import Batch, LossCall
 from engine_plugin_trainers.algorithms.preference_columns import mismatched
 from engine_plugin_trainers.algorithms.preference_objectives import mismatch_kl
 from engine_plugin_trainers.data.preferences import Judged, JudgedPreparer
+from engine_plugin_trainers.models import table_length
 from engine_plugin_trainers.preference import PreferenceRun
 
 if TYPE_CHECKING:

@@ -67,6 +67,17 @@ class ReplayCacheOptions(Options):
     """Seed of the draw. The number of the step is added to the seed."""
 
 
+class PFPPOOptions(Options):
+    """``[stage.pf_ppo_resample]``: options of the stage `pf_ppo_resample`."""
+
+    method: Literal["pow", "max_min", "max_random"] = "pow"
+    """Probability P of a rollout with reward R. ``pow``: P ∝ |R|^`power`. ``max_min``: only the highest and the lowest R. ``max_random``: 0.4 for the highest R, 0.1 for the others."""
+    power: float = Field(2.0, ge=0)
+    """Exponent of ``pow``."""
+    seed: int = Field(0, ge=0)
+    """Seed of the resampling. The number of the step is added to the seed."""
+
+
 Coefficient = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 

@@ -21,6 +21,7 @@ from engine_plugin_trainers.options import (
     DistillOptions,
     DPOOptions,
     KTOOptions,
+    PFPPOOptions,
     ReplayCacheOptions,
     RewardModelOptions,
     SFTOptions,
@@ -92,13 +93,13 @@ def engine_advantages() -> Mapping[str, Advantage]:
 
 @hookimpl
 def engine_stages() -> Mapping[str, Stage]:
-    """Offer the replay cache."""
+    """Offer resampling and the replay cache."""
+    here = "engine_plugin_trainers.algorithms."
     return {
+        "pf_ppo_resample": Stage(load=here + "resampling:pf_ppo_resample", config=PFPPOOptions),
         "replay_cache": Stage(
-            load="engine_plugin_trainers.algorithms.replay_cache:ReplayCache",
-            config=ReplayCacheOptions,
-            off_policy=True,
-        )
+            load=here + "replay_cache:ReplayCache", config=ReplayCacheOptions, off_policy=True
+        ),
     }
 
 

@@ -18,11 +18,11 @@ from engine_core.contracts.runtime import Role
 from engine_core.data.rows import open_rows
 from engine_core.data.source import Source
 from engine_core.errors import ConfigError
-from engine_core.train.models import table_length
 from engine_core.train.run import TrainingRun
 from engine_core.types import Batch, LossCall
 from engine_plugin_trainers.algorithms import preference_columns as columns
 from engine_plugin_trainers.data.preferences import Pair, PairPreparer
+from engine_plugin_trainers.models import table_length
 from engine_plugin_trainers.options import READABLE, check_offered
 
 if TYPE_CHECKING:

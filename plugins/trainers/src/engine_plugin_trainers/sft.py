@@ -9,17 +9,17 @@ import torch
 from engine_core.algorithms.objectives import with_weights
 from engine_core.contracts.runtime import Role
 from engine_core.data.rows import open_rows
-from engine_core.data.source import Preparer, Source
-from engine_core.train.models import table_length
+from engine_core.data.source import Source
 from engine_core.train.run import TrainingRun
 from engine_core.types import Batch, LossCall
+from engine_plugin_trainers.data.examples import Example, ExamplePreparer
+from engine_plugin_trainers.models import table_length
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from engine_core.config.models import DataConfig
-    from engine_core.data import Example
     from engine_core.data.rows import Rows
     from engine_plugin_trainers.options import SFTOptions
 
@@ -83,8 +83,8 @@ def example_source(
         split: first part of every id.
         held: length of the model's position table, in tokens; a longer sequence is over-long too.
     """
-    limits = options.max_tokens, True, options.train_on_prompt, held
-    return Source(Preparer(rows, tokenizer, data, split, *limits), seed)
+    how = options.max_tokens, "sft", held, options.train_on_prompt
+    return Source(ExamplePreparer(rows, tokenizer, data, split, *how), seed)
 
 
 def example_batch(examples: Sequence[Example]) -> Batch:

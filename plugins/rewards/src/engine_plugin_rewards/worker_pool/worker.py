@@ -88,9 +88,8 @@ def build(order: dict[str, Any]) -> RewardFunction:
     # A one-file plugin is loaded only for a reward that no installed plugin offers.
     modules = [] if any(find("rewards", name)) else order["modules"]
     plugins = PluginSet.load({"rewards": [name]}, modules, root, order["allow_code"])
-    return load_reward(
-        name, plugins, order["options"], root, order["allow_code"], order["timeout"], order["modules"]
-    )
+    plugins.modules = order["modules"]  # from which a factory can load entries of other tables
+    return load_reward(name, plugins, order["options"], order["timeout"])
 
 
 def serve(reward: RewardFunction, timeout: float, channel: JsonChannel) -> None:

@@ -12,13 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine_core import load_config
-from engine_core.cli.loading import checkpoint_of, read, read_run, trainer_of
-from engine_core.cli.options import AllowCode, Json, Sets, Step
-from engine_core.cli.output import check_new, print_json, print_metrics
+from engine_core.cli.loading import read, read_run, trainer_of
+from engine_core.cli.options import AllowCode, Json, Sets
+from engine_core.cli.output import check_new, print_json, print_table
 from engine_core.config.read import key_text, read_config
 from engine_core.data import load_tokenizer
 from engine_core.errors import ConfigError
+from engine_core.runs.logs import half_width, with_interval
 from engine_core.runs.tracking import RunFolder
+from engine_plugin_tools.commands.checkpoints import Step, checkpoint_of
 from engine_plugin_tools.suites import SUITES, Suite, chosen_suites, described, run_settings
 
 if TYPE_CHECKING:
@@ -256,3 +258,13 @@ def block(name: str, found: Mapping[str, Any]) -> str:
     head = f"{name}: {found['prompts']:.0f} prompts, {protocol['measured']}"
     width = max(len(key) for key, _ in rows)
     return "\n".join([head, *(f"  {key.ljust(width)}  {text}" for key, text in rows)])
+
+
+def print_metrics(metrics: Mapping[str, float], as_json: bool) -> None:
+    """Print metrics by name. One with a 95% interval is shown as ``0.83 ± 0.04``, in JSON with its bounds."""
+    if as_json:
+        print_json(dict(metrics))
+        return
+    measured = [name for name in metrics if half_width(metrics, name) is not None]
+    bounds = {f"{name}_{end}" for name in measured for end in ("low", "high")}
+    print_table([(name, with_interval(metrics, name)) for name in sorted(metrics) if name not in bounds])

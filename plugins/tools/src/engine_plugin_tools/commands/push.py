@@ -6,19 +6,20 @@ import json
 import os
 import shutil
 import sys
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine_core.cli.loading import checkpoint_of, read_run, trainer_of
-from engine_core.cli.options import Sets, Step
+from engine_core.cli.loading import read_run
+from engine_core.cli.options import Sets
 from engine_core.cli.output import print_table
 from engine_core.errors import ConfigError, EnvironmentProblem, did_you_mean
 from engine_core.runs.tracking import RunFolder
 from engine_core.temporary_folder import TemporaryFolder
+from engine_plugin_tools.commands.checkpoints import Step, checkpoint_of
+from engine_plugin_tools.commands.export import write_model
 from engine_plugin_tools.hub import CARD, Target
 
 if TYPE_CHECKING:
@@ -110,18 +111,16 @@ def _export(
     """
     from engine_plugin_tools.model_card import fetch_base_card, write_card
 
-    with closing(trainer_of(config)) as trainer:
-        trainer.load_checkpoint(checkpoint, [] if role == "actor" else [role])
-        trainer.export(folder, adapter, role)
-        if not any(folder.glob("*.safetensors")):
-            raise EnvironmentProblem(
-                f"No weights arrived in {folder}: the role '{role}' runs on another machine. Set TMPDIR to a folder that "
-                "all machines share, or use 'engine export RUN OUT --card' with such a folder, then 'engine push OUT'."
-            )
-        if not offline:
-            fetch_base_card(config, role)
-        write_card(folder, run, config, trainer.step_done, adapter, role, name)
-        return f"Upload {run.path.name}, step {trainer.step_done}"
+    step = write_model(folder, checkpoint, config, adapter, role)
+    if not any(folder.glob("*.safetensors")):
+        raise EnvironmentProblem(
+            f"No weights arrived in {folder}: the role '{role}' runs on another machine. Set TMPDIR to a folder that "
+            "all machines share, or use 'engine export RUN OUT --card' with such a folder, then 'engine push OUT'."
+        )
+    if not offline:
+        fetch_base_card(config, role)
+    write_card(folder, run, config, step, adapter, role, name)
+    return f"Upload {run.path.name}, step {step}"
 
 
 def _check_exportable(checkpoint: Path, config: EngineConfig, adapter: bool, role: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tomllib
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -212,7 +213,8 @@ def prune(
     settings = tomllib.loads(folder.config_file.read_text(encoding="utf-8")).get("checkpoint", {})
     best = Best.of(CheckpointConfig.model_validate(settings))
     checkpoints = Checkpoints(folder.checkpoints, best=best, metrics_of=folder.metrics_of)
-    with folder.locked():
+    with closing(folder):
+        folder.lock()
         leftovers = checkpoints.leftovers()
         for path in [*checkpoints.prune(keep, dry_run, deep=True), *leftovers]:
             print(path)

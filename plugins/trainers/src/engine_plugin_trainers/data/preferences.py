@@ -9,19 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine_core.config.models import ColumnsConfig
-from engine_core.data.layouts import Message, Row, column, convert, shown, text_or_messages, tools_of
+from engine_core.data.layouts import Message, Row, column, shown, text_or_messages, tools_of
 from engine_core.data.rows import BadRow
-from engine_core.data.source import Preparer
 from engine_core.errors import DataError, did_you_mean
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from engine_core.config.models import DataConfig
-    from engine_core.data.rows import Rows
+from engine_plugin_trainers.data.examples import ExamplePreparer
 
 
 @dataclass(slots=True)
@@ -46,44 +40,17 @@ class Judged:
     desirable: bool
 
 
-class PairPreparer(Preparer):
-    """A preparer of `Pair`s.
-
-    Args:
-        rows: the opened rows.
-        tokenizer: the run's tokenizer.
-        config: ``[data]``.
-        split: first part of every id.
-        limit: longest sequence in tokens; both sequences of a pair are cut or skipped together.
-        table: name of the trainer's option table, for messages.
-        held: as `Preparer`.
-    """
+class PairPreparer(ExamplePreparer):
+    """A preparer of `Pair`s; both sequences of a pair are cut or skipped together."""
 
     makes: type = Pair
 
-    def __init__(
-        self,
-        rows: Rows,
-        tokenizer: PreTrainedTokenizerBase,
-        config: DataConfig,
-        split: str,
-        limit: int,
-        table: str,
-        held: int | None = None,
-    ) -> None:
-        if self.makes is Pair and config.format not in ("auto", "trl"):
+    def _item(self, raw: dict[str, Any], index: int, name: str) -> Any:
+        if self.config.format not in ("auto", "trl"):
             raise DataError(
-                f"[data] format = '{config.format}': pairs are read from the columns prompt, chosen and rejected. "
+                f"[data] format = '{self.config.format}': pairs are read from the columns prompt, chosen and rejected. "
                 "Remove the key."
             )
-        super().__init__(rows, tokenizer, config, split, limit, learn=True, held=held)
-        self.table = table
-
-    @property
-    def _key(self) -> str:
-        return f"[{self.table}] max_tokens"
-
-    def _item(self, raw: dict[str, Any], index: int, name: str) -> Any:
         columns = self.config.columns
         sides, margin = convert_pair(raw, columns), margin_of(raw, columns)
         for side in sides:
@@ -92,9 +59,6 @@ class PairPreparer(Preparer):
         masked = chosen.token_ids, chosen.loss_mask, rejected.token_ids, rejected.loss_mask
         return Pair(name, *masked, margin)
 
-    def _plain(self) -> list[Any]:
-        return [self.split, self._asked, self.table, self._held]
-
 
 class JudgedPreparer(PairPreparer):
     """A preparer of `Judged` responses: any layout of SFT and a label."""
@@ -102,8 +66,7 @@ class JudgedPreparer(PairPreparer):
     makes = Judged
 
     def _item(self, raw: dict[str, Any], index: int, name: str) -> Any:
-        row = convert(raw, self._layout(index), self.config.columns, learn=True)
-        rendered = self._renderer.fit(row, self.limit)
+        rendered = self._renderer.fit(self._row(raw, index), self.limit)
         label = label_of(raw, self.config.columns)
         return Judged(name, rendered.token_ids, rendered.loss_mask, label)
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.config.read import key_text
-from engine_core.errors import errors_of, refuse
-from engine_core.rewards.preflight import try_rewards
-from engine_core.runs.folders import check_free
+from engine_core.errors import EnvironmentProblem, PluginError, errors_of, refuse
+from engine_core.runs.folders import exists_already, is_unused, writing_problem
 from engine_core.runs.tracking import make_tracker
+from engine_core.types import Request, Sampling
 
 if TYPE_CHECKING:
+    from engine_core.config import EngineConfig
+    from engine_core.rewards import RewardRunner
+    from engine_core.rewards.signatures import Outcome
     from engine_core.train.run import TrainingRun
+    from engine_core.types import Prompt
 
 
 def dry_run(run: TrainingRun) -> list[str]:
@@ -31,6 +38,22 @@ def dry_run(run: TrainingRun) -> list[str]:
     lines = [*run.derived(), *_layout(run)]
     refuse(errors_of([partial(_check_engines, run), lambda: lines.extend(_rewards(run))]))
     return lines
+
+
+def check_free(config: EngineConfig) -> None:
+    """Check that a run could make its folder.
+
+    Raises:
+        ConfigError: the name is that of a used folder.
+        EnvironmentProblem: the folder cannot be created.
+    """
+    root, name = Path(config.run.dir), config.run.name
+    if problem := writing_problem(root):
+        raise EnvironmentProblem(
+            f"run.dir: cannot make a run folder in '{root}': {problem}. Set run.dir to a folder you may write to."
+        )
+    if name and (root / name).exists() and not is_unused(root / name):
+        raise exists_already(root / name)
 
 
 def _make_trackers(run: TrainingRun) -> None:
@@ -89,3 +112,36 @@ def _rewards(run: Any) -> list[str]:
         f"Reward {key_text((name,))} of a made-up response: {value}"
         for name, value in try_rewards(run.rewards, prompts[0]).items()
     ]
+
+
+def try_rewards(rewards: RewardRunner, prompt: Prompt) -> dict[str, float | None]:
+    """Call each reward with workers on two made-up responses to a prompt; return its value of the first.
+
+    Args:
+        rewards: of the run.
+        prompt: a row of the data.
+
+    Raises:
+        PluginError: every reward that failed, with the line of its function.
+    """
+    texts = ("I do not know.", "42")
+    empty = [Request(f"dry-run:{i}", prompt, Sampling(), index=i).unsampled() for i in range(len(texts))]
+    rollouts = [
+        replace(each, text=text, finish_reason="stop") for each, text in zip(empty, texts, strict=True)
+    ]
+    outcomes = rewards.outcomes(rollouts, rewards.pools)
+    problems = {
+        name: f"reward.{name}: fails on the made-up response '{text}': {outcome.message}.{_place(outcome)}"
+        for name, found in outcomes.items()
+        for text, outcome in zip(texts, found, strict=True)
+        if outcome.failure
+    }
+    if problems:
+        raise PluginError("\n".join(problems.values()))
+    return {name: found[0].value for name, found in outcomes.items()}
+
+
+def _place(outcome: Outcome) -> str:
+    """Return the innermost line of an outcome's traceback, with a space before it; empty without one."""
+    frames = re.findall(r'File "(.+?)", line (\d+)', outcome.trace)
+    return f" ({frames[-1][0]}:{frames[-1][1]})" if frames else ""

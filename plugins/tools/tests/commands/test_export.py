@@ -1,0 +1,18 @@
+"""export, on a tiny model."""
+
+from __future__ import annotations
+
+
+def test_export_is_a_folder_that_transformers_loads(engine, sft_run):
+    assert engine("train", "run.toml").code == 0
+    answer = engine("export", "first", "exported", "--step", "1")
+    assert answer.code == 0
+    assert answer.out == "exported\n"
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    out = sft_run.parent / "exported"
+    assert AutoModelForCausalLM.from_pretrained(out).config.hidden_size == 16
+    assert AutoTokenizer.from_pretrained(out).decode([14, 15]) == "lm"
+    again = engine("export", "first", "exported")
+    assert again.code == 2
+    assert "'exported' exists already" in again.err
