@@ -61,7 +61,7 @@ FEATURES_INTRO = """These features have no contract.
 - `refused`: the engine refuses the feature and names an alternative.
 - `no option`: no key of the run file selects it."""
 FEATURES = {
-    "float16 with a scaled loss": ["no option", "tested", "tested", "tested: stages 1 to 3"],
+    "float16 with a scaled loss": ["tested", "tested", "tested", "tested: stages 1 to 3"],
     "LoRA": ["tested", "tested", "refused: its linear layers are fused and split over ranks", "tested"],
     "matrix products in 8 bits (fp8)": ["no option", "tested: `fp8`, with torchao", "no option", "no option"],
     "kernels of Transformer Engine and apex": [

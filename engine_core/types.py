@@ -442,10 +442,7 @@ class LossCall:
 
 @dataclass(slots=True)
 class TrainOutput:
-    """The result of ``forward_backward``.
-
-    ``metrics`` are reduced over micro-batches and ranks as their names declare, see ``engine_core.metrics``.
-    """
+    """The result of ``forward_backward``; metrics are reduced as their names declare, see ``engine_core.metrics``."""
 
     loss: float  #: the global loss that was differentiated
     metrics: dict[str, float] = field(default_factory=dict)  #: by name, as plain numbers
@@ -459,3 +456,4 @@ class StepOutput:
     grad_norm: float  #: before clipping
     lr: float  #: the rate of this step; the largest over the parameter groups
     skipped: bool = False  #: True: a gradient was not finite, and weights and optimizer did not change
+    rescaled: bool = False  #: True: skipped because gradients overflowed in fp16; the loss scale is lower now

@@ -59,7 +59,7 @@ class OptimConfig(Table):
     min_lr_ratio: Fraction = 0.0
     """Final learning rate as a share of `lr`."""
     max_skipped_steps: PositiveInt = 3
-    """An optimizer step with non-finite gradients is skipped. This many skipped steps in a row end the run (exit code 6)."""
+    """An optimizer step with non-finite gradients is skipped. This many skipped steps in a row end the run (exit code 6). Overflows that lower the loss scale of fp16 do not count."""
 
 
 class LoRAConfig(Table):

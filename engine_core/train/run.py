@@ -397,12 +397,11 @@ class TrainingRun(abc.ABC):
         self.weights_changed = True
         done = self.groups[role].call("optimizer_step").result()
         faults.point("step.after_update")
-        in_a_row = self.skipped_in_a_row[role] = self.skipped_in_a_row.get(role, 0) + 1 if done.skipped else 0
-        if done.skipped:
-            log.warning(
-                "Optimizer step skipped: the gradient norm of '%s' is %s (%d in a row).",
-                role, done.grad_norm, in_a_row,
-            )  # fmt: skip
+        failed = done.skipped and not done.rescaled
+        in_a_row = self.skipped_in_a_row[role] = self.skipped_in_a_row.get(role, 0) + 1 if failed else 0
+        if failed:
+            words = "Optimizer step skipped: the gradient norm of '%s' is %s (%d in a row)."
+            log.warning(words, role, done.grad_norm, in_a_row)
         if in_a_row >= (limit := self.config.role(role).optim.max_skipped_steps):
             raise TrainingFailed(
                 f"{limit} optimizer steps in a row had gradients that are not finite ({role}.optim.max_skipped_steps). "

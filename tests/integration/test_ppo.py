@@ -231,6 +231,14 @@ def test_skipped_steps_are_counted_for_each_role(make):
     assert lines_of(run)[0]["critic/skipped_steps"] == 2
 
 
+def test_an_overflow_that_lowers_the_loss_scale_is_counted_and_ends_no_run(make):
+    fp16 = {"actor.torch.compute_dtype": "fp16", "actor.torch.loss_scale": 2.0**40}
+    run = make({**fp16, "actor.optim.max_skipped_steps": 1})
+    run.train()
+    assert sum(line["actor/skipped_steps"] for line in lines_of(run)) > 1
+    assert run.skipped_in_a_row == {"critic": 0, "actor": 0}
+
+
 def test_the_critics_rate_follows_the_schedule_of_settings(make):
     run = make({"critic.optim.schedule": "constant", "schedule.critic.optim.lr": [[2, 5e-4], [3, 0.0]]})
     run.train()

@@ -173,6 +173,7 @@ def fp16_scales_and_recovers(bench):
     skipped = [step.skipped for step in steps]
     assert skipped[0]
     assert not skipped[-1]
+    assert [step.rescaled for step in steps] == skipped
     assert scaler.cur_scale == 2.0 ** (40 - sum(skipped))
     assert abs(steps[-1].grad_norm / norm - 1) < 0.02
     identical(bench.weights(engine), before, "weights after steps of rate 0")

@@ -166,8 +166,14 @@ def fp16_scales_and_recovers(bench):
     skipped = [step.skipped for step in steps]
     assert skipped[0], skipped
     assert not skipped[-1], skipped
+    assert [step.rescaled for step in steps] == skipped
     assert engine.loss_scale.factor == first / 2 ** sum(skipped)
     assert abs(steps[-1].grad_norm / norm - 1) < 2e-2, (steps[-1].grad_norm, norm)
+    engine.save(bench.folder / "state").result()
+    bench.barrier()
+    again = bench.engine(optim={"lr": 0.0})
+    again.load(bench.folder / "state")
+    assert again.loss_scale.state() == engine.loss_scale.state()
 
 
 def one_step(bench):

@@ -157,20 +157,20 @@ def fp16_scales_and_recovers(bench):
     batch, module = bench.batch(), bench.reference()
     norm = norm_of(gradient_of(module, nll_loss(module, batch)))
     engine = bench.engine(optim={"lr": 0.0})
-    before, first = bench.weights(engine), engine.steps.loss_scale.factor
+    before, first = bench.weights(engine), engine.loss_scale.factor
     steps = [bench.step(engine, batch) for _ in range(16)]
     skipped = [step.skipped for step in steps]
     assert skipped[0]
     assert not skipped[-1]
     assert engine.num_skipped_steps == sum(skipped)
-    assert engine.steps.loss_scale.factor == first / 2 ** sum(skipped)
+    assert engine.loss_scale.factor == first / 2 ** sum(skipped)
     assert abs(steps[-1].grad_norm / norm - 1) < 2e-2
     identical(bench.weights(engine), before, "weights after steps of rate 0")
     engine.save(bench.folder / "state").result()
     bench.barrier()
     again = bench.engine(optim={"lr": 0.0})
     again.load(bench.folder / "state")
-    assert vars(again.steps.loss_scale) == vars(engine.steps.loss_scale)
+    assert vars(again.loss_scale) == vars(engine.loss_scale)
 
 
 def the_copy_that_is_stepped_is_not_rounded(bench):

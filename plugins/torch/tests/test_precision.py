@@ -18,7 +18,7 @@ from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.options import TorchOptions
 from engine_plugin_torch.precision import Precision, choose
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -71,6 +71,26 @@ def test_what_the_run_file_says_holds_and_the_rest_follows(with_bf16, options, f
 )  # fmt: skip
 def test_on_the_cpu_bfloat16_is_there_for_whoever_asks(options, expected):
     assert choose(TorchOptions(**options), CPU, "actor.torch", frozen=False) == Precision(*expected)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_with_fp16_an_accelerator_keeps_frozen_weights_in_it_and_trained_ones_in_float32(
+    with_bf16, monkeypatch, there
+):
+    with_bf16(there)
+    monkeypatch.setattr(precision, "has_fp16", lambda device: True)
+    options = TorchOptions(compute_dtype="fp16")
+    assert choose(options, CUDA, "ref.torch", frozen=True) == Precision(FP16, FP16)
+    assert choose(options, CUDA, "actor.torch", frozen=False) == Precision(FP32, FP16)
+    assert choose(options, CPU, "ref.torch", frozen=True) == Precision(FP32, FP16)
+
+
+def test_fp16_on_a_device_without_it_is_refused_by_key(monkeypatch):
+    assert precision.has_fp16(CPU)
+    monkeypatch.setattr(precision, "has_fp16", lambda device: False)
+    with pytest.raises(ConfigError) as error:
+        choose(TorchOptions(compute_dtype="fp16"), torch.device("mps"), "actor.torch")
+    assert str(error.value).startswith("actor.torch.compute_dtype: 'fp16', but mps has no float16. Set it")
 
 
 @pytest.mark.parametrize("key", ["param_dtype", "compute_dtype"])

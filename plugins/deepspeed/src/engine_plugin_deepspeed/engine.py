@@ -27,6 +27,7 @@ from engine_plugin_deepspeed.partitions import AdapterInParts, Partitions, relea
 from engine_plugin_torch.checkpoint import PARTS
 from engine_plugin_torch.data_parallel import DataParallelEngine, Root
 from engine_plugin_torch.folder_parts import check_folder
+from engine_plugin_torch.loss_scale import LossScale
 from engine_plugin_torch.rank_group import RankGroup
 from engine_plugin_torch.skeleton import Skeleton
 from engine_plugin_torch.weights import published_weights, take_weights, to_own_names
@@ -77,6 +78,7 @@ class DeepSpeedEngine(DataParallelEngine):
             )
         self.ranks = RankGroup(self.context.rank, self.context.world_size, self.device)
         self._members: list[list[str]] = []
+        self.loss_scale = LossScale()  # DeepSpeed scales the loss
         library.join(library.load(self.device, self._table))
 
     @property
@@ -194,13 +196,16 @@ class DeepSpeedEngine(DataParallelEngine):
             self.zero.allreduce_gradients()
             self.zero.set_gradient_accumulation_boundary(False)
             return super().optimizer_step()
-        lr = self.lr
+        lr, scaler = self.lr, self.store._loss_scaler
+        scale = None if scaler is None else scaler.cur_scale
         self.zero.step()
         skipped = bool(self.zero.optimizer.overflow)
         if not skipped and self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.num_skipped_steps += skipped
-        return StepOutput(grad_norm=float(self.zero.get_global_grad_norm()), lr=lr, skipped=skipped)
+        finite, self.loss_scale.loss_is_finite = self.loss_scale.loss_is_finite, True
+        rescaled = finite and scale is not None and scaler.cur_scale < scale
+        return StepOutput(float(self.zero.get_global_grad_norm()), lr, skipped, rescaled)
 
     def close(self) -> None:
         """Close the engine; DeepSpeed's own process groups live until the process ends."""

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from engine_core.errors import ConfigError, EnvironmentProblem
+from engine_plugin_torch.loss_scale import GROWTH_STEPS
 
 if TYPE_CHECKING:
     from engine_plugin_deepspeed.options import DeepSpeedOptions, OffloadOptions
@@ -94,9 +95,6 @@ def join(deepspeed: Any) -> None:
         deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False, verbose=False)
     finally:
         backend.build_shm_op = build
-
-
-GROWTH_STEPS = 2000
 
 
 def settings(

@@ -8,9 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from engine_core.specs import Options
-from engine_plugin_torch.options import ForwardOptions
-
-LOSS_SCALE = 65536.0
+from engine_plugin_torch.options import LOSS_SCALE, ForwardOptions
 
 
 class OffloadOptions(Options):
@@ -92,9 +90,6 @@ class DeepSpeedOptions(ForwardOptions):
                 "overlap_comm needs stage 2 or 3 without offload_optimizer: gradients of all micro-batches are "
                 "summed over ranks at once otherwise. Leave it out."
             )
-        # Compare with the default, since a resolved config (in a run folder, in a worker) sets every key.
-        if self.loss_scale != LOSS_SCALE and self.compute_dtype != "fp16":
-            raise ValueError("loss_scale has no effect without compute_dtype = 'fp16'.")
         if math.frexp(self.loss_scale)[0] != 0.5:
             raise ValueError(
                 f"loss_scale {self.loss_scale} is no power of two, which is what DeepSpeed scales by."

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from engine_plugin_fsdp.engine import FSDPEngine
-    from engine_plugin_torch.sharded_checkpoint import Parts
 
 
 class FSDPStore(ShardedStore):
@@ -35,12 +34,6 @@ class FSDPStore(ShardedStore):
         super().__init__(engine)
         self._host_memory = HostMemory()
 
-    def _copied(self) -> tuple[dict[str, Parts], dict[str, Any]]:
-        parts, scalars = super()._copied()
-        if self.engine.loss_scale is not None:
-            scalars["loss_scale"] = vars(self.engine.loss_scale)
-        return parts, scalars
-
     def load(self, folder: Path) -> None:
         """Load this rank's part; a rank that the saving run did not have keeps its random state.
 
@@ -48,8 +41,6 @@ class FSDPStore(ShardedStore):
         """
         super().load(folder)
         scalars = state_files.load_json(folder / state_files.STATE)
-        if self.engine.loss_scale is not None and "loss_scale" in scalars:
-            vars(self.engine.loss_scale).update(scalars["loss_scale"])
         if any(scalars.get(name) != value for name, value in self.engine.ranks.described.items()):
             self.engine.ranks.share_random_state()
         self.move_optimizer(self._optimizer_device)

@@ -38,7 +38,6 @@ from engine_plugin_fsdp.start import check_distributed, check_types, tell, tell_
 from engine_plugin_fsdp.tensor_parallel import check_config, check_units, plan_of
 from engine_plugin_torch.data_parallel import DataParallelEngine, Root
 from engine_plugin_torch.folder_parts import check_folder, read_together
-from engine_plugin_torch.optimizers import LossScale
 from engine_plugin_torch.sharded import copies, here
 from engine_plugin_torch.skeleton import Skeleton
 from engine_plugin_torch.units import checkpoint_units, compile_units
@@ -111,8 +110,6 @@ class FSDPEngine(DataParallelEngine):
         self.skeleton: Skeleton | None = None
         self._found_units = False
         self._parameters: list[nn.Parameter] = []
-        fp16 = self.precision.compute == torch.float16 and self.trainable
-        self.loss_scale = LossScale(self.options.loss_scale) if fp16 else None
 
     @classmethod
     def check_model(
@@ -243,7 +240,7 @@ class FSDPEngine(DataParallelEngine):
 
     def _backward(self, value: Tensor) -> None:
         self.began_backward = True
-        (value if self.loss_scale is None else value * self.loss_scale.factor).backward()
+        self.loss_scale.scaled(value).backward()
 
     def _begin_micro_batch(self, last: bool) -> None:
         self._sync_gradients(self.options.gradient_sync == "each" or last)
@@ -289,8 +286,6 @@ class FSDPEngine(DataParallelEngine):
         step = super().optimizer_step()
         if self.options.cpu_offload == "optimizer":
             self.store.move_optimizer(torch.device("cpu"))
-        if self.loss_scale is not None:
-            self.loss_scale.stepped(step.skipped)
         return step
 
     def _trainable_parameters(self) -> list[nn.Parameter]:
@@ -303,8 +298,6 @@ class FSDPEngine(DataParallelEngine):
         """Return the norm of the whole gradient; an element that several ranks hold counts once. Collective."""
         grads = self._grads()
         parts = [here(grad) for grad in grads]
-        if self.loss_scale is not None and parts:
-            torch._foreach_div_(parts, self.loss_scale.factor)
         square = torch.zeros((), dtype=torch.float64)
         if parts:
             norms = torch.stack(torch._foreach_norm(parts, 2, torch.float32)).double()

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from engine_core.specs import Options
 from engine_plugin_torch.options import ForwardOptions
 
-LOSS_SCALE = 65536.0
 FloatType = Literal["fp32", "bf16", "fp16"]
 
 
@@ -48,8 +47,6 @@ class FSDPOptions(ForwardOptions):
     """Types of what is computed and sent."""
     fp8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """Multiply in 8 bits in large linear layers, except the head. Needs a GPU with 8-bit support: Hopper, or Ada for ``tensorwise``. ``tensorwise``: one scale for each tensor (fastest). ``rowwise``: one scale for each row (more exact). ``rowwise_with_gw_hp``: ``rowwise``, but the gradient of the weight is computed in bf16. Needs ``pip install 'engine-plugin-fsdp[fp8]'``."""
-    loss_scale: float = Field(default=LOSS_SCALE, gt=0)
-    """With ``fp16``: initial factor of the loss. A step whose gradients overflow is skipped on all ranks and halves the factor; 2000 good steps double it."""
     gradient_sync: Literal["last", "each"] = "last"
     """``last``: sum gradients over ranks after the last micro-batch. This sends fewer messages; until then each rank holds whole gradients. ``each``: sum after each micro-batch, which uses the least memory."""
     cpu_offload: Literal["none", "optimizer", "params"] = "none"
@@ -70,6 +67,8 @@ class FSDPOptions(ForwardOptions):
     """Check the sharded model at the start. The sharded model computes 16 tokens. The run is refused if the result differs from that of the whole model on the first rank's CPU. ``auto``: check on several ranks, for a model of at most 2 billion parameters whose attention runs on a CPU."""
     weights_bucket_mb: int = Field(default=256, gt=0)
     """Maximum size, in MiB, of a bucket of gathered tensors when weights are sent to a sampler or written to a file."""
+
+    fp16_key: ClassVar[str] = "mixed_precision.param_dtype"
 
     @property
     def compute_dtype(self) -> Literal["auto", "fp32", "bf16", "fp16"]:
@@ -112,7 +111,4 @@ class FSDPOptions(ForwardOptions):
                 f"mixed_precision.param_dtype '{self.compute_dtype}' over param_dtype 'bf16': "
                 "set param_dtype = 'fp32'."
             )
-        # Not whether it is set: a resolved config, as a run folder and the workers have it, sets every key.
-        if self.loss_scale != LOSS_SCALE and self.compute_dtype != "fp16":
-            raise ValueError("loss_scale has no effect without mixed_precision.param_dtype = 'fp16'.")
         return self

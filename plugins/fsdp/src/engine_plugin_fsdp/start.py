@@ -10,7 +10,7 @@ import torch
 
 from engine_core.errors import ConfigError, PluginError
 from engine_plugin_fsdp.sharding import sharded_modules, sum_gradients
-from engine_plugin_torch.precision import NAMED, has_bf16
+from engine_plugin_torch.precision import NAMED, has_bf16, has_fp16
 from engine_plugin_torch.sharded import here
 
 if TYPE_CHECKING:
@@ -121,17 +121,6 @@ def check_dtype(key: str, dtype: torch.dtype, device: torch.device) -> None:
         raise ConfigError(f"{key}: 'bf16', but {device} has no bfloat16. Set it to 'fp16' or 'fp32'.")
     if dtype == torch.float16 and not has_fp16(device):
         raise ConfigError(f"{key}: 'fp16', but {device} has no float16. Set it to 'fp32'.")
-
-
-def has_fp16(device: torch.device) -> bool:
-    """Return whether a device multiplies matrices in float16."""
-    try:
-        torch.ones(2, 2, dtype=torch.float16, device=device).mm(
-            torch.ones(2, 2, dtype=torch.float16, device=device)
-        )
-    except (RuntimeError, TypeError):  # the errors of backends without the type
-        return False
-    return True
 
 
 def check_types(table: str, options: FSDPOptions, compute: torch.dtype, device: torch.device) -> None:

@@ -48,8 +48,6 @@ class MegatronStore(BufferStore):
                 "groups": [state.named_group(group, members) for group, members in groups],
                 "values": {},
             }
-        if self.engine.steps is not None and self.engine.steps.loss_scale is not None:
-            scalars["loss_scale"] = vars(self.engine.steps.loss_scale)
         return scalars
 
     def _parts(self) -> dict[str, Parts]:
@@ -112,8 +110,6 @@ class MegatronStore(BufferStore):
             count = self._steps_of(moments)
             self.fill(of_checkpoint(shards))
             self._fill_state(moments, count)
-            if self.engine.steps.loss_scale is not None and "loss_scale" in scalars:
-                vars(self.engine.steps.loss_scale).update(scalars["loss_scale"])
         random = state.saved_random(folder, scalars, self.engine.ranks.rank, self.engine.device)
         self._take_scalars(folder, {**scalars, "random": random})
 

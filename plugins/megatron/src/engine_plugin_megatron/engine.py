@@ -262,7 +262,7 @@ class MegatronEngine(DataParallelEngine):
         wrapped = with_gradients(self.chunks, self.options)
         self.models = list(wrapped)
         synchronised(wrapped, self.options.overlap_grad_reduce)
-        self.steps = Steps(wrapped, self.options, optim, self.precision.compute)
+        self.steps = Steps(wrapped, self.options, optim, self.precision.compute, self.loss_scale)
         # the groups of the core's AdamW: matrices, then vectors
         groups = [{"params": [torch.zeros(())], "weight_decay": decay} for decay in (optim.weight_decay, 0.0)]
         rate = torch.optim.SGD(groups, lr=optim.lr)
@@ -354,7 +354,9 @@ class MegatronEngine(DataParallelEngine):
         self.pipeline.learn(plan, learn)
         steps.give_gradients(kept)
         summed, *values = numbers([total, *metrics.values()], self.device)
-        return self._over_ranks(TrainOutput(summed, dict(zip(metrics, values, strict=True)), len(plan)))
+        output = self._over_ranks(TrainOutput(summed, dict(zip(metrics, values, strict=True)), len(plan)))
+        self.loss_scale.see(output.loss)
+        return output
 
     def _plan(self, batch: Batch) -> list[Micro]:
         """Plan as many micro-batches as the rank that needs most; with `virtual_pp`, fill up to a multiple of `pp`."""
@@ -411,10 +413,8 @@ class MegatronEngine(DataParallelEngine):
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
         self.steps.clear()
-        if self.steps.loss_scale is not None:
-            self.steps.loss_scale.stepped(skipped)
         self.num_skipped_steps += skipped
-        return StepOutput(grad_norm=norm, lr=lr, skipped=skipped)
+        return StepOutput(norm, lr, skipped, rescaled=self.loss_scale.stepped(skipped))
 
     def close(self) -> None:
         """Release the model, the optimizer and the process groups."""

@@ -18,11 +18,10 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from engine_plugin_torch.optimizers import LossScale
-
 if TYPE_CHECKING:
     from engine_core.config import OptimConfig
     from engine_plugin_megatron.options import MegatronOptions
+    from engine_plugin_torch.loss_scale import LossScale
 
 MAIN, MOMENTS = "param", ("exp_avg", "exp_avg_sq")
 """Names of a parameter's state: the float32 copy that is stepped, and AdamW's averages."""
@@ -51,6 +50,7 @@ class Steps:
         options: the role's option table.
         optim: the role's ``optim`` table.
         dtype: type of the weights.
+        loss_scale: the factor of the loss, active in fp16.
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Steps:
         options: MegatronOptions,
         optim: OptimConfig,
         dtype: torch.dtype,
+        loss_scale: LossScale,
     ) -> None:
         self.models, self.decay = list(models), optim.weight_decay
         config = OptimizerConfig(
@@ -71,24 +72,19 @@ class Steps:
             clip_grad=0.0,  # clipped in ``clip``, with the reported norm
             bf16=dtype == torch.bfloat16,
             fp16=dtype == torch.float16,
-            loss_scale=options.loss_scale if dtype == torch.float16 else None,  # constant: changed here
+            loss_scale=loss_scale.factor if loss_scale.active else None,  # constant: changed here
             params_dtype=dtype,
             use_distributed_optimizer=options.distributed_optimizer,
             overlap_param_gather=options.overlap_param_gather,
         )
         self.optimizer: Any = get_megatron_optimizer(config, self.models, use_gloo_process_groups=False)
-        self.loss_scale = LossScale(options.loss_scale) if dtype == torch.float16 else None
-        for model in self.models if self.loss_scale is not None else ():
-            model.config.grad_scale_func = self.scaled
+        self.loss_scale = loss_scale
+        for model in self.models if loss_scale.active else ():
+            model.config.grad_scale_func = loss_scale.scaled
         self.count = 0  # steps taken
         self.holds_gradients = False
 
     # -- a step ---------------------------------------------------------------
-
-    def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss ``[]`` (a scalar; shape [B] is not supported) times the loss scale of fp16."""
-        assert self.loss_scale is not None
-        return loss * self.loss_scale.factor
 
     def norm(self) -> float:
         """Return the norm of the whole gradient over all ranks, after preparing gradients for the step. Collective.
@@ -97,7 +93,7 @@ class Steps:
         megatron-core keeps one each, and an overflow in one would leave the other, which multiplies the loss,
         unchanged.
         """
-        for inner in self._inner() if self.loss_scale is not None else ():
+        for inner in self._inner() if self.loss_scale.active else ():
             inner.grad_scaler._scale.fill_(self.loss_scale.factor)
         self.optimizer.prepare_grads()
         return float(self.optimizer.get_grad_norm())

@@ -7,8 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from engine_core.specs import Options
-
-LOSS_SCALE = 65536.0
+from engine_plugin_torch.options import LOSS_SCALE
 
 
 class MegatronOptions(Options):
@@ -41,7 +40,7 @@ class MegatronOptions(Options):
     compute_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type of the forward pass and of its weights. ``auto``: bf16 if the accelerator supports it. With ``bf16`` and ``fp16`` the optimizer of a trained role keeps a float32 copy. Log-probs are always float32. ``fp16`` scales the loss, see `loss_scale`."""
     loss_scale: float = Field(default=LOSS_SCALE, gt=0)
-    """With ``fp16``: initial factor of the loss. A step whose gradients overflow is skipped on all ranks and halves the factor; 2000 good steps double it."""
+    """With ``fp16``: initial factor of the loss. A step whose gradients overflow is skipped on all ranks and halves the factor, down to 1; 2000 good steps double it."""
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are kept and summed. ``bf16`` requires `compute_dtype` ``bf16``."""
     log_prob_chunk_tokens: int = Field(default=1024, gt=0)

@@ -95,6 +95,7 @@ class StateStore:
             "num_skipped_steps": self.engine.num_skipped_steps,
             "auto_tokens": self.engine.budget.auto_tokens,
             "base": None if self.engine.adapter is None else self.engine.adapter.base_identity(),
+            **self.engine.loss_scale.state(),
         }
         if self.engine.lr_scheduler is not None:
             scalars["lr_scheduler"] = self.engine.lr_scheduler.state_dict()
@@ -132,6 +133,7 @@ class StateStore:
                 )  # the run file's peak, at this step of its schedule
             self.engine.num_skipped_steps = int(scalars["num_skipped_steps"])
             self.engine.budget.auto_tokens = scalars.get("auto_tokens")
+            self.engine.loss_scale.load(scalars)
             state.set_random_state(scalars["random"], self.engine.device)
         self._random = None
 

@@ -35,6 +35,7 @@ from engine_plugin_torch.build import ModelBuilder
 from engine_plugin_torch.checkpoint import PARTS, StateStore
 from engine_plugin_torch.log_probs import zero_outputs
 from engine_plugin_torch.lora import adapted_layers, attach
+from engine_plugin_torch.loss_scale import LossScale
 from engine_plugin_torch.optimizers import build_optimizer, check_groups, optimizer_problem, set_peak_lr
 from engine_plugin_torch.options import TorchOptions
 from engine_plugin_torch.packed_forward import PackedForward, ValueForward
@@ -65,6 +66,7 @@ class TorchEngine(TrainEngine):
         store: writes checkpoints and exports, and offloads to the CPU.
         module: the model, in eval mode.
         adapter: the LoRA adapter in the module; None where the model itself is trained.
+        loss_scale: the factor of the loss in fp16; 1 in other types.
         num_skipped_steps: total optimizer steps skipped because of non-finite gradients.
         change: the effect of quantization; None where nothing is quantized.
         options: the option table of the backend.
@@ -111,6 +113,8 @@ class TorchEngine(TrainEngine):
         self.change: Change | None = None
         self.adapter: Adapter | None = None
         self.num_skipped_steps = 0
+        fp16 = trainable and self.precision.compute == torch.float16
+        self.loss_scale = LossScale(self.options.loss_scale if fp16 else None)
         self.builder = self.builder_class(self)
         self.budget = self.budget_class(self)
         self.store = self.store_class(self)
@@ -362,7 +366,9 @@ class TorchEngine(TrainEngine):
             self._backward(value)
             count += 1
         summed, *values = numbers([total, *metrics.values()], self.device)  # the one wait for the device
-        return self._over_ranks(TrainOutput(summed, dict(zip(metrics, values, strict=True)), count))
+        output = self._over_ranks(TrainOutput(summed, dict(zip(metrics, values, strict=True)), count))
+        self.loss_scale.see(output.loss)
+        return output
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
         """Yield the micro-batches of a batch as (indices of sequences, sequences on the device).
@@ -391,7 +397,7 @@ class TorchEngine(TrainEngine):
 
     def _backward(self, value: Tensor) -> None:
         if value.requires_grad:  # False where the micro-batch has no loss tokens
-            value.backward()
+            self.loss_scale.scaled(value).backward()
 
     def _over_ranks(self, output: TrainOutput) -> TrainOutput:
         """Return loss and metrics of the whole batch from those of this rank's share."""
@@ -407,6 +413,7 @@ class TorchEngine(TrainEngine):
     def optimizer_step(self) -> StepOutput:
         self.store.need(*PARTS)
         optimizer, lr = self._trained(), self.lr
+        self.loss_scale.unscale(self._grads())
         norm_tensor = self._grad_norm()
         norm = float(norm_tensor)
         skipped = not math.isfinite(norm)
@@ -418,7 +425,7 @@ class TorchEngine(TrainEngine):
                 self.lr_scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         self.num_skipped_steps += skipped
-        return StepOutput(grad_norm=norm, lr=lr, skipped=skipped)
+        return StepOutput(norm, lr, skipped, rescaled=self.loss_scale.stepped(skipped))
 
     def _grad_norm(self) -> Tensor:
         """Return the global L2 norm of the gradients, the same on every rank."""

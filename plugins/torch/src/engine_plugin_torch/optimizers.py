@@ -1,4 +1,4 @@
-"""The default optimizer, learning-rate schedules, and the scale of the loss in fp16."""
+"""The default optimizer and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -135,29 +135,3 @@ def set_peak_lr(optimizer: torch.optim.Optimizer, scheduler: Any, lr: float) -> 
         else:
             group["lr"] = group["lr"] * (peaks[index] / bases[index]) if bases[index] else peaks[index]
         group["initial_lr"] = peaks[index]
-
-
-GROWTH_STEPS = 2000
-
-
-class LossScale:
-    """A factor that halves when gradients overflow and doubles after ``GROWTH_STEPS`` steps without overflow.
-
-    Overflow is detected in the norm over all ranks, so all ranks change the factor together.
-
-    Args:
-        factor: the initial factor.
-    """
-
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
-        self.good_steps = 0
-
-    def stepped(self, skipped: bool) -> None:
-        """Update the factor after one optimizer step, which was ``skipped`` on overflow."""
-        if skipped:
-            self.factor, self.good_steps = self.factor / 2, 0
-            return
-        self.good_steps += 1
-        if self.good_steps == GROWTH_STEPS:
-            self.factor, self.good_steps = self.factor * 2, 0

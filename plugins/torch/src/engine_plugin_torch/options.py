@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from engine_core.specs import Options
+
+LOSS_SCALE = 65536.0
 
 
 class ForwardOptions(Options):
@@ -22,15 +24,26 @@ class ForwardOptions(Options):
     """Compute a common prefix of a micro-batch's sequences, such as the prompt of a group, only once. The key has an effect only on the CPU with `model.attention` ``varlen``."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each unit (decoder layers, see ``engine_wrap_policy``) and the log-probs with torch.compile. ``auto``: compile on an accelerator if nothing is quantized. Compilation takes seconds in the first step; a small model is then twice as fast."""
+    loss_scale: float = Field(default=LOSS_SCALE, gt=0)
+    """With ``fp16``: initial factor of the loss. A step whose gradients overflow is skipped on all ranks and halves the factor, down to 1; 2000 good steps double it."""
+
+    fp16_key: ClassVar[str] = "compute_dtype"  #: the key that chooses ``fp16``, for messages
+
+    @model_validator(mode="after")
+    def _has_a_loss_scale(self) -> Self:
+        # Compare with the default, since a resolved config (in a run folder, in a worker) sets every key.
+        if self.loss_scale != LOSS_SCALE and getattr(self, "compute_dtype", None) != "fp16":
+            raise ValueError(f"loss_scale has no effect without {self.fp16_key} = 'fp16'.")
+        return self
 
 
 class TorchOptions(ForwardOptions):
     """``[actor.torch]``: one process, no sharding."""
 
     param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Type of the weights and of the optimizer's state. ``auto``: fp32, but bf16 for a frozen role and for the model below an adapter if the accelerator supports it."""
-    compute_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Type of the forward pass. ``auto``: bf16 if the accelerator supports it or the weights are bf16, else fp32; ``bf16`` with fp32 weights uses autocast. Log-probs are always float32."""
+    """Type of the weights and of the optimizer's state. ``auto``: fp32, but on an accelerator bf16 (fp16 if `compute_dtype` says so) for a frozen role and for the model below an adapter."""
+    compute_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Type of the forward pass. ``auto``: bf16 if the accelerator supports it or the weights are bf16, else fp32; ``bf16`` and ``fp16`` with fp32 weights use autocast. Log-probs are always float32. ``fp16`` scales the loss, see `loss_scale`."""
     quantize: Literal["int8", "fp8", "nf4", "fp4"] | None = None
     """Keep the linear layers of frozen weights in 8 or 4 bits. Frozen weights are those of a reference, of a teacher, and of the model below an adapter."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
@@ -38,9 +51,9 @@ class TorchOptions(ForwardOptions):
 
     @model_validator(mode="after")
     def _no_upcast(self) -> TorchOptions:
-        if self.param_dtype == "bf16" and self.compute_dtype == "fp32":
+        if self.param_dtype == "bf16" and self.compute_dtype not in ("auto", "bf16"):
             raise ValueError(
-                "compute_dtype 'fp32' over param_dtype 'bf16' has no effect: set param_dtype = 'fp32'."
+                f"compute_dtype '{self.compute_dtype}' over param_dtype 'bf16' has no effect: set param_dtype = 'fp32'."
             )
         return self
 

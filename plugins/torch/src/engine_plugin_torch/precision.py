@@ -4,9 +4,11 @@
 |---|---|---|
 | accelerator with bfloat16 | float32 weights, computed in bfloat16 (autocast) | bfloat16 |
 | CPU, and any other accelerator | float32 | float32 |
+| an accelerator, if the run file says ``fp16`` | float32 weights, computed in float16 (autocast) | float16 |
 
-Trained weights stay float32, because a step of size 1e-6 is lost in the 8 bits of bfloat16's precision. Not supported:
-float16, whose gradients need loss scaling. bfloat16 is no default on the CPU, because few CPUs compute faster in it.
+Trained weights stay float32, because a step of size 1e-6 is lost in the 8 bits of bfloat16's precision. float16 is no
+default, because gradients need a loss scale in it, and activations may overflow. bfloat16 is no default on the CPU,
+because few CPUs compute faster in it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from engine_core.errors import ConfigError
 from engine_plugin_torch.options import TorchOptions
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-NAMED = {**DTYPES, "fp16": torch.float16}  # fp16 is for backends that scale the loss
+NAMED = {**DTYPES, "fp16": torch.float16}
 _NAMES = {dtype: name for name, dtype in NAMED.items()}
 
 
@@ -47,17 +49,21 @@ def choose(options: Any, device: torch.device, table: str, frozen: bool = False)
         frozen: the weights are not trained: the role is not trained, or they are below an adapter.
 
     Raises:
-        ConfigError: the device does not support bfloat16, which an option asks for.
+        ConfigError: the device does not support bfloat16 or float16, which an option asks for.
     """
     fast = device.type != "cpu" and has_bf16(device)
     for key in ("param_dtype", "compute_dtype"):
-        if key in type(options).model_fields and getattr(options, key) == "bf16" and not has_bf16(device):
+        named = getattr(options, key) if key in type(options).model_fields else None
+        if (named == "bf16" and not has_bf16(device)) or (named == "fp16" and not has_fp16(device)):
             raise ConfigError(
-                f"{table}.{key}: 'bf16', but {device} has no bfloat16. Set it to 'fp32', or leave it out ('auto')."
+                f"{table}.{key}: '{named}', but {device} has no {str(NAMED[named]).removeprefix('torch.')}. "
+                "Set it to 'fp32', or leave it out ('auto')."
             )
     param, compute = options.param_dtype, options.compute_dtype
     if param == "auto":
-        param = "bf16" if fast and frozen and compute != "fp32" else "fp32"
+        half = "fp16" if compute == "fp16" else "bf16"
+        fits = device.type != "cpu" if half == "fp16" else fast and compute != "fp32"
+        param = half if frozen and fits else "fp32"
     if compute == "auto":
         compute = "bf16" if fast or param == "bf16" else "fp32"
     return Precision(NAMED[param], NAMED[compute])
@@ -89,6 +95,16 @@ def has_bf16(device: torch.device) -> bool:
             return torch.cuda.is_bf16_supported(including_emulation=False)
     try:
         torch.ones(1, dtype=torch.bfloat16, device=device).add_(1)
+    except (RuntimeError, TypeError):  # the errors of backends without the type
+        return False
+    return True
+
+
+def has_fp16(device: torch.device) -> bool:
+    """Return whether a device multiplies matrices in float16."""
+    try:
+        one = torch.ones(2, 2, dtype=torch.float16, device=device)
+        one.mm(one)
     except (RuntimeError, TypeError):  # the errors of backends without the type
         return False
     return True
