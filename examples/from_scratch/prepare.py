@@ -84,7 +84,7 @@ def prepare(out: Path, small: bool = False) -> None:
     (out / "data").mkdir(parents=True)
     known: set[str] = set()
     write(out / "data/heldout.jsonl", problems(100 if small else 500, 1, known))
-    write(out / "data/worked.jsonl", problems(2000 if small else 1000, 2, known))
+    write(out / "data/worked.jsonl", problems(2000, 2, known))
     write(out / "data/train.jsonl", problems(1000 if small else 20000, 3, known))
     write(
         out / "data/pages.jsonl",
