@@ -26,6 +26,7 @@ from engine_core.errors import (
     did_you_mean,
     lacks_memory,
 )
+from engine_core.plugins.metadata import not_run
 from engine_core.plugins.modules import blamed
 from engine_core.runs import machine
 from engine_core.runs.logs import FILE_ONLY, Progress, setup_logging
@@ -145,7 +146,7 @@ def start(run: TrainingRun, resume: Resume | None, attempt: ExitStack) -> Loop:
     elif before := folder.attempt:
         said = "The run's folder was left by a start in which nothing was trained; its log is in logs/attempt_%d."
         log.info(said, before - 1)
-    for message in machine.check_start(folder.path):
+    for message in (*machine.check_start(folder.path), *not_run(run.plugins.versions())):
         log.warning("%s", message)
     for unread in run.config.unread:
         log.info("Not read: %s", unread)
@@ -238,9 +239,8 @@ class Loop:
                     metrics = self.train_step(run.step_done + 1)
                     metrics = self.finish_step(metrics)
             except SamplerLost:
-                if (
-                    self.point.step and not run.weights_changed
-                ):  # else the weights are not those of a finished step
+                # else the weights are not those of a finished step
+                if self.point.step and not run.weights_changed:
                     self.save_finished_step()
                 raise
             finally:

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from engine_core.errors import did_you_mean
 
-OLDEST, BELOW = (0, 25, 1), (0, 33)
-RANGE = "0.25.1 to 0.32"
+OLDEST = (0, 25, 1)
+RANGE = "0.25.1 or newer, and was tested up to 0.32"
 INSTALL = (
     "On a GPU: pip install 'engine-plugin-vllm-rollout[gpu]'. On a CPU, in a checkout: make install, or the two commands "
     "at the top of plugins/vllm_rollout/requirements-cpu.txt."
@@ -40,7 +40,7 @@ def problem() -> str:
 
 def supported(release: str) -> bool:
     """Whether the plugin works with this release of vLLM."""
-    return OLDEST <= _numbers(release) < BELOW
+    return _numbers(release) >= OLDEST
 
 
 def version() -> str:
@@ -94,8 +94,8 @@ def head_problem() -> str:
     if "head_dtype" in _source("model_executor/layers/logits_processor.py"):
         return ""
     return (
-        f"fp32_head: vLLM {version()} computes logits in the type of the weights. Remove the key, or install a newer vLLM "
-        f'({RANGE}); dtype = "float32" computes all in float32.'
+        f"fp32_head: vLLM {version()} computes logits in the type of the weights. Remove the key, or install a newer vLLM; "
+        f'dtype = "float32" computes all in float32.'
     )
 
 
@@ -103,7 +103,7 @@ def adapter_problem() -> str:
     """Why an adapter cannot be replaced while its base stays; empty where it can."""
     if "load_inplace" in _source("lora/request.py"):
         return ""
-    return f"adapter: vLLM {version()} does not replace an adapter in place. Remove the key, or install a newer vLLM ({RANGE})."
+    return f"adapter: vLLM {version()} does not replace an adapter in place. Remove the key, or install a newer vLLM."
 
 
 def for_cpus() -> bool:
