@@ -105,8 +105,7 @@ def prepare_environment(tells_mass: bool = False, exact: bool = False, key: str 
     Args:
         tells_mass: the model runner must support ``LogMass``, which the second one of vLLM 0.32 does not.
         exact: the computation is in float32, including Triton's kernels: their default on a GPU keeps 10 bits of a
-        factor
-            (TF32), and vLLM's attention in float32 is such a kernel.
+            factor (TF32), and vLLM's attention in float32 is such a kernel.
         key: the table of its options, for messages.
 
     Raises:
