@@ -43,7 +43,7 @@ class LossScale:
         self.loss_is_finite = True
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the loss, a scalar ``[]``, times the factor."""
+        """Return a loss ``[]``, or losses ``[B]``, times the factor."""
         return loss * self.factor if self.active else loss
 
     def see(self, loss: float) -> None:
