@@ -27,16 +27,10 @@ if TYPE_CHECKING:
     from engine_core.config import EngineConfig
     from engine_core.plugins.plugin_set import PluginSet
 
-PACKAGES = [
-    "engine-core-rl",
-    "torch",
-    "transformers",
-    "tokenizers",
-    "datasets",
-    "pyarrow",
-    "numpy",
-    "pydantic",
-]
+PACKAGES = (
+    *("engine-core-rl", "torch", "transformers", "tokenizers"),
+    *("datasets", "pyarrow", "numpy", "pydantic"),
+)
 ENVIRONMENT = (
     *("CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", "LOG_LEVEL", "NCCL_DEBUG", "OMP_NUM_THREADS"),
     *("PYTORCH_ALLOC_CONF", "TOKENIZERS_PARALLELISM", "WORLD_SIZE"),
@@ -110,7 +104,6 @@ def describe_environment(config: EngineConfig, plugins: PluginSet | None = None)
     named += files_of(config.data.validation)
     used = [part.source for part in config.data.parts] + [held_out.source for held_out in config.eval.set]
     sources = {name: plugins.find("data_sources", name) for name in used if name} if plugins else {}
-    installed = importlib.metadata.distributions()
     return {
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": list(sys.argv),
@@ -118,7 +111,7 @@ def describe_environment(config: EngineConfig, plugins: PluginSet | None = None)
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
-        "packages": {each.name: each.version for each in installed if each.name in PACKAGES},
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
         "plugins": dict(plugins.versions()) if plugins else {},
         "git": _git_state(),
         "seeds": {"run": config.run.seed, "model": config.model.seed},
@@ -129,6 +122,13 @@ def describe_environment(config: EngineConfig, plugins: PluginSet | None = None)
         ],
         "environment": {name: os.environ[name] for name in ENVIRONMENT if name in os.environ},
     }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _git_state() -> dict[str, Any] | None:

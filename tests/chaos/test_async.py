@@ -1,5 +1,6 @@
 """A run that samples ahead is killed, stopped, loses its sampler: every prompt is learned from once."""
 
+import contextlib
 import json
 import os
 import random
@@ -166,7 +167,8 @@ def test_no_thread_holds_up_a_run_that_is_ended_at_once(engine, tiny):
     run.until(lambda: run.err.count("reward ") >= 2, "two steps")
     run.send(signal.SIGINT)
     time.sleep(0.3)  # sooner, it would be the same stop
-    run.send(signal.SIGINT)
+    with contextlib.suppress(ProcessLookupError):  # the first one may have been enough
+        run.send(signal.SIGINT)
     began = os.times().elapsed
     assert run.wait().code in (130, -signal.SIGINT, 75)
     assert run.orphans() == []

@@ -180,7 +180,7 @@ def test_a_wrong_value_is_said_in_words(problems_of, text, expected):
         (
             "[actor.torch]\ndevce = 'cpu'",
             "2: actor.torch.devce: unknown key. Did you mean 'device'? Known: activation_checkpointing, compile, "
-            "compute_dtype, device, log_prob_chunk_tokens, log_prob_recompute, param_dtype, quantize, share_prefixes. Table of train engine 'torch'; see: engine schema actor.torch",
+            "compute_dtype, device, log_prob_chunk_tokens, log_prob_recompute, loss_scale, param_dtype, quantize, share_prefixes. Table of train engine 'torch'; see: engine schema actor.torch",
         ),
         ("[actr]\nx = 1", "1: actr: unknown key. Did you mean 'actor'? Known: "),
         (
