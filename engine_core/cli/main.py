@@ -108,17 +108,8 @@ def _loaded(name: str, full: str) -> Any:
     return get_command(single)
 
 
-NATIVE = {
-    "LRU_CACHE_CAPACITY": "64",
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
-}
-"""Environment of torch's native code on a CPU, unless the caller has set it.
-
-The caches have an entry for each shape: by default they grow by 60 KB a step for thousands of steps. Threads that wait for
-work sleep: by default they occupy their cores for milliseconds, and two processes on the same cores stall each other. There,
-the host's part of a micro-batch of 50,000 tokens took 143 ms instead of 3.
-"""
+SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+"""Native caches of torch on a CPU, with an entry for each shape: by default they grow by 60 KB a step for thousands of steps."""
 
 app = typer.Typer(cls=CommandGroup, context_settings={"help_option_names": ["--help", "-h"]}, **PLAIN)
 
@@ -153,8 +144,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
         # a crash in native code shows the line of the plugin that called it
         faulthandler.enable(sys.__stderr__)
-    for name, value in NATIVE.items():  # before torch is imported; workers inherit it
-        os.environ.setdefault(name, value)
+    for cache in SHAPE_CACHES:  # before torch is imported; workers inherit it
+        os.environ.setdefault(cache, "64")
     try:
         with _sigterm_ends_cleanly(), controlling() as controls:
             if not controls:  # a torchrun rank other than 0 executes the commands of rank 0

@@ -224,15 +224,6 @@ def test_quick_commands_import_nothing_heavy(sft_run, command):
     assert not loaded & set(HEAVY)
 
 
-@pytest.mark.parametrize("given", [None, "ACTIVE"])
-def test_threads_that_wait_for_work_sleep_unless_the_caller_says_otherwise(given):
-    code = "import os; from engine_core.cli.main import main; main(['plugins']); print(os.environ['OMP_WAIT_POLICY'])"
-    before = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
-    env = before | ({"OMP_WAIT_POLICY": given} if given else {})
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
-    assert child.stdout.splitlines()[-1] == (given or "PASSIVE")
-
-
 def test_the_list_of_plugins_is_read_from_metadata_alone(tmp_path):
     loaded = loaded_by(["plugins"], tmp_path)
     assert "engine_core.plugins.listing" in loaded
