@@ -248,9 +248,9 @@ def advance(
 def _taken(engine: RolloutEngine, rollouts: Iterable[Rollout]) -> list[Rollout]:
     """Check rollouts and remove their requests from ``engine.running``; leave out those of dropped requests."""
     taken = [rollout for rollout in rollouts if rollout.request_id not in engine.dropped]
+    engine.deadlines.end(rollout.request_id for rollout in taken)
     for rollout in taken:
         check_rollout(engine, rollout, engine.running.pop(rollout.request_id, None))
-    engine.deadlines.end(rollout.request_id for rollout in taken)
     return taken
 
 

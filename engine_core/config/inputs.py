@@ -232,8 +232,10 @@ def json_row(line: bytes) -> dict[str, Any]:
     try:
         return as_row(json.loads(line.decode("utf-8-sig").strip()))
     except UnicodeDecodeError as error:
-        byte, column = line[error.start], error.start + 1
-        raise BadRow(f"not valid UTF-8 (byte 0x{byte:02x} at column {column})") from error
+        byte, column = error.object[error.start], error.start + 1
+        raise BadRow(
+            f"not valid UTF-8 (byte 0x{byte:02x} at column {column}); save the file as UTF-8"
+        ) from error
     except json.JSONDecodeError as error:
         raise BadRow(f"not valid JSON ({error.msg} at column {error.colno})") from error
     except (ValueError, RecursionError) as error:  # a number with too many digits, too many brackets

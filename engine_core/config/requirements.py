@@ -154,7 +154,7 @@ def plan_run(
         producers: the columns that can be computed, see ``producers_of``.
 
     Raises:
-        ConfigError: a column that nothing computes, or not in every step.
+        ConfigError: a column that nothing computes.
     """
     configs = [config_at(config, step) for step in boundaries(config)]
     plans = [plan(c.algorithm, advantage, loss, c.data.prompts_per_step, producers) for c in configs]

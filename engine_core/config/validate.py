@@ -117,6 +117,11 @@ class _Validation:
             self.judge_algorithm(config, sections)
             self.judge_sampler(config, sections)
             self.problems += cross_problems(config, sections)
+            runtime = self.spec_of("runtimes", config.runtime.backend)
+            if "placement" in self.data and getattr(runtime, "in_process", False):
+                self.unread.append(
+                    f"[placement]: runtime '{config.runtime.backend}' has one pool, this process"
+                )
             unread = [*self.unread, *self.misnamed()]
             config._source = dataclasses.replace(self.raw, unread=unread, inputs=self.inputs)
         if self.problems or config is None:

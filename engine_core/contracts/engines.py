@@ -175,7 +175,8 @@ class TrainEngine(abc.ABC):
         """Clip the gradients, do an optimizer step, advance the schedule, clear the gradients.
 
         If any rank has a non-finite gradient, every rank skips the step: weights,
-        optimizer and schedule are unchanged, and the gradients are cleared.
+        optimizer and schedule are unchanged, and the gradients are cleared. ``StepOutput.rescaled`` says that the engine
+        lowered a loss scale because of it: such a step does not count for `max_skipped_steps`.
         """
 
     @abc.abstractmethod

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from engine_core.config.models import PlacementConfig
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
 from engine_core.local.engine_host import Engine, EngineHost, RankPlacement, default_device
@@ -18,8 +16,6 @@ from engine_core.sampling import stream
 if TYPE_CHECKING:
     from engine_core.contracts.weight_sync import SyncResult
     from engine_core.types import Batch, Request, Rollout
-
-log = logging.getLogger("engine")
 
 
 class LocalGroup(WorkerGroup):
@@ -60,8 +56,6 @@ class LocalRuntime(Runtime):
 
     def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
         """Build the engines in this process."""
-        if self.config.placement != PlacementConfig():
-            log.info("Not read: [placement]; the local runtime has one pool, this process.")
         self.host.build(roles, total_steps)
         self._trade("start")  # offload models of rewards until they are used
         self.shared = self.host.shared

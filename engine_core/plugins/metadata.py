@@ -161,37 +161,6 @@ def _version_problem(distribution: Distribution) -> str | None:
     return None
 
 
-def not_run(distributions: Iterable[str]) -> list[str]:
-    """Return a sentence for each installed library outside of the releases that a distribution was run with.
-
-    Args:
-        distributions: names of the core and of plugins. The bounds of their requirements, those of extras included, are the
-            releases that their tests ran with; names that are not installed have none.
-    """
-    found = {}
-    for name in distributions:
-        for line in _requires(name):
-            library = Requirement(line)
-            try:
-                version = importlib.metadata.version(library.name)
-            except importlib.metadata.PackageNotFoundError:
-                continue  # of an extra
-            if not library.specifier.contains(version, prereleases=True):
-                wanted = f"{library.name}{library.specifier}"
-                found[library.name] = (
-                    f"{library.name} {version} was not run by us: {name} was tested with {wanted}. "
-                    f"If something fails that should not, install that: pip install '{wanted}'."
-                )
-    return list(found.values())
-
-
-def _requires(name: str) -> list[str]:
-    try:
-        return importlib.metadata.requires(name) or []
-    except importlib.metadata.PackageNotFoundError:  # a plugin of one file
-        return []
-
-
 def unknown_name(kind: str, name: str, also: Iterable[str] = ()) -> str:
     """Return why a name that no plugin offers cannot be used, and what to do.
 

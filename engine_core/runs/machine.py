@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
+from packaging.version import Version
 
 from engine_core.config.inputs import files_of, stored_files
 
@@ -37,6 +38,9 @@ ENVIRONMENT = (
 )
 """The environment variables that ``env.json`` shows; no other is written."""
 
+TESTED = {"torch": "2.13", "transformers": "5.17"}
+"""The newest releases that were tested. Newer ones are used with a warning."""
+
 GIB = 1024**3
 MIN_SHARED_MEMORY = 1 * GIB  # NCCL and data workers each map hundreds of MiB
 MIN_FREE_DISK = 5 * GIB
@@ -44,9 +48,29 @@ ENOUGH_FILES = 4096
 
 
 def check_start(run_path: Path) -> list[str]:
-    """Raise the limit of open files; check shared memory and the run folder's disk. Return a sentence per problem."""
+    """Raise the limit of open files; check shared memory, the run folder's disk and libraries. Return a sentence per problem."""
     checks = raise_open_file_limit(), check_shared_memory(), check_disk(run_path)
-    return [problem for problem in checks if problem]
+    libraries = (
+        check_release(name, importlib.metadata.version(name), newest) for name, newest in TESTED.items()
+    )
+    return [problem for problem in (*checks, *libraries) if problem]
+
+
+def check_release(library: str, version: str, newest: str) -> str | None:
+    """Return a sentence if the installed ``version`` of a library is newer than the ``newest`` release that was tested.
+
+    Args:
+        library: its name for pip.
+        version: such as ``2.14.1+cu130``.
+        newest: such as ``2.13``; patches of it count as tested.
+    """
+    tested = Version(newest).release
+    if Version(version).release[: len(tested)] <= tested:
+        return None
+    return (
+        f"{library} {version} is newer than {newest}, the newest release that was tested. "
+        f"If the run fails, install a tested one: pip install '{library}=={newest}.*'."
+    )
 
 
 def raise_open_file_limit() -> str | None:

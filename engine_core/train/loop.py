@@ -26,7 +26,6 @@ from engine_core.errors import (
     did_you_mean,
     lacks_memory,
 )
-from engine_core.plugins.metadata import not_run
 from engine_core.plugins.modules import blamed
 from engine_core.runs import machine
 from engine_core.runs.logs import FILE_ONLY, Progress, setup_logging
@@ -146,7 +145,7 @@ def start(run: TrainingRun, resume: Resume | None, attempt: ExitStack) -> Loop:
     elif before := folder.attempt:
         said = "The run's folder was left by a start in which nothing was trained; its log is in logs/attempt_%d."
         log.info(said, before - 1)
-    for message in (*machine.check_start(folder.path), *not_run(run.plugins.versions())):
+    for message in machine.check_start(folder.path):
         log.warning("%s", message)
     for unread in run.config.unread:
         log.info("Not read: %s", unread)
@@ -378,17 +377,21 @@ class Loop:
     def save_for(self, stop: Stop) -> bool:
         """Save the last finished step because of a stop; return False if that is switched off or fails."""
         self.run.runtime.give_up()  # the stop may have come between a call and the wait for its result
-        if saved := self.save_finished_step():
+        if saved := self.save_finished_step(EnvironmentProblem):
             log.warning("Stopped by %s after step %d.%s", stop.name, self.point.step, self.hint)
         return saved
 
-    def save_finished_step(self) -> bool:
-        """Save the last finished step at an early end of the run; return False if that is switched off or fails."""
+    def save_finished_step(self, expected: type[EngineError] = EngineError) -> bool:
+        """Save the last finished step at an early end of the run; return False if that is switched off or fails.
+
+        Args:
+            expected: errors of the save that are logged, since the caller reports why the run ends; others are raised.
+        """
         if not self.saver.config.at_stop:
             return False
         try:
             self._save(must=True)
-        except EngineError as error:  # the caller reports the end itself
+        except expected as error:
             log.error("%s", error)
             return False
         return True

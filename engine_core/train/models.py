@@ -191,10 +191,14 @@ def start_groups(
 
 
 def warn_of_random_weights(config: EngineConfig, plugins: PluginSet, roles: Mapping[str, Role]) -> None:
-    """Log a warning for each role whose model folder holds a config and no weights; a sampler counts if it is alone."""
+    """Log a warning for each role whose model folder holds a config and no weights; a sampler counts if it is alone.
+
+    Raises:
+        ConfigError: a role's only weights are a pickle.
+    """
     for name in [name for name, role in roles.items() if role.kind == "train"] or roles:
         table = config.role(name)
         path = table.path or config.model_of(name).path
         spec: Any = plugins.spec("train_engines", table.backend)
-        if path and not spec.remote and has_no_weights(path):
+        if path and not (spec.remote or spec.own_model) and has_no_weights(path):
             log.warning("%s holds a config and no weights: random weights from model.seed.", path)

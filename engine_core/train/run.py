@@ -397,11 +397,12 @@ class TrainingRun(abc.ABC):
         self.weights_changed = True
         done = self.groups[role].call("optimizer_step").result()
         faults.point("step.after_update")
-        failed = done.skipped and not done.rescaled
-        in_a_row = self.skipped_in_a_row[role] = self.skipped_in_a_row.get(role, 0) + 1 if failed else 0
-        if failed:
+        before = self.skipped_in_a_row.get(role, 0)
+        # an overflow in fp16 neither counts nor ends a count
+        in_a_row = self.skipped_in_a_row[role] = before if done.rescaled else (before + 1) * done.skipped
+        if done.skipped:
             words = "Optimizer step skipped: the gradient norm of '%s' is %s (%d in a row)."
-            log.warning(words, role, done.grad_norm, in_a_row)
+            log.log(logging.INFO if done.rescaled else logging.WARNING, words, role, done.grad_norm, in_a_row)
         if in_a_row >= (limit := self.config.role(role).optim.max_skipped_steps):
             raise TrainingFailed(
                 f"{limit} optimizer steps in a row had gradients that are not finite ({role}.optim.max_skipped_steps). "

@@ -4,7 +4,7 @@
 
     OUT/model/                config and tokenizer, no weights: the first run draws them
     OUT/data/pages.jsonl      text and arithmetic for pretraining
-    OUT/data/worked.jsonl     a few worked solutions of one to four steps for SFT
+    OUT/data/worked.jsonl     2,000 worked solutions of one to four steps for SFT
     OUT/data/train.jsonl      problems of one to four steps for GRPO
     OUT/data/heldout.jsonl    problems of one to four steps that no other file has
 
@@ -88,11 +88,11 @@ def prepare(out: Path, small: bool = False) -> None:
     write(out / "data/train.jsonl", problems(1000 if small else 20000, 3, known))
     write(
         out / "data/pages.jsonl",
-        ({"prompt": "", "response": text} for text in pages(4000 if small else 260000, 4)),
+        ({"prompt": "", "response": text} for text in pages(4000 if small else 260000, 4, known)),
     )
     sizes, vocabulary = (SMALL, 512) if small else (LARGE, 8192)
     learned_from = [
-        *pages(2000 if small else 20000, 5),
+        *pages(2000 if small else 20000, 5, known),
         *(row["prompt"] + row["response"] for row in problems(2000, 6, set())),
     ]
     make_model(out / "model", make_tokenizer(out / "model", learned_from, vocabulary), sizes)

@@ -10,7 +10,7 @@ import ast
 import random
 import sysconfig
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 PEOPLE = {
@@ -76,9 +76,10 @@ def problems(count: int, seed: int, known: set[str], most_steps: int = 4) -> lis
     return found
 
 
-def tales(draw: random.Random) -> str:
-    """Return a few problems of one or two steps with their solutions, as running text without a chat's form."""
-    rows = [problem(draw, most_steps=2) for _ in range(4)]
+def tales(draw: random.Random, known: set[str]) -> str:
+    """Return up to four problems that are not in ``known``, with their solutions, as text without a chat's form."""
+    drawn = [problem(draw, most_steps=2) for _ in range(4)]
+    rows = [row for row in drawn if row["prompt"] not in known]
     return " ".join(f"{row['prompt']} {row['response'].split(' The answer')[0]}" for row in rows)
 
 
@@ -140,9 +141,15 @@ def english() -> tuple[str, ...]:
     return tuple(texts)
 
 
-def pages(count: int, seed: int) -> Iterator[str]:
-    """Yield ``count`` texts to pretrain on: a tenth English, the others sums, stories and worked problems in equal parts."""
+def pages(count: int, seed: int, known: set[str]) -> Iterator[str]:
+    """Yield ``count`` texts to pretrain on: a tenth English, the others sums, stories and worked problems in equal parts.
+
+    Args:
+        count: number of texts.
+        seed: of what is drawn.
+        known: questions of other files, which no text has.
+    """
     draw, texts = random.Random(seed), english()
     for _ in range(count):
-        kind = draw.choice((sums, story, tales))
+        kind = draw.choice((sums, story, partial(tales, known=known)))
         yield draw.choice(texts) if draw.random() < 0.1 else kind(draw)

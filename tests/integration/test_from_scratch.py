@@ -68,6 +68,8 @@ def test_the_stages_run_one_after_another_and_the_export_answers(tmp_path):
     }
     questions = [json.loads(line)["prompt"] for lines in files.values() for line in lines]
     assert len(questions) == len(set(questions)) == 3100  # no problem is in two files
+    pages = (tmp_path / "out/data/pages.jsonl").read_text()
+    assert [question for question in questions if question in pages] == []
     for stage, out, settings in (("pretrain", "pretrained", {}), ("sft", "sft", {}), ("grpo", "final", GRPO)):
         ran(engine, "train", f"{stage}.toml", **settings)
         ran(engine, "export", f"out/runs/{stage}", f"out/{out}", **settings)

@@ -63,6 +63,14 @@ def test_rollouts_come_in_the_order_of_the_requests():
     assert [r.request_id for r in Echo().generate(asked)] == [r.id for r in asked]
 
 
+def test_a_rollout_that_is_refused_leaves_no_deadline():
+    engine = Echo(spoil=lambda rollouts: [*rollouts, *rollouts])
+    asked = [dataclasses.replace(r, sampling=Sampling(timeout_s=60.0)) for r in requests(2)]
+    with pytest.raises(PluginError, match="done already"):
+        engine.generate(asked)
+    assert engine.deadlines._ends == {}
+
+
 def spoiled(change):
     return lambda rollouts: [change(r) for r in rollouts]
 

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import time
 from pathlib import Path
 from unittest import mock
@@ -166,7 +167,7 @@ def fp16_scales_and_recovers(bench):
     bench.stack.enter_context(_fp16(True))
     engine = bench.engine(optim={"lr": 0.0})
     bench.step(engine, batch)
-    scaler = engine.store._loss_scaler
+    scaler = engine.store.loss_scaler
     scaler.cur_scale = 2.0**40
     before = bench.weights(engine)
     steps = [bench.step(engine, batch) for _ in range(40)]
@@ -181,7 +182,18 @@ def fp16_scales_and_recovers(bench):
     bench.barrier()
     again = bench.engine(optim={"lr": 0.0})
     again.load(bench.folder / "state")
-    assert again.store._loss_scaler.cur_scale == scaler.cur_scale
+    assert again.store.loss_scaler.cur_scale == scaler.cur_scale
+    scaler.cur_scale = 8.0
+    assert _skipped(bench, engine, math.inf) == (True, False)  # no scale helps a loss that is not finite
+    scaler.cur_scale = 1.0
+    assert _skipped(bench, engine, 1e9) == (True, False)  # it overflows without a scale, too
+
+
+def _skipped(bench, engine, factor):
+    """Return whether a step with ``factor`` times the loss is skipped, and whether it lowers the scale."""
+    batch = bench.batch()
+    step = bench.step(engine, batch.with_columns({"weights": batch["weights"] * factor}))
+    return step.skipped, step.rescaled
 
 
 def _fp16(there):

@@ -1,6 +1,7 @@
 """Cases for several ranks: functions of a bench, run by ``Workers``; see ``test_ranks.py``."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,9 @@ def fp16_scales_and_recovers(bench):
     again = bench.engine(optim={"lr": 0.0})
     again.load(bench.folder / "state")
     assert again.loss_scale.state() == engine.loss_scale.state()
+    broken = bench.step(engine, batch.with_columns({"weights": batch["weights"] * math.inf}))
+    assert (broken.skipped, broken.rescaled) == (True, False)  # no scale helps a loss that is not finite
+    assert engine.loss_scale.factor == again.loss_scale.factor
 
 
 def one_step(bench):

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import math
 import time
 import weakref
 
@@ -171,6 +172,9 @@ def fp16_scales_and_recovers(bench):
     again = bench.engine(optim={"lr": 0.0})
     again.load(bench.folder / "state")
     assert vars(again.loss_scale) == vars(engine.loss_scale)
+    broken = bench.step(engine, batch.with_columns({"weights": batch["weights"] * math.inf}))
+    assert (broken.skipped, broken.rescaled) == (True, False)  # no scale helps a loss that is not finite
+    assert engine.loss_scale.factor == again.loss_scale.factor
 
 
 def the_copy_that_is_stepped_is_not_rounded(bench):

@@ -99,6 +99,18 @@ def test_older_releases_of_vllm_are_refused(monkeypatch, version, fits):
     )
 
 
+@pytest.mark.parametrize(
+    ("version", "warned"), [("0.32.4+cu130", False), ("0.33.0rc1", True), ("of unknown version", False)]
+)
+def test_newer_releases_of_vllm_are_used_with_a_warning(caplog, version, warned):
+    installed.warn_of_release(version, "[rollout.vllm] ")
+    assert bool(caplog.records) is warned
+    assert not warned or caplog.messages == [
+        f"[rollout.vllm] vllm {version} is newer than 0.32, the newest release that was tested. If the run fails, install a "
+        "tested one: pip install 'vllm==0.32.*'."
+    ]
+
+
 RUN = """
 [model]
 path = "model"

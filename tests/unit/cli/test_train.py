@@ -113,6 +113,13 @@ def test_a_dry_run_refuses_an_engine_of_one_process_in_a_pool_of_several(engine,
         assert "actor.backend = 'torch' trains in one process, and the pool of 'actor' has 8." in answer.err
 
 
+def test_a_dry_run_on_the_local_runtime_says_that_pools_are_not_read(engine, rl_run):
+    pools = ("placement.pools={train=8,serve=8}", "placement.actor=train", "placement.rollout=serve")
+    answer = engine("train", "rl.toml", "--dry-run", *(word for key in pools for word in ("--set", key)))
+    assert answer.code == 0
+    assert "[placement]: runtime 'local' has one pool, this process" in answer.out + answer.err
+
+
 MISFITS = [
     (
         ("actor.lora={target_modules=['q_porj']}",),

@@ -207,6 +207,11 @@ def test_sft_needs_no_rollout_plugin(run):
     assert "[rollout]: trainer 'sft' does not read it" in config._source.unread
 
 
+def test_a_placement_is_not_read_where_all_roles_are_in_one_process(run):
+    placed = SFT + "[placement]\npools = { a = 2 }\nactor = 'a'\n"
+    assert load_config(run(placed)).unread == ["[placement]: runtime 'local' has one pool, this process"]
+
+
 def test_what_live_objects_stand_for_may_be_missing(run):
     config = load_config(
         run('plugins = ["say_seven.py"]\n[rollout]\nbackend = "echo"\n[eval]\nevery_steps = 5\n')

@@ -49,7 +49,7 @@ def test_good_files_have_no_problems(problems, name, content, data):
             "a.jsonl",
             b'{"prompt": "x"}\n{"prompt": "\xff"}\n',
             {},
-            ["a.jsonl:2: not valid UTF-8 (byte 0xff at column 13)."],
+            ["a.jsonl:2: not valid UTF-8 (byte 0xff at column 13); save the file as UTF-8."],
         ),
         ("a.jsonl", "[" * 100_000, {}, ["a.jsonl:1: not valid JSON (nested too deeply)."]),
         ("a.jsonl", "\n\n", {}, ["a.jsonl: no rows."]),

@@ -196,7 +196,7 @@ def test_bad_rows_are_skipped_counted_and_named_up_to_the_limit(config_of, token
             source.take(1)
     assert [record.getMessage() for record in caplog.records] == [
         "Skipped a row: train.jsonl:1: column 'prompt' must be text or a list of messages, got 5 (int).",
-        "Skipped a row: train.jsonl:4: not valid UTF-8 (byte 0xff at column 1).",
+        "Skipped a row: train.jsonl:4: not valid UTF-8 (byte 0xff at column 1); save the file as UTF-8.",
     ]
 
 

@@ -13,7 +13,6 @@ from engine_core.plugins.metadata import (
     _read,
     installed,
     known_names,
-    not_run,
     nouns,
     our_plugins,
     split,
@@ -55,32 +54,6 @@ def test_metadata_that_is_missing_does_not_hide_the_others(install):
         ("x", "unknown")
     ]
     assert any(offer.name == "ppo_clip" for offer in installed())
-
-
-def test_a_library_outside_of_the_tested_releases_is_named_once_with_what_to_install(tmp_path, monkeypatch):
-    lines = {
-        "acme": "Requires-Dist: lib<2.6,>=2.5\nRequires-Dist: fine<2\nRequires-Dist: more<2; extra == 'x'\n"
-        "Requires-Dist: absent<2; extra == 'y'\n",
-        "lib": "",
-        "fine": "",
-        "more": "",
-    }
-    for name, version in {"acme": "1.0", "lib": "2.6.1+cu130", "fine": "1.9+cu130", "more": "3.0"}.items():
-        folder = tmp_path / f"{name}-{version}.dist-info"
-        folder.mkdir()
-        (folder / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n{lines[name]}")
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-
-    assert not_run(["acme", "mine.py"]) == [
-        "lib 2.6.1+cu130 was not run by us: acme was tested with lib<2.6,>=2.5. If something fails that should not, "
-        "install that: pip install 'lib<2.6,>=2.5'.",
-        "more 3.0 was not run by us: acme was tested with more<2. If something fails that should not, "
-        "install that: pip install 'more<2'.",
-    ]
-
-
-def test_what_this_environment_has_was_run():
-    assert not_run(["engine-core-rl", "engine-plugin-torch", "engine-plugin-vllm-rollout"]) == []
 
 
 def test_other_groups_of_entry_points_are_not_ours(install):

@@ -8,8 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine_core.runs import machine
+
+CONSTRAINTS = Path(__file__).parents[3] / "constraints.txt"
 
 
 def test_a_small_shared_memory_is_named(tmp_path):
@@ -58,7 +61,29 @@ def test_the_start_says_everything_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "raise_open_file_limit", lambda: "A")
     monkeypatch.setattr(machine, "check_disk", lambda path: f"B {path}")
     monkeypatch.setattr(machine, "check_shared_memory", lambda: None)
-    assert machine.check_start(tmp_path) == ["A", f"B {tmp_path}"]
+    monkeypatch.setattr(machine, "TESTED", {"torch": "1.9", "transformers": "99.0"})
+    *first, last = machine.check_start(tmp_path)
+    assert first == ["A", f"B {tmp_path}"]
+    assert last.startswith(
+        f"torch {torch.__version__} is newer than 1.9, the newest release that was tested."
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "newer"), [("2.11.0+cu130", False), ("2.13.9", False), ("2.14.0.dev1", True), ("3.0", True)]
+)
+def test_a_library_newer_than_what_was_tested_is_named_with_what_to_install(version, newer):
+    found = machine.check_release("torch", version, "2.13")
+    assert bool(found) is newer
+    assert not newer or found == (
+        f"torch {version} is newer than 2.13, the newest release that was tested. If the run fails, install a tested one: "
+        "pip install 'torch==2.13.*'."
+    )
+
+
+def test_the_newest_tested_releases_are_those_of_this_environment():
+    pinned = dict(line.split("==") for line in CONSTRAINTS.read_text().splitlines() if "==" in line)
+    assert {name: pinned[name].rpartition(".")[0] for name in machine.TESTED} == machine.TESTED
 
 
 def test_memory_of_the_process_is_a_metric():

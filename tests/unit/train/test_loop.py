@@ -1,14 +1,17 @@
-"""The message of a step that had no memory, and garbage collection while steps run."""
+"""The message of a step that had no memory, the save at an early end, and garbage collection while steps run."""
 
 import gc
+import signal
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine_core.config import EngineConfig
-from engine_core.errors import EnvironmentProblem
-from engine_core.train.loop import frozen_gc, out_of_memory_explained
+from engine_core.errors import EnvironmentProblem, PluginError
+from engine_core.train.loop import Loop, frozen_gc, out_of_memory_explained
+from engine_core.train.stopping import Stop
 from engine_plugin_processes.remote_errors import pack, unpack
 
 
@@ -48,6 +51,38 @@ def test_the_memory_of_the_host_is_named_too():
 def test_other_errors_pass(error):
     with pytest.raises(error, match="else"), out_of_memory_explained(1, EngineConfig(), ["actor"], True):
         raise error("something else")
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """``failing(error)``: a loop whose save raises this error."""
+
+    def make(error):
+        def save(must):
+            raise error
+
+        loop = Loop.__new__(Loop)
+        loop.run = SimpleNamespace(runtime=SimpleNamespace(give_up=lambda: None))
+        loop.saver = SimpleNamespace(config=SimpleNamespace(at_stop=True))
+        monkeypatch.setattr(loop, "_save", save)
+        return loop
+
+    return make
+
+
+def test_a_stop_that_finds_a_full_disk_saves_nothing(failing, caplog):
+    assert failing(EnvironmentProblem("The disk is full.")).save_for(Stop(signal.SIGTERM)) is False
+    assert caplog.messages == ["The disk is full."]
+
+
+def test_a_bug_in_the_save_at_a_stop_is_raised(failing):
+    with pytest.raises(PluginError, match="broken"):
+        failing(PluginError("broken")).save_for(Stop(signal.SIGTERM))
+
+
+def test_the_loss_of_a_sampler_is_reported_whatever_its_save_raises(failing, caplog):
+    assert failing(PluginError("broken")).save_finished_step() is False
+    assert caplog.messages == ["broken"]
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ class DeepSpeedStore(BufferStore):
                 "groups": [state.named_group(group, names) for group, names in groups],
                 "values": self._plain_values(),
             }
-        scaler = self._loss_scaler
+        scaler = self.loss_scaler
         if scaler is not None:
             found["loss_scale"] = {
                 "factor": scaler.cur_scale,
@@ -86,7 +86,7 @@ class DeepSpeedStore(BufferStore):
         return values
 
     @property
-    def _loss_scaler(self) -> Any:
+    def loss_scaler(self) -> Any:
         """DeepSpeed's dynamic loss scaler of fp16, or None."""
         scaler = getattr(self.engine.partitions.zero, "loss_scaler", None)
         return scaler if getattr(scaler, "dynamic", False) else None
@@ -94,7 +94,7 @@ class DeepSpeedStore(BufferStore):
     def load(self, folder: Path) -> None:
         """Load a checkpoint, with the loss scale; a rank beyond those that saved keeps its random state."""
         super().load(folder)
-        saved, scaler = state_files.load_json(folder / state_files.STATE).get("loss_scale"), self._loss_scaler
+        saved, scaler = state_files.load_json(folder / state_files.STATE).get("loss_scale"), self.loss_scaler
         if scaler is not None and saved is not None:
             with state_files.reading(folder / state_files.STATE):
                 scaler.cur_scale = float(saved["factor"])

@@ -123,6 +123,8 @@ class DeepSpeedEngine(DataParallelEngine):
         wrapped = None if self.zero is None or self.options.stage == 0 else self.zero.optimizer
         kept = wrapped if self.trainable else None
         self.partitions = Partitions(self.module, kept, self.optimizer)
+        if (scaler := self.store.loss_scaler) is not None:
+            scaler.raise_error_at_min_scale = False  # `max_skipped_steps` ends the run
         if self.adapter is not None:
             self.adapter = AdapterInParts(self.adapter, self.partitions, self._limit)
         made = super()._make_forward()
@@ -196,7 +198,7 @@ class DeepSpeedEngine(DataParallelEngine):
             self.zero.allreduce_gradients()
             self.zero.set_gradient_accumulation_boundary(False)
             return super().optimizer_step()
-        lr, scaler = self.lr, self.store._loss_scaler
+        lr, scaler = self.lr, self.store.loss_scaler
         scale = None if scaler is None else scaler.cur_scale
         self.zero.step()
         skipped = bool(self.zero.optimizer.overflow)

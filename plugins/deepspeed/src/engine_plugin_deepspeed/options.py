@@ -30,7 +30,7 @@ class DeepSpeedOptions(ForwardOptions):
     reduce_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type in which gradients are summed over ranks. ``auto``: fp32."""
     loss_scale: float = Field(default=LOSS_SCALE, ge=1)
-    """With ``fp16``: initial factor of the loss, a power of two. A step whose gradients overflow is skipped on all ranks and halves the factor; 2000 good steps double it."""
+    """With ``fp16``: initial factor of the loss, a power of two. A step whose gradients overflow is skipped on all ranks and halves the factor, down to 1; 2000 good steps double it."""
     offload_optimizer: OffloadOptions = OffloadOptions()
     """The optimizer's state and float32 weights lie in host memory, and the step is taken there (stages 1 to 3)."""
     offload_param: OffloadOptions = OffloadOptions()

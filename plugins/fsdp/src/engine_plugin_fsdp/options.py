@@ -42,7 +42,7 @@ class FSDPOptions(ForwardOptions):
     wrap: WrapOptions = WrapOptions()
     """What is gathered at one time."""
     param_dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Type of the kept weights and of the optimizer state. ``auto``: fp32, but bf16 for a frozen role and for the model below an adapter if the accelerator supports bf16."""
+    """Type of the kept weights and of the optimizer state. ``auto``: fp32, but the type of the forward pass, bf16 or fp16, for a frozen role and for the model below an adapter on an accelerator."""
     mixed_precision: MixedPrecision = MixedPrecision()
     """Types of what is computed and sent."""
     fp8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None

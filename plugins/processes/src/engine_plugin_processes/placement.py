@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from engine_core.config.choices import bare
 from engine_core.errors import ConfigError, PluginError, did_you_mean
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def problems(config: EngineConfig) -> Iterator[str]:
     if pools and asked not in ("auto", need):
         listed = ", ".join(f"{name} = {size}" for name, size in pools.items())
         yield (
-            f"placement.pools: {{ {listed} }} need {need} processes, but runtime.{runtime.backend}.processes is {asked}. "
+            f"placement.pools: {{ {listed} }} need {need} processes, but runtime.{bare(runtime.backend)}.processes is {asked}. "
             'Make them agree, or set processes = "auto".'
         )
 

@@ -72,7 +72,8 @@ def _check_engines(run: TrainingRun) -> None:
         runtime.host.check(roles)
     together = 1 if local else getattr(config.runtime.options, "processes", 1)
     for name in (name for name, role in roles.items() if role.kind == "train"):
-        processes = config.placement.pools.get(config.placement.pool_of(name) or "", together)
+        pools = {} if local else config.placement.pools
+        processes = pools.get(config.placement.pool_of(name) or "", together)
         table, model = config.role(name), config.model_of(name)
         engine = run.plugins.resolve("train_engines", table.backend)
         if isinstance(processes, int):

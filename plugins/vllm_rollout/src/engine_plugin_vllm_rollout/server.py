@@ -76,6 +76,7 @@ class Server:
             raise ConfigError(
                 f"[{self.table}] url: vLLM {version} runs at {self.url}; the plugin works with {installed.RANGE}."
             )
+        installed.warn_of_release(version, f"[{self.table}] url: ")
         listed = self._asked_at_start("/v1/models", missing="serves no models: it has no /v1/models")
         models = {
             str(entry.get("id")): entry for entry in listed.get("data") or () if isinstance(entry, dict)

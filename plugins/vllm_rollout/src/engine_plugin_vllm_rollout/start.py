@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from engine_core.errors import ConfigError, EnvironmentProblem
+from engine_plugin_vllm_rollout import installed
 from engine_plugin_vllm_rollout.transformers_classes import restore_classes
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ def start(
             this plugin does not know is raised as it is.
     """
     prepare_environment(place.tells_mass, options.dtype == "float32", key)
+    installed.warn_of_release(installed.version())
     with _translated(model, key), _undisturbed():
         from vllm import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine

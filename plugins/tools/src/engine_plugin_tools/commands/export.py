@@ -40,10 +40,10 @@ def export(
     check_new(out)
     folder = RunFolder.open(run)
     checkpoint, config = checkpoint_of(folder, step), read_run(folder, sets)
+    if card:  # it imports the hub's client, and must not fail after the export
+        from engine_plugin_tools.model_card import write_card
     done = write_model(out, checkpoint, config, adapter, role)
     if card:
-        from engine_plugin_tools.model_card import write_card  # imports the hub's client
-
         write_card(out, folder, config, done, adapter, role)
     print(out)
 
