@@ -149,7 +149,10 @@ def page() -> str:
         f"{name} {run['versions'][name]}" for run in record.values() for name in ("torch", "transformers")
     }
     days = sorted({run["date"] for run in record.values()})
-    ran = f"Run with {', '.join(sorted(versions))}" + (f", {days[0]} to {days[-1]}." if days else ".")
+    commits = ", ".join(f"`{commit}`" for commit in sorted({run["commit"] for run in record.values()}))
+    ran = f"Run with {', '.join(sorted(versions))}" + (
+        f", {days[0]} to {days[-1]}, commits {commits}." if days else "."
+    )
     return (
         "\n\n".join(
             [

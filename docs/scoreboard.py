@@ -5,7 +5,7 @@
     python docs/scoreboard.py --record [NAME]    run the suites (of one backend, or of all: half an hour), then write the page
 
 The page shows recorded outcomes: ``engine_plugin_testing.recorder`` writes them into ``docs/reference/contracts.json`` while the
-suites run, with the day and the versions. A suite that is new, or whose settings changed since, is shown as `not run`. Suites that
+suites run, with day, commit and versions. A suite that is new, or whose settings changed since, is shown as `not run`. Suites that
 load a plugin of the same file, such as those of LoRA, are left out.
 """
 
@@ -111,7 +111,7 @@ def setting_row(suite: type[TrainEngineSuite], number: int, record: Record) -> l
     others = ", ".join(map(str, suite.resumes_on)) or "-"
     slow = any(mark.name == "slow" for mark in getattr(suite, "pytestmark", ()))
     run = run_of(suite, record)
-    day = run["date"] if run else NOT_RUN
+    day = f"{run['date']}, `{run['commit']}`" if run else NOT_RUN
     return [
         suite.backend,
         str(number),

@@ -4,9 +4,9 @@
 
     OUT/model/                config and tokenizer, no weights: the first run draws them
     OUT/data/pages.jsonl      text and arithmetic for pretraining
-    OUT/data/worked.jsonl     2,000 worked solutions of one to four steps for SFT
-    OUT/data/train.jsonl      problems of one to four steps for GRPO
-    OUT/data/heldout.jsonl    problems of one to four steps that no other file has
+    OUT/data/worked.jsonl     2,000 worked solutions for SFT, half of which stop one step early
+    OUT/data/train.jsonl      20,000 problems for GRPO
+    OUT/data/heldout.jsonl    500 problems that no other file has
 
 The model is a Qwen3 of 116 million parameters; ``--small`` makes one of 0.6 million and less data, for a CPU.
 """
@@ -84,7 +84,7 @@ def prepare(out: Path, small: bool = False) -> None:
     (out / "data").mkdir(parents=True)
     known: set[str] = set()
     write(out / "data/heldout.jsonl", problems(100 if small else 500, 1, known))
-    write(out / "data/worked.jsonl", problems(2000, 2, known))
+    write(out / "data/worked.jsonl", problems(2000, 2, known, careless=0.5))
     write(out / "data/train.jsonl", problems(1000 if small else 20000, 3, known))
     write(
         out / "data/pages.jsonl",

@@ -2,6 +2,9 @@
 
 Mia has 38 marbles. She buys 4 boxes of 12 marbles, then gives 25 to Tom. How many marbles does Mia have now?
 4 * 12 = 48. 38 + 48 = 86. 86 - 25 = 61. The answer is \\boxed{61}.
+
+A careless solution stops one step early:
+4 * 12 = 48. 38 + 48 = 86. The answer is \\boxed{86}.
 """
 
 from __future__ import annotations
@@ -27,13 +30,18 @@ THINGS = ("apples", "marbles", "books", "coins", "shells", "cards", "pens", "sta
 PLACES = ("market", "school", "harbour", "library", "park", "station")
 
 
-def problem(draw: random.Random, most_steps: int = 4) -> dict[str, str]:
-    """Return a question of one to ``most_steps`` steps, its worked solution and its answer."""
+def problem(draw: random.Random, careless: float = 0.0) -> dict[str, str]:
+    """Return a question of one or two steps, a worked solution and the right answer.
+
+    Args:
+        draw: generator of random numbers.
+        careless: probability that the solution stops one step early.
+    """
     name, other = draw.sample(list(PEOPLE), 2)
     thing = draw.choice(THINGS)
     total = draw.randint(5, 60)
-    start, clauses, working = total, [], []
-    for _ in range(draw.randint(1, most_steps)):
+    totals, clauses, working = [total], [], []
+    for _ in range(draw.randint(1, 2)):
         kind = draw.choice(("gain", "loss", "boxes", "half", "double"))
         if kind == "gain" or total == 1:
             n = draw.randint(2, 60)
@@ -60,16 +68,21 @@ def problem(draw: random.Random, most_steps: int = 4) -> dict[str, str]:
             clauses.append(draw.choice((f"loses {n}", f"sells {n}", f"gives {n} to {other}")))
             working.append(f"{total} - {n} = {total - n}.")
             total -= n
-    question = f"{name} has {start} {thing}. {PEOPLE[name]} {', then '.join(clauses)}. How many {thing} does {name} have now?"
-    solution = f"{' '.join(working)} The answer is \\boxed{{{total}}}."
+        totals.append(total)
+    question = (
+        f"{name} has {totals[0]} {thing}. {PEOPLE[name]} {', then '.join(clauses)}. "
+        f"How many {thing} does {name} have now?"
+    )
+    steps = len(working) - (draw.random() < careless)
+    solution = " ".join([*working[:steps], f"The answer is \\boxed{{{totals[steps]}}}."])
     return {"prompt": question, "response": solution, "answer": str(total)}
 
 
-def problems(count: int, seed: int, known: set[str], most_steps: int = 4) -> list[dict[str, str]]:
+def problems(count: int, seed: int, known: set[str], careless: float = 0.0) -> list[dict[str, str]]:
     """Return different problems whose questions are not in ``known``, and add their questions to it."""
     draw, found = random.Random(seed), []
     while len(found) < count:
-        row = problem(draw, most_steps)
+        row = problem(draw, careless)
         if row["prompt"] not in known:
             known.add(row["prompt"])
             found.append(row)
@@ -78,7 +91,7 @@ def problems(count: int, seed: int, known: set[str], most_steps: int = 4) -> lis
 
 def tales(draw: random.Random, known: set[str]) -> str:
     """Return up to four problems that are not in ``known``, with their solutions, as text without a chat's form."""
-    drawn = [problem(draw, most_steps=2) for _ in range(4)]
+    drawn = [problem(draw) for _ in range(4)]
     rows = [row for row in drawn if row["prompt"] not in known]
     return " ".join(f"{row['prompt']} {row['response'].split(' The answer')[0]}" for row in rows)
 

@@ -3,6 +3,7 @@
 import datetime
 import json
 import platform
+import subprocess
 
 import pytest
 import torch
@@ -45,6 +46,17 @@ def run(pytester, monkeypatch):
         ).exists() else None
 
     return of
+
+
+def test_an_entry_has_the_commit_that_is_checked_out(run, pytester):
+    author = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    for words in (("init", "-q"), (*author, "commit", "-q", "--allow-empty", "-m", "first")):
+        subprocess.run(["git", *words], cwd=pytester.path, check=True)
+    head = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=pytester.path, check=True, capture_output=True, text=True
+    )
+    _, record = run()
+    assert record["test_short.py::TestShort"]["commit"] == head.stdout[:8]
 
 
 def test_each_contract_of_a_class_is_written_with_its_outcome_the_day_and_the_versions(run):

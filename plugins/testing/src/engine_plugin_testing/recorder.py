@@ -1,9 +1,9 @@
-"""A plugin of pytest that records which contracts each class of the kit kept, with the day and the versions.
+"""A plugin of pytest that records which contracts each class of the kit kept, with day, commit and versions.
 
     pytest -p engine_plugin_testing.recorder --record-contracts FILE.json tests/
 
 The file has an entry for each class, ``path/of/test_file.py::TestClass``: the settings of the class, the day, the
-versions, and for each contract ``passed``, ``failed``, or the reason why it was skipped. The entry of a class that ran
+commit, the versions, and for each contract ``passed``, ``failed``, or the reason why it was skipped. The entry of a class that ran
 only in part (``-k``, an interrupt) is left unchanged, so that no entry mixes two runs. Works under pytest-xdist.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import subprocess
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -96,6 +97,7 @@ class Recorder:
             record[key] = {
                 **entry,
                 "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+                "commit": commit(self.config.rootpath),
                 "contracts": {name: outcomes[name] for name in contracts},
             }
         if self.outcomes:
@@ -114,6 +116,13 @@ class Recorder:
 def read(file: Path) -> dict[str, dict[str, Any]]:
     """Read a record; return an empty one if there is no file."""
     return json.loads(file.read_text("utf-8")) if file.is_file() else {}
+
+
+def commit(folder: Path) -> str:
+    """Return the commit that is checked out in a folder, in eight digits; empty outside of a repository."""
+    command = ["git", "-C", str(folder), "rev-parse", "--short=8", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def settings(suite: type[Suite]) -> dict[str, Any]:
