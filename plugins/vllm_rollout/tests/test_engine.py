@@ -1,8 +1,10 @@
 """What is particular to vLLM, on one real engine; the contracts are in test_conformance.py."""
 
 import dataclasses
+import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from engine_core.errors import ConfigError, TrainingFailed
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Prompt, Request, Sampling
 from engine_plugin_testing.reference import load_reference, logits_of, tokenizer, write_model
+from engine_plugin_vllm_rollout.engine import whole
 
 SHAPE = {"head_dim": 32}
 TOLERANCE = 1e-4  # of a log-prob in float32, in nats: sums of the parts are in another order
@@ -369,3 +372,21 @@ def test_each_update_of_a_mixture_of_experts_is_what_is_sampled(tmp_path):
             )
     finally:
         engine.close()
+
+
+def test_a_signal_during_a_step_reaches_its_handler_after_the_step_whatever_thread_receives_it():
+    done, received = threading.Event(), []
+    other = threading.Thread(target=done.wait)  # its signals are not blocked
+    before = signal.signal(signal.SIGUSR1, lambda number, _: received.append(number))
+    other.start()
+    try:
+        with whole():
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGUSR1)
+                time.sleep(0.02)
+            assert received == []
+        assert received == [signal.SIGUSR1]
+    finally:
+        done.set()
+        other.join()
+        signal.signal(signal.SIGUSR1, before)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import signal
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,12 +44,24 @@ HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # while vLLM works 
 
 @contextlib.contextmanager
 def whole() -> Iterator[None]:
-    """Holds back signals to this thread, of which some raise: a step of vLLM that is cut in two breaks its engine."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_BACK)
+    """Hold back the handlers of signals, of which some raise: a step of vLLM that is cut in two breaks its engine.
+
+    A mask of this thread is not enough: another thread receives the signal, and Python calls the handler in this one.
+    """
+    if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread only
+        yield
+        return
+    received: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: received.append(number)) for number in HELD_BACK
+    }
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in dict.fromkeys(received):
+            signal.raise_signal(number)
 
 
 class VLLMRolloutEngine(RolloutEngine):
