@@ -1,7 +1,5 @@
 """What a rank holds, by estimate."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -82,9 +80,7 @@ def test_whole_gradients_have_the_type_they_are_sent_in():
 
 def share_of(how, chosen=False):
     options = FSDPOptions(activation_checkpointing=how)
-    return FSDPBudget.recomputed_share.fget(
-        SimpleNamespace(engine=SimpleNamespace(options=options), recomputing=chosen)
-    )
+    return FSDPBudget.share_of(options, chosen)
 
 
 @pytest.mark.parametrize(
