@@ -35,7 +35,7 @@ LENGTH = 512  # tokens of a prompt and of a response
 
 @dataclass(frozen=True)
 class Setting:
-    """A run: its shape, its limit in GiB (0: none), keys over those of its trainer, and adapters."""
+    """A run: its shape, its limit in GiB (0: none), and keys over those of its trainer."""
 
     shape: str
     keys: dict[str, Any] = field(default_factory=dict)
@@ -64,7 +64,6 @@ SETTINGS: dict[str, Setting] = {
     "grpo-0.6b-24": Setting("qwen3-0.6b", _torch(**EAGERLY) | VLLM, 24, "rl"),
     "sft-0.6b-auto-24": Setting("qwen3-0.6b", _torch(**EAGERLY), 24),
     "sft-4b-lora-24": Setting("qwen3-4b", _torch(**EAGERLY, **LORA), 24),
-    "sft-4b-qlora-24": Setting("qwen3-4b", _torch(**QLORA), 24),
     "fsdp-0.6b-kept-8k": Setting("qwen3-0.6b", _fsdp(8192, "none")),
     "sft-0.6b-recomputed-16k": Setting("qwen3-0.6b", _torch(16384, True, **EAGERLY)),
     "grpo-4b-lora-24": Setting("qwen3-4b", _torch(**EAGERLY, **LORA) | VLLM, 24, "rl"),
@@ -87,7 +86,8 @@ SETTINGS: dict[str, Setting] = {
     ),
     "sft-0.6b-compiled-8k": Setting("qwen3-0.6b", _torch(8192, False)),
     "grpo-0.6b-graphs-40": Setting("qwen3-0.6b", _torch(**EAGERLY), 40, "rl"),
-    "sft-8b-qlora-24": Setting("qwen3-8b", _torch(**QLORA), 24),
+    "sft-4b-qlora-24": Setting("qwen3-4b", _torch(**QLORA), 24),
+    "sft-1.7b-int8-lora-24": Setting("qwen3-1.7b", _torch(**QLORA | {"torch__quantize": "int8"}), 24),
     "grpo-0.6b-compiled-auto": Setting("qwen3-0.6b", {}, trainer="rl"),
     "tiny": Setting("tiny", _torch(1024, False, **EAGERLY)),
 }
@@ -179,7 +179,7 @@ class Watch(threading.Thread):
 
     def __init__(self, device: Any) -> None:
         super().__init__(daemon=True)
-        self.device, self.live, self.given, self.ended = device, 0, 0, False
+        self.device, self.live, self.given, self.others, self.ended = device, 0, 0, 0, False
 
     def run(self) -> None:
         """Sample until ``ended``."""
@@ -187,9 +187,10 @@ class Watch(threading.Thread):
 
         while not self.ended:
             free, total = torch.cuda.mem_get_info(self.device)
-            idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            self.given = max(self.given, total - free)
-            self.live = max(self.live, total - free - idle)
+            held = torch.cuda.memory_reserved(self.device)
+            used, idle = total - free, held - torch.cuda.memory_allocated(self.device)
+            self.given, self.live = max(self.given, used), max(self.live, used - idle)
+            self.others = max(self.others, used - held)
             time.sleep(0.003)
 
 
@@ -244,15 +245,13 @@ def measure(name: str, memory: float, out: Any, dry: bool) -> None:
         watch.ended = True
         row |= {"error": error, "seconds": time.perf_counter() - start}
         if cuda:
-            free, total = torch.cuda.mem_get_info(0)
-            others = max(0, total - free - torch.cuda.memory_reserved(0))
-            live = torch.cuda.max_memory_allocated(0) + others
+            live = torch.cuda.max_memory_allocated(0) + watch.others
             sleeps = bool(getattr(config.runtime.options, "offload_idle_roles", False))
             row |= {
                 "measured": watch.live if sleeps else live,
                 "sampled": watch.live,
                 "allocated": torch.cuda.max_memory_allocated(0),
-                "others": others,
+                "others": watch.others,
                 "reserved": watch.given,
             }
         elif not error:

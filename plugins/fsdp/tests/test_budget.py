@@ -96,3 +96,8 @@ def share_of(how, chosen=False):
 )
 def test_every_nth_layer_counts_as_recomputed(how, chosen, share):
     assert share_of(how, chosen) == share
+
+
+def test_gathered_weights_have_the_compute_type_so_autocast_copies_nothing():
+    made = FSDPBudget.settings_of(Model(), FSDPOptions(), Precision(FP32, BF16), "actor", False, True)
+    assert (made.param, made.compute) == (BF16, BF16)

@@ -130,7 +130,8 @@ class Settings:
         compiled: layers and log-probs are compiled.
         kernel: attention uses the kernel for packed sequences, with keys and values repeated to the number of query
             heads; else it uses rectangles.
-        adapter: bytes that LoRA adapters keep in addition, per layer and token (``adapter_bytes``).
+        adapter: bytes that LoRA adapters keep in addition, per layer and token (``adapter_bytes``); over 0 means that
+            all other weights are frozen: no input is kept for their gradients.
         head: the head's weight is trained.
     """
 
@@ -194,13 +195,17 @@ def activations(shape: Decoder, how: Settings) -> Activations:
     cast = how.param.itemsize > how.compute.itemsize
     stream = _stream(shape, how, e, s, cast)
     normed = shape.normed * (shape.queries + shape.keys)
-    normed *= e if how.compiled else (2 * e if e >= 4 else 4 + e)
+    if how.adapter and not how.compiled:
+        normed *= 4
+    else:
+        normed *= e if how.compiled else (2 * e if e >= 4 else 4 + e)
     attention = 4 * e * shape.queries + 4 * shape.heads
     if not how.kernel:
         attention = e * (3 * shape.queries + 2 * shape.keys) + 4 * shape.heads
-    wide = e * shape.wide * _wide(shape, how.compiled)
+    wide = e * shape.wide * (_wide(shape, how.compiled) - _copied(how, e))
     logits = how.chunk * shape.vocabulary * (e if how.compiled else 12 + e)
-    rows = (2 + shape.rms) * s * shape.hidden  # the last norm, and the input of the head
+    # the last norm, and the input of the head
+    rows = (1 if how.adapter else 2 + shape.rms) * s * shape.hidden
     return Activations(
         layer=stream + normed + attention + wide + how.adapter,
         carried=s * shape.hidden,
@@ -213,31 +218,37 @@ def activations(shape: Decoder, how: Settings) -> Activations:
     )
 
 
-def adapter_bytes(module: nn.Module, layers: int, compiled: bool) -> int:
+def adapter_bytes(module: nn.Module, layers: int, copied: bool) -> int:
     """Return the bytes that the LoRA adapters in a module keep per layer and token.
 
-    Not compiled, each adapter keeps a float32 copy of its input; every adapter keeps the product with its first matrix.
+    Each adapter keeps the product with its first matrix, and a float32 copy of its input if that has a smaller type;
+    compiled code makes the copy again.
 
     Args:
         module: with adapters; without any the answer is 0.
         layers: number of decoder layers.
-        compiled: layers are compiled.
+        copied: the input has a smaller type, and layers are not compiled.
     """
     inner = [a for part in module.modules() for a in getattr(part, "lora_A", {}).values()]
-    kept = sum(
-        4 * ((0 if compiled else a.in_features) + a.out_features) for a in inner if hasattr(a, "in_features")
-    )
-    return kept // layers
+    linear = [a for a in inner if isinstance(a, nn.Linear)]
+    return sum(4 * (copied * a.in_features + a.out_features) for a in linear) // layers
 
 
 def _stream(shape: Decoder, how: Settings, e: int, s: int, cast: bool) -> int:
     """Return the bytes per token of a layer's norms and of the linear layers' inputs."""
     if how.compiled:
         return 4 * s * shape.hidden
+    if how.adapter:  # frozen norms keep their input; the inputs of linear layers are kept by adapters
+        return (2 * (4 if shape.rms else s) + 2 * e * (not _copied(how, e))) * shape.hidden
     read = shape.reads if cast else 2  # autocast makes a copy for each layer that reads its input
     normalised = 0 if not shape.rms else (4 if cast or e >= 4 else e)
     before = 4 if shape.rms else s  # an RMS norm is computed in float32
     return (2 * (before + normalised) + read * e) * shape.hidden
+
+
+def _copied(how: Settings, e: int) -> bool:
+    """Return whether adapters keep float32 copies of their inputs instead of the inputs."""
+    return bool(how.adapter) and not how.compiled and e < 4
 
 
 def _wide(shape: Decoder, compiled: bool) -> int:

@@ -11,7 +11,7 @@ from torch import nn
 from engine_core.contracts.memory import MemoryNeed, MemoryQuestion
 from engine_core.model_config import VALUE_HEAD as HEAD
 from engine_plugin_torch import memory
-from engine_plugin_torch.lora import attach
+from engine_plugin_torch.lora import inject
 from engine_plugin_torch.memory import Activations, Decoder, Estimate, Held, activations
 from engine_plugin_torch.precision import resolved
 from engine_plugin_torch.quantize_model import linear_layers
@@ -93,7 +93,7 @@ def sketch(
             layers = linear_layers(module, [HEAD, *(lora.modules_to_save if lora else ())]).values()
             saved = sum(layer.weight.nbytes - quantized_bytes(layer.weight, method) for layer in layers)
         if lora is not None:
-            attach(module, lora.model_copy(update={"path": None}), role, model.seed, model.path, head)
+            inject(module, lora, role, model.seed, model.path, head)
     return module, saved
 
 

@@ -23,6 +23,7 @@ ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 GRAPHS = GIB // 2  # of CUDA graphs, with compiled code
 BATCHED = 2048  # vLLM's default of max_num_batched_tokens for an engine that a program starts
 SHARE_OF_ALL = 0.25  # part of the device that a sampler may take from the trainer's favorite micro-batch
+SLACK = GIB  # in a chosen share, for what the estimate misses; vLLM makes cache of what it does not need
 STEP = 0.005  # gpu_memory_utilization is rounded up to a multiple
 MOST = 0.92  # of the device
 
@@ -50,10 +51,10 @@ def memory_need(
     device, share, chosen = question.device_bytes, options.gpu_memory_utilization, {}
     bytes_of_cache = options.passed_on().get("kv_cache_memory_bytes")
     if share == "auto":
-        room = wanted if question.free is None else question.free - fixed
+        room = wanted if question.free is None else question.free - fixed - SLACK
         floor = max(least, min(wanted, int(SHARE_OF_ALL * device) - fixed))
         cache = int(bytes_of_cache or min(wanted, max(floor, room)))
-        share = min(MOST, -(-(fixed + cache) // max(1, int(STEP * device))) * STEP) if device else MOST
+        share = min(MOST, -(-(fixed + cache + SLACK) // max(1, int(STEP * device))) * STEP) if device else MOST
         chosen = {"gpu_memory_utilization": round(share, 3)}
         if not bytes_of_cache and device:
             cache = int(chosen["gpu_memory_utilization"] * device) - fixed
