@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine_core.config.roles import LoRAConfig
 from engine_core.contracts.memory import MemoryNeed, MemoryQuestion
 from engine_core.errors import ConfigError
 
@@ -171,6 +172,8 @@ class MemoryPlan:
             yield sum(need.kept.values())
             if not self.offload or (self.roles[name].kind == "rollout") == (phase == "generate"):
                 yield sum(need.idle.values())
+            elif phase == "sync":
+                yield need.idle.get("weights", 0)  # an update wakes them
         if phase == "sync":
             yield max((need.moving for need in self.needs.values() if need), default=0)
         at_work = [need for _, need in self._at_work(phase)]
@@ -264,6 +267,10 @@ def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
     if getattr(config.runtime.options, "offload_idle_roles", None) is False:
         key = f"runtime.{config.runtime.backend}.offload_idle_roles = true"
         wanted.append((key, ("runtime", "options", "offload_idle_roles"), True))
+    if getattr(config.rollout.options, "max_model_len", 0) is None:
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        key = f"rollout.{config.rollout.backend}.max_model_len = {longest}"
+        wanted.append((key, ("rollout", "options", "max_model_len"), longest))
     for said, path, value in wanted:
         yield said, _with(config, path, value)
     together = config
@@ -272,8 +279,6 @@ def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
     if len(wanted) > 1:
         yield ", ".join(said for said, *_ in wanted), together
     if config.actor.lora is None:
-        from engine_core.config.roles import LoRAConfig
-
         more = "".join(f", {said}" for said, *_ in wanted)
         yield f"an adapter, [actor.lora]{more}", _with(together, ("actor", "lora"), LoRAConfig())
 

@@ -191,7 +191,9 @@ class MemoryBudget:
             recompute=options.log_prob_recompute,
             compiled=compiled,
             kernel=kernel,
-            adapter=0 if shape is None else adapter_bytes(module, shape.layers, not compiled and types.compute.itemsize < 4),
+            adapter=0
+            if shape is None
+            else adapter_bytes(module, shape.layers, not compiled and types.compute.itemsize < 4),
             head=head is not None and any(p.requires_grad for p in head.parameters()),
         )
 

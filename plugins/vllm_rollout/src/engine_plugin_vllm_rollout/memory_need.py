@@ -54,15 +54,20 @@ def memory_need(
         room = wanted if question.free is None else question.free - fixed - SLACK
         floor = max(least, min(wanted, int(SHARE_OF_ALL * device) - fixed))
         cache = int(bytes_of_cache or min(wanted, max(floor, room)))
-        share = min(MOST, -(-(fixed + cache + SLACK) // max(1, int(STEP * device))) * STEP) if device else MOST
+        share = (
+            min(MOST, -(-(fixed + cache + SLACK) // max(1, int(STEP * device))) * STEP) if device else MOST
+        )
         chosen = {"gpu_memory_utilization": round(share, 3)}
         if not bytes_of_cache and device:
             cache = int(chosen["gpu_memory_utilization"] * device) - fixed
     else:
         cache = int(bytes_of_cache or max(least, share * device - fixed))
+    parts = {"graphs": graphs, "weights": weights, "cache": cache}
+    level = getattr(options, "sleep_level", 0)
+    freed = {0: (), 1: ("cache",), 2: ("weights", "cache")}[level]
     return MemoryNeed(
-        {"weights": weights, "graphs": graphs},
-        {"cache": cache},
+        {name: size for name, size in parts.items() if name not in freed},
+        {name: size for name, size in parts.items() if name in freed},
         working,
         least=working["workspace"],
         chosen=chosen,

@@ -44,7 +44,7 @@ def plan(
 ) -> int:
     """Print the memory of each role and phase of a device, whether it fits, and the nearest change that does.
 
-    No model is built and no device is used. Default: the devices of this machine. Exit code 3 when it does not fit.
+    No model is built and no device is used. Default: the devices of this machine. Exit code 2 when it does not fit.
     """
     from engine_plugin_tools.memory_plan import nearest_change, plan_device, too_small
 
@@ -69,7 +69,7 @@ def plan(
                 print("fits" if made.fits else too_small(made, change))
     if as_json:
         print_json(found)
-    return 0 if fits else 3
+    return 0 if fits else ConfigError.exit_code
 
 
 def find_devices(devices: str | None, memory: float | None) -> tuple[int, int]:
@@ -84,8 +84,8 @@ def find_devices(devices: str | None, memory: float | None) -> tuple[int, int]:
         name, count = first, max(1, int(last))
     if name and name not in DEVICES:
         raise ConfigError(
-            f"--devices '{devices}' is not known.{did_you_mean(name, DEVICES)} Known: {', '.join(DEVICES)}, each with xN; "
-            "any other device: --memory GIB."
+            f"--devices '{devices}' is not known.{did_you_mean(name, DEVICES)} N devices: h200xN; any other "
+            "device: --memory GIB."
         )
     if memory is not None:
         return int(memory * GIB), count
