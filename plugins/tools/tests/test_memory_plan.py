@@ -161,6 +161,23 @@ def test_nothing_that_fits_is_refused_with_the_nearest_change():
         planned(config(), Plugins(), ROLES, 1, 4 * UNIT)
 
 
+def test_a_step_bounds_the_responses_at_a_time_unless_nothing_is_trained():
+    asked = []
+
+    class Asked(Sampler):
+        @classmethod
+        def memory_need(cls, config, model_config, question):
+            asked.append(question.sequences)
+            return super().memory_need(config, model_config, question)
+
+    made = config()
+    plan_device(made, Plugins(Asked), ROLES, 2, 40 * UNIT)
+    assert set(asked) == {64 * 8 // 2}
+    asked.clear()
+    plan_device(made, Plugins(Asked), {"rollout": Role("rollout")}, 1, 40 * UNIT)
+    assert set(asked) == {None}
+
+
 def test_a_supervised_run_has_one_phase():
     made = config()
     made.trainer, made.options = "sft", SFTOptions()

@@ -223,8 +223,11 @@ def _ask(
     length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     rows = config.algorithm.mini_batch_prompts or config.data.prompts_per_step
     responses = config.data.prompts_per_step * config.rollout.group_size
+    # evaluation, sampling ahead and surplus responses have as many as the sampler takes
+    bounded = config.trainer == "rl" and not config.eval.during_training and config.rollout.over_sampling == 1
     if config.trainer == "sft":
         length, sampled = config.options.max_tokens, False
+    trains = any(each.kind == "train" and each.trainable for each in roles.values())
     slices = ranks // (getattr(table.options, "sp", 1) * getattr(table.options, "tp", 1)) or 1
     tokens = rows * length * (config.rollout.group_size if sampled else 1)
     known = sampled or config.trainer == "sft"
@@ -237,7 +240,7 @@ def _ask(
         free=free,
         tokens=-(-tokens // slices) if known else None,
         length=length if known else None,
-        sequences=-(-responses // slices),
+        sequences=-(-responses // slices) if bounded and trains else None,
         shared=config.rollout.weights != "own",
     )
     model = config.model_of(name)

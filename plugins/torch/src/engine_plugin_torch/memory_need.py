@@ -30,6 +30,10 @@ def memory_need(
     engine: type[TorchEngine], config: RoleConfig, model_config: ModelConfig, question: MemoryQuestion
 ) -> MemoryNeed | None:
     """Estimate the memory of a role on an accelerator with bfloat16; see ``TrainEngine.memory_need``."""
+    from engine_plugin_torch.engine import TorchEngine
+
+    if engine._build_model_optimizer is not TorchEngine._build_model_optimizer:
+        return None  # a custom model
     options: Any = engine._options(config)
     role, trained, budget = question.role, question.trainable, engine.budget_class
     types = resolved(options, config.lora is not None or question.frozen)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from engine_core.contracts.memory import MemoryNeed, MemoryQuestion
 from engine_core.model_config import load_hf_config
@@ -33,6 +33,8 @@ def memory_need(
 ) -> MemoryNeed | None:
     """Estimate the memory of one rank of a sampler; see ``TrainEngine.memory_need``."""
     config: Any = load_hf_config(model_config)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not model_config.trust_remote_code:
+        return None
     text, tp = config.get_text_config(decoder=True), options.tensor_parallel_size
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config, trust_remote_code=model_config.trust_remote_code)

@@ -45,6 +45,7 @@ def plan(
     """Print the memory of each role and phase of a device, whether it fits, and the nearest change that does.
 
     No model is built and no device is used. Default: the devices of this machine. Exit code 2 when it does not fit.
+    Raises an error if a plugin builds the model, whose memory is unknown then.
     """
     from engine_plugin_tools.memory_plan import nearest_change, plan_device, too_small
 
