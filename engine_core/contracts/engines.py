@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from engine_core.config import ModelConfig, RoleConfig, RolloutConfig
+    from engine_core.contracts.memory import MemoryNeed, MemoryQuestion
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.types import Batch, LossCall, Request, Rollout, StepOutput, TrainOutput
 
@@ -103,6 +104,19 @@ class TrainEngine(abc.ABC):
         Raises:
             ConfigError: names the key.
         """
+
+    @classmethod
+    def memory_need(
+        cls, config: RoleConfig, model_config: ModelConfig, question: MemoryQuestion
+    ) -> MemoryNeed | None:
+        """Estimate the device memory of a role on an accelerator, without one; None: unknown.
+
+        Args:
+            config: the role's table.
+            model_config: ``[model]`` with the role's model folder, which no plugin builds.
+            question: facts about the run.
+        """
+        return None
 
     @property
     def layout(self) -> Layout:
@@ -303,6 +317,13 @@ class RolloutEngine(abc.ABC):
         self.running: dict[str, Request] = {}  #: in-flight requests of ``advance``, by id
         self.dropped: set[str] = set()
         self.deadlines = sampling.Deadlines()
+
+    @classmethod
+    def memory_need(
+        cls, config: RolloutConfig, model_config: ModelConfig, question: MemoryQuestion
+    ) -> MemoryNeed | None:
+        """Estimate the device memory of the sampler as ``TrainEngine.memory_need`` does; None: unknown."""
+        return None
 
     @property
     def step_hooks(self) -> Any:

@@ -1,7 +1,5 @@
 """What a rank holds, by estimate."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -82,9 +80,7 @@ def test_whole_gradients_have_the_type_they_are_sent_in():
 
 def share_of(how, chosen=False):
     options = FSDPOptions(activation_checkpointing=how)
-    return FSDPBudget.recomputed_share.fget(
-        SimpleNamespace(engine=SimpleNamespace(options=options), recomputing=chosen)
-    )
+    return FSDPBudget.share_of(options, chosen)
 
 
 @pytest.mark.parametrize(
@@ -100,3 +96,8 @@ def share_of(how, chosen=False):
 )
 def test_every_nth_layer_counts_as_recomputed(how, chosen, share):
     assert share_of(how, chosen) == share
+
+
+def test_gathered_weights_have_the_compute_type_so_autocast_copies_nothing():
+    made = FSDPBudget.settings_of(Model(), FSDPOptions(), Precision(FP32, BF16), "actor", False, True)
+    assert (made.param, made.compute) == (BF16, BF16)

@@ -97,6 +97,18 @@ def test_what_a_token_keeps_is_counted(engine_of, batch_of, family, param, compu
     assert kept.bytes == pytest.approx(expected, rel=WITHIN)
 
 
+@pytest.mark.parametrize(("param", "compute"), [("fp32", "fp32"), ("bf16", "bf16")])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_what_a_token_keeps_below_an_adapter_is_counted(engine_of, batch_of, family, param, compute):
+    engine = engine_of(family, param_dtype=param, compute_dtype=compute, lora={"rank": 4})
+    batch = batch_of(LENGTHS)
+    engine.forward(batch, ("log_probs",))
+    with Kept(engine.module) as kept:
+        engine.forward(batch, ("log_probs",))
+    act = activations(Decoder.of(engine.module), engine.budget.settings)
+    assert kept.bytes == pytest.approx(act.token(False) * batch.num_tokens, rel=WITHIN)
+
+
 @pytest.mark.parametrize("family", CONFIGS)
 def test_with_checkpointing_a_layer_keeps_its_input_and_one_at_a_time_the_rest(engine_of, batch_of, family):
     engine = engine_of(family, activation_checkpointing=True)

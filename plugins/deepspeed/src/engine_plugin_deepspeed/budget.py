@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine_plugin_deepspeed.partitions import shape_of
 from engine_plugin_torch.data_parallel import SharedBudget
@@ -26,12 +26,12 @@ class DeepSpeedBudget(SharedBudget):
 
     engine: DeepSpeedEngine
 
-    def held(self) -> Held:
-        """Return the bytes of this rank's weights, gradients and optimizer state under ZeRO."""
-        engine = self.engine
-        return held_by_rank(
-            engine.module, engine.options, engine.precision, engine.ranks.size, engine.trainable
-        )
+    @classmethod
+    def held_by(
+        cls, module: nn.Module, trained: bool, options: Any, types: Precision, ranks: int, role: str
+    ) -> Held:
+        """Return the bytes of a rank's weights, gradients and optimizer state under ZeRO."""
+        return held_by_rank(module, options, types, ranks, trained)
 
     @property
     def retries(self) -> bool:  # type: ignore[override]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine_plugin_fsdp.ranks import mesh_shape
 from engine_plugin_torch.data_parallel import SharedBudget
-from engine_plugin_torch.memory import Held
+from engine_plugin_torch.memory import Held, Settings
 from engine_plugin_torch.precision import NAMED
 from engine_plugin_torch.units import decoder_layers
 
@@ -27,12 +27,20 @@ class FSDPBudget(SharedBudget):
 
     engine: FSDPEngine
 
-    def held(self) -> Held:
-        """Return the bytes that this rank holds of the sharded model."""
-        engine, whole = self.engine, super().held()
-        return held_by_rank(
-            whole, engine.module, engine.options, engine.precision, engine.ranks.size, engine.context.role
-        )
+    @classmethod
+    def held_by(
+        cls, module: nn.Module, trained: bool, options: Any, types: Precision, ranks: int, role: str
+    ) -> Held:
+        """Return the bytes that a rank holds of the sharded model."""
+        return held_by_rank(Held.of(module, trained), module, options, types, ranks, role)
+
+    @classmethod
+    def settings_of(
+        cls, module: nn.Module, options: Any, types: Precision, role: str, compiled: bool, kernel: bool
+    ) -> Settings:
+        """Return the settings of a role; gathered weights have the compute type, so autocast copies nothing."""
+        made = super().settings_of(module, options, types, role, compiled, kernel)
+        return dataclasses.replace(made, param=types.compute)
 
     def halve(self, batch: Batch, error: Exception) -> bool:
         """Halve the token budget as its base does; return False after a backward pass.
@@ -41,13 +49,13 @@ class FSDPBudget(SharedBudget):
         """
         return not self.engine.began_backward and super().halve(batch, error)
 
-    @property
-    def recomputed_share(self) -> float:
-        """Share of the layers that keep only their input, by `activation_checkpointing`."""
-        how = self.engine.options.activation_checkpointing
+    @classmethod
+    def share_of(cls, options: Any, recomputing: bool) -> float:
+        """Return the share of the layers that keep only their input, by `activation_checkpointing`."""
+        how = options.activation_checkpointing
         if isinstance(how, int):
             return 1 / how
-        return float(bool(self.recomputing) if how == "auto" else how == "full")
+        return float(recomputing if how == "auto" else how == "full")
 
     @property
     def token_sharers(self) -> int:

@@ -60,6 +60,10 @@ class MegatronBudget(SharedBudget):
     def estimate(self) -> None:
         return None  # megatron-core's layers have no memory estimate
 
+    @classmethod
+    def held_by(cls, *args: Any, **facts: Any) -> None:
+        """Return None: the layers have no memory estimate."""
+
     @property
     def recomputed_share(self) -> float:
         """The share of layers that are recomputed: 1 with ``recompute = 'full'``, else 0."""

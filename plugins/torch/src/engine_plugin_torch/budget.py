@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -22,14 +22,18 @@ from engine_plugin_torch.memory import (
     Held,
     Settings,
     activations,
+    adapter_bytes,
     optimizer_bytes,
 )
 from engine_plugin_torch.sharded import here
 from engine_plugin_torch.value_models import VALUE_ROLES
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from engine_core.types import Batch
     from engine_plugin_torch.engine import TorchEngine
+    from engine_plugin_torch.precision import Precision
 
 log = logging.getLogger("engine")
 Result = TypeVar("Result")
@@ -68,8 +72,13 @@ class MemoryBudget:
     @property
     def recomputed_share(self) -> float:
         """Share of the layers that keep only their input and are recomputed."""
-        asked = getattr(self.engine.options, "activation_checkpointing", False)  # not every backend has it
-        return float(bool(self.recomputing if asked == "auto" else asked))
+        return self.share_of(self.engine.options, bool(self.recomputing))
+
+    @classmethod
+    def share_of(cls, options: Any, recomputing: bool) -> float:
+        """Return ``recomputed_share`` by a role's table; ``recomputing`` is the choice for ``auto``."""
+        asked = getattr(options, "activation_checkpointing", False)  # not every backend has it
+        return float(recomputing if asked == "auto" else bool(asked))
 
     def retry(
         self, batch: Batch, run: Callable[[], Result], undo: Callable[[], object] | None = None
@@ -153,15 +162,39 @@ class MemoryBudget:
     @property
     def settings(self) -> Settings:
         """The settings of this role that the estimate depends on."""
-        engine, options, types = self.engine, self.engine.options, self.engine.precision
-        half = types.compute in (torch.float16, torch.bfloat16)
+        engine = self.engine
+        half = engine.precision.compute in (torch.float16, torch.bfloat16)
+        kernel = engine.device.type == "cuda" and half
+        role, compiled = engine.context.role, engine._compiles
+        return self.settings_of(engine.module, engine.options, engine.precision, role, compiled, kernel)
+
+    @classmethod
+    def settings_of(
+        cls, module: nn.Module, options: Any, types: Precision, role: str, compiled: bool, kernel: bool
+    ) -> Settings:
+        """Return the settings of a role, which may not be built.
+
+        Args:
+            module: the role's model with its adapter; parameters may be on ``meta``.
+            options: the role's table.
+            types: of the role.
+            role: name of the role.
+            compiled: layers are compiled.
+            kernel: see ``Settings``.
+        """
+        shape, value = Decoder.of(module), role in VALUE_ROLES
+        head = None if value else getattr(module, "get_output_embeddings", lambda: None)()
         return Settings(
             param=types.param,
             compute=types.compute,
-            chunk=0 if engine.context.role in VALUE_ROLES else options.log_prob_chunk_tokens,
+            chunk=0 if value else options.log_prob_chunk_tokens,
             recompute=options.log_prob_recompute,
-            compiled=engine._compiles,
-            kernel=engine.device.type == "cuda" and half,
+            compiled=compiled,
+            kernel=kernel,
+            adapter=0
+            if shape is None
+            else adapter_bytes(module, shape.layers, not compiled and types.compute.itemsize < 4),
+            head=head is not None and any(p.requires_grad for p in head.parameters()),
         )
 
     def _taken(self) -> int:
@@ -191,7 +224,27 @@ class MemoryBudget:
 
     def held(self) -> Held:
         """Return the bytes of the engine's module on this rank."""
-        return Held.of(self.engine.module, self.engine.trainable)
+        engine = self.engine
+        ranks, role = engine.context.world_size, engine.context.role
+        held = self.held_by(engine.module, engine.trainable, engine.options, engine.precision, ranks, role)
+        assert held is not None
+        return held
+
+    @classmethod
+    def held_by(
+        cls, module: nn.Module, trained: bool, options: Any, types: Precision, ranks: int, role: str
+    ) -> Held | None:
+        """Return the bytes of a model on one rank; None where this backend has no estimate.
+
+        Args:
+            module: the model, whose parameters may be on ``meta``.
+            trained: it has an optimizer.
+            options: the role's table.
+            types: of the role.
+            ranks: number of ranks of the role.
+            role: name of the role.
+        """
+        return Held.of(module, trained)
 
     @property
     def token_sharers(self) -> int:

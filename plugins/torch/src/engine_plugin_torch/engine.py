@@ -36,6 +36,7 @@ from engine_plugin_torch.checkpoint import PARTS, StateStore
 from engine_plugin_torch.log_probs import zero_outputs
 from engine_plugin_torch.lora import adapted_layers, attach
 from engine_plugin_torch.loss_scale import LossScale
+from engine_plugin_torch.memory_need import memory_need
 from engine_plugin_torch.optimizers import build_optimizer, check_groups, optimizer_problem, set_peak_lr
 from engine_plugin_torch.options import TorchOptions
 from engine_plugin_torch.packed_forward import PackedForward, ValueForward
@@ -78,6 +79,7 @@ class TorchEngine(TrainEngine):
     builder_class: type[ModelBuilder] = ModelBuilder  #: of ``builder``
     budget_class: type[MemoryBudget] = MemoryBudget  #: of ``budget``
     store_class: type[StateStore] = StateStore  #: of ``store``
+    memory_need = classmethod(memory_need)
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
@@ -297,9 +299,7 @@ class TorchEngine(TrainEngine):
 
     def _trained(self) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            raise RuntimeError(
-                f"The engine of role '{self.context.role}' is not trained: it has no optimizer."
-            )
+            raise RuntimeError(f"The engine of '{self.context.role}' is not trained: it has no optimizer.")
         return self.optimizer
 
     def _adapted(self) -> Adapter:
@@ -390,10 +390,10 @@ class TorchEngine(TrainEngine):
         known = self.forward.outputs
         for name in names:
             if name not in known:
-                raise ValueError(
+                unknown = (
                     f"Unknown output '{name}' of {type(self).__name__} in the role '{self.context.role}'."
-                    + did_you_mean(name, known)
                 )
+                raise ValueError(unknown + did_you_mean(name, known))
 
     def _backward(self, value: Tensor) -> None:
         if value.requires_grad:  # False where the micro-batch has no loss tokens

@@ -84,10 +84,32 @@ def attach(
         ConfigError: peft is missing, or the model cannot be adapted in this way. The module is unchanged.
         DataError: the adapter folder does not fit.
     """
+    from engine_plugin_torch.adapter import Adapter
+
+    lora, targets, config = inject(module, lora, role, seed, base_path, whole)
+    _ATTACHED.add(module)
+    adapter = Adapter(module, config, identity)
+    if lora.path is not None:
+        adapter.take(state_files.load_tensors(Path(lora.path) / "adapter_model.safetensors").items())
+    _tell(module, lora, targets)
+    return adapter
+
+
+def inject(
+    module: nn.Module, lora: LoRAConfig, role: str, seed: int, base_path: str, whole: Collection[str] = ()
+) -> tuple[LoRAConfig, list[str], Any]:
+    """Freeze a module and put the layers of an adapter into it; its parameters may be on ``meta``.
+
+    Returns:
+        The table with the settings of its folder, the names of the adapted layers, and peft's config.
+
+    Raises:
+        ConfigError: as in ``attach``.
+    """
     lora, targets, saved = adapted_layers(module, lora, role, whole)
     from peft import LoraConfig, inject_adapter_in_model
 
-    from engine_plugin_torch.adapter import NAME, Adapter
+    from engine_plugin_torch.adapter import NAME
 
     base = Path(base_path)
     config = LoraConfig(
@@ -106,12 +128,7 @@ def attach(
         torch.manual_seed(seed)
         inject_adapter_in_model(config, module, NAME)
     _widen(module)
-    _ATTACHED.add(module)
-    adapter = Adapter(module, config, identity)
-    if lora.path is not None:
-        adapter.take(state_files.load_tensors(Path(lora.path) / "adapter_model.safetensors").items())
-    _tell(module, lora, targets)
-    return adapter
+    return lora, targets, config
 
 
 def adapted_layers(

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine_core.local.device_memory import device_bytes
 from engine_plugin_torch.sharded import here
 
 GIB = 1024**3
@@ -129,6 +130,9 @@ class Settings:
         compiled: layers and log-probs are compiled.
         kernel: attention uses the kernel for packed sequences, with keys and values repeated to the number of query
             heads; else it uses rectangles.
+        adapter: bytes that LoRA adapters keep in addition, per layer and token (``adapter_bytes``); over 0 means that
+            all other weights are frozen: no input is kept for their gradients.
+        head: the head's weight is trained.
     """
 
     param: torch.dtype = torch.float32
@@ -137,6 +141,8 @@ class Settings:
     recompute: bool = True
     compiled: bool = False
     kernel: bool = False
+    adapter: int = 0
+    head: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +157,7 @@ class Activations:
         chunks: constant bytes of one chunk of logits.
         copies: bytes of the layers' weights in the compute type, if autocast copies them.
         passing: bytes per token that exist at one time in a pass without gradient.
+        head: bytes of the head's weight in the compute type and of its gradients in flight, if it is trained.
     """
 
     layer: int
@@ -160,6 +167,12 @@ class Activations:
     chunks: int
     copies: int
     passing: int
+    head: int = 0
+
+    @property
+    def constant(self) -> int:
+        """Bytes that do not depend on the number of tokens."""
+        return self.chunks + self.copies + self.head
 
     def token(self, recomputed: float) -> int:
         """Return the bytes of one token in training.
@@ -173,7 +186,7 @@ class Activations:
     def fitting(self, free: int, recomputed: float, trained: bool = True) -> int:
         """Return how many tokens of a micro-batch fit into ``free`` bytes, 0 or more."""
         each = self.token(recomputed) if trained else self.passing
-        return max(0, int((free * (1 - RESERVE) - self.chunks - self.copies) // each))
+        return max(0, int((free * (1 - RESERVE) - self.constant) // each))
 
 
 def activations(shape: Decoder, how: Settings) -> Activations:
@@ -182,32 +195,60 @@ def activations(shape: Decoder, how: Settings) -> Activations:
     cast = how.param.itemsize > how.compute.itemsize
     stream = _stream(shape, how, e, s, cast)
     normed = shape.normed * (shape.queries + shape.keys)
-    normed *= e if how.compiled else (2 * e if e >= 4 else 4 + e)
+    if how.adapter and not how.compiled:
+        normed *= 4
+    else:
+        normed *= e if how.compiled else (2 * e if e >= 4 else 4 + e)
     attention = 4 * e * shape.queries + 4 * shape.heads
     if not how.kernel:
         attention = e * (3 * shape.queries + 2 * shape.keys) + 4 * shape.heads
-    wide = e * shape.wide * _wide(shape, how.compiled)
+    wide = e * shape.wide * (_wide(shape, how.compiled) - _copied(how, e))
     logits = how.chunk * shape.vocabulary * (e if how.compiled else 12 + e)
-    rows = (2 + shape.rms) * s * shape.hidden  # the last norm, and the input of the head
+    # the last norm, and the input of the head
+    rows = (1 if how.adapter else 2 + shape.rms) * s * shape.hidden
     return Activations(
-        layer=stream + normed + attention + wide,
+        layer=stream + normed + attention + wide + how.adapter,
         carried=s * shape.hidden,
         layers=shape.layers,
         ends=rows + 24 + (0 if how.recompute or not how.chunk else e * shape.vocabulary),
         chunks=logits,
         copies=cast * e * _matrices(shape),
         passing=4 * s * shape.hidden + attention + wide,
+        head=how.head * (2 + cast) * e * shape.vocabulary * shape.hidden,
     )
+
+
+def adapter_bytes(module: nn.Module, layers: int, copied: bool) -> int:
+    """Return the bytes that the LoRA adapters in a module keep per layer and token.
+
+    Each adapter keeps the product with its first matrix, and a float32 copy of its input if that has a smaller type;
+    compiled code makes the copy again.
+
+    Args:
+        module: with adapters; without any the answer is 0.
+        layers: number of decoder layers.
+        copied: the input has a smaller type, and layers are not compiled.
+    """
+    inner = [a for part in module.modules() for a in getattr(part, "lora_A", {}).values()]
+    linear = [a for a in inner if isinstance(a, nn.Linear)]
+    return sum(4 * (copied * a.in_features + a.out_features) for a in linear) // layers
 
 
 def _stream(shape: Decoder, how: Settings, e: int, s: int, cast: bool) -> int:
     """Return the bytes per token of a layer's norms and of the linear layers' inputs."""
     if how.compiled:
         return 4 * s * shape.hidden
+    if how.adapter:  # frozen norms keep their input; the inputs of linear layers are kept by adapters
+        return (2 * (4 if shape.rms else s) + 2 * e * (not _copied(how, e))) * shape.hidden
     read = shape.reads if cast else 2  # autocast makes a copy for each layer that reads its input
     normalised = 0 if not shape.rms else (4 if cast or e >= 4 else e)
     before = 4 if shape.rms else s  # an RMS norm is computed in float32
     return (2 * (before + normalised) + read * e) * shape.hidden
+
+
+def _copied(how: Settings, e: int) -> bool:
+    """Return whether adapters keep float32 copies of their inputs instead of the inputs."""
+    return bool(how.adapter) and not how.compiled and e < 4
 
 
 def _wide(shape: Decoder, compiled: bool) -> int:
@@ -269,11 +310,12 @@ class Estimate:
 
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes that can still be allocated on a device; None where it does not report them (the CPU)."""
-    report = getattr(torch.get_device_module(device), "mem_get_info", None) if device.type != "cpu" else None
-    if report is None:
+    total = device_bytes(device)
+    if total is None:
         return None
-    cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-    return int(report(device)[0]) + cached
+    held, used = torch.accelerator.memory_reserved(device), torch.accelerator.memory_allocated(device)
+    free = int(torch.get_device_module(device).mem_get_info(device)[0])
+    return min(free, total - held) + held - used
 
 
 def _bytes(parameters: Any) -> int:

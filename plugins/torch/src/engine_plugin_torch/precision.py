@@ -59,10 +59,22 @@ def choose(options: Any, device: torch.device, table: str, frozen: bool = False)
                 f"{table}.{key}: '{named}', but {device} has no {str(NAMED[named]).removeprefix('torch.')}. "
                 "Set it to 'fp32', or leave it out ('auto')."
             )
+    return resolved(options, frozen, fast, device.type != "cpu")
+
+
+def resolved(options: Any, frozen: bool, fast: bool = True, accelerator: bool = True) -> Precision:
+    """Return the types that options mean on a kind of device, without a check.
+
+    Args:
+        options: the backend's table: `param_dtype`, `compute_dtype`.
+        frozen: as in ``choose``.
+        fast: the device is an accelerator that computes in bfloat16.
+        accelerator: the device is no CPU.
+    """
     param, compute = options.param_dtype, options.compute_dtype
     if param == "auto":
         half = "fp16" if compute == "fp16" else "bf16"
-        fits = device.type != "cpu" if half == "fp16" else fast and compute != "fp32"
+        fits = accelerator if half == "fp16" else fast and compute != "fp32"
         param = half if frozen and fits else "fp32"
     if compute == "auto":
         compute = "bf16" if fast or param == "bf16" else "fp32"

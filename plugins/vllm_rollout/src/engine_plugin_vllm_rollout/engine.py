@@ -25,6 +25,7 @@ from engine_core.model_config import has_no_weights, load_hf_config
 from engine_core.sampling import begun_ids, check_request
 from engine_core.temporary_folder import TemporaryFolder
 from engine_plugin_vllm_rollout.memory import Memory
+from engine_plugin_vllm_rollout.memory_need import memory_need
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
 from engine_plugin_vllm_rollout.ranks import check_ranks, layout_of
 from engine_plugin_vllm_rollout.start import Place, architecture, prepare_environment, start
@@ -32,6 +33,7 @@ from engine_plugin_vllm_rollout.start import Place, architecture, prepare_enviro
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RolloutConfig
     from engine_core.contracts.engines import WorkerContext
+    from engine_core.contracts.memory import MemoryNeed, MemoryQuestion
     from engine_core.types import Request, Rollout
     from engine_plugin_vllm_rollout.adapter import AdapterUpdater
     from engine_plugin_vllm_rollout.weights import Updater
@@ -66,6 +68,12 @@ def whole() -> Iterator[None]:
 
 class VLLMRolloutEngine(RolloutEngine):
     """A sampler that runs vLLM in this process."""
+
+    @classmethod
+    def memory_need(
+        cls, config: RolloutConfig, model_config: ModelConfig, question: MemoryQuestion
+    ) -> MemoryNeed | None:
+        return memory_need(config.options or VLLMOptions(), model_config, question)
 
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
         super().__init__(config, model_config, context)

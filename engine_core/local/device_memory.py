@@ -1,0 +1,18 @@
+"""The memory of an accelerator that this process may use."""
+
+from __future__ import annotations
+
+import torch
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Return the bytes of a device within this process's limit; None where the device does not report them.
+
+    The limit is that of ``torch.cuda.set_per_process_memory_fraction``.
+    """
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    report = getattr(module, "mem_get_info", None)
+    if report is None:
+        return None
+    limit = getattr(module, "get_per_process_memory_fraction", None)
+    return int(report(device)[1] * (limit(device) if limit else 1.0))

@@ -1,0 +1,126 @@
+"""``engine plan``: the device memory of a run before it is started."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine_core.cli.loading import placing, read, trainer_of
+from engine_core.cli.options import AllowCode, File, Json, Sets
+from engine_core.cli.output import print_json, print_table
+from engine_core.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from engine_core.config import EngineConfig
+    from engine_core.contracts.runtime import Role
+
+GIB = 2**30
+DEVICES = {
+    "a100-40": 39.4, "a100": 79.2, "h100": 79.2, "h200": 139.8, "b200": 178.4, "l40s": 44.4, "rtx4090": 23.5,
+}  # fmt: skip
+"""GiB that the driver reports, by device."""
+
+
+def plan(
+    file: File,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices", metavar="NAMExN", help=f"Devices of the run: {', '.join(DEVICES)}; h200x2."
+        ),
+    ] = None,
+    memory: Annotated[
+        float | None, typer.Option("--memory", min=0.1, metavar="GIB", help="Memory of each device in GiB.")
+    ] = None,
+    sets: Sets = None,
+    allow_code: AllowCode = False,
+    as_json: Json = False,
+) -> int:
+    """Print the memory of each role and phase of a device, whether it fits, and the nearest change that does.
+
+    No model is built and no device is used. Default: the devices of this machine. Exit code 2 when it does not fit.
+    Raises an error if a plugin builds the model, whose memory is unknown then.
+    """
+    from engine_plugin_tools.memory_plan import nearest_change, plan_device, too_small
+
+    config = read([file], sets=sets, allow_code=allow_code)
+    device_bytes, count = find_devices(devices, memory)
+    found, fits = [], True
+    with closing(trainer_of(config)) as trainer, placing(config):
+        trainer.load_inputs()
+        if trainer.builds_model:
+            raise ConfigError("A plugin builds the model of this run, so its memory is unknown.")
+        roles = trainer.roles(training=True)
+        if config.ref_is_base:
+            roles.pop("ref", None)
+        for label, ranks, inside in pools(config, roles, count, trainer.plugins):
+            made = plan_device(config, trainer.plugins, inside, ranks, device_bytes)
+            fits = fits and made.fits
+            change = "" if made.fits else nearest_change(config, trainer.plugins, inside, ranks, device_bytes)
+            found.append({"pool": label, **made.as_json(), "change": change})
+            if not as_json:
+                print(f"{label}: {ranks} device(s)")
+                print_table(made.table())
+                print("fits" if made.fits else too_small(made, change))
+    if as_json:
+        print_json(found)
+    return 0 if fits else ConfigError.exit_code
+
+
+def find_devices(devices: str | None, memory: float | None) -> tuple[int, int]:
+    """Return the bytes of one device and the number of devices.
+
+    Raises:
+        ConfigError: a name is unknown, or this machine has no device and none is named.
+    """
+    name, count = (devices or "").lower(), 1
+    first, _, last = name.rpartition("x")
+    if name not in DEVICES and last.isdigit():
+        name, count = first, max(1, int(last))
+    if name and name not in DEVICES:
+        raise ConfigError(
+            f"--devices '{devices}' is not known.{did_you_mean(name, DEVICES)} N devices: h200xN; any other "
+            "device: --memory GIB."
+        )
+    if memory is not None:
+        return int(memory * GIB), count
+    if name:
+        return int(DEVICES[name] * GIB), count
+    if not (sizes := installed_bytes()):
+        raise ConfigError(
+            "This machine reports no GPU. Name the devices (--devices h200x2) or their --memory GIB."
+        )
+    return min(sizes), count if devices else len(sizes)
+
+
+def installed_bytes() -> list[int]:
+    """Return the bytes of each GPU of this machine; asked of the driver's tool, which starts no CUDA context."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    words = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    return [int(line) * 2**20 for line in done.stdout.split() if line.isdigit()]
+
+
+def pools(
+    config: EngineConfig, roles: Mapping[str, Role], count: int, plugins: Any
+) -> Iterator[tuple[str, int, dict[str, Role]]]:
+    """Yield (label, ranks, roles) of each group of devices that are used in the same way."""
+    if plugins.spec("runtimes", config.runtime.backend).in_process:
+        yield "this process", 1, dict(roles)
+        return
+    if config.placement.pools:
+        for pool, size in config.placement.pools.items():
+            inside = {name: role for name, role in roles.items() if config.placement.pool_of(name) == pool}
+            if inside:
+                yield f"pool {pool}", size, inside
+        return
+    processes = getattr(config.runtime.options, "processes", "auto")
+    yield "each process", count if processes == "auto" else processes, dict(roles)

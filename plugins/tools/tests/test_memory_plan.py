@@ -1,0 +1,185 @@
+"""The memory of several roles on one device, with backends whose numbers are made up."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from engine_core.builtin import LocalOptions
+from engine_core.config import EngineConfig
+from engine_core.contracts.memory import MemoryNeed
+from engine_core.contracts.runtime import Role
+from engine_core.errors import ConfigError
+from engine_core.specs import Options
+from engine_plugin_tools import memory_plan
+from engine_plugin_tools.memory_plan import CONTEXT, plan_device, planned
+from engine_plugin_torch.options import TorchOptions
+from engine_plugin_trainers.options import SFTOptions
+
+UNIT = 1 << 30
+ROLES = {"actor": Role("train"), "ref": Role("train", trainable=False), "rollout": Role("rollout")}
+
+
+class Actor:
+    """Weights 2, optimizer 4; activations 1 if they are recomputed, else all that is free, from 3 to 8."""
+
+    @classmethod
+    def memory_need(cls, config, model_config, question):
+        if not question.trainable:
+            return MemoryNeed({"weights": UNIT}, {}, {"activations": UNIT // 2})
+        recomputed = config.options.activation_checkpointing is True
+        free = 3 * UNIT if question.free is None else question.free - 6 * UNIT
+        work = UNIT if recomputed else max(3 * UNIT, min(free, 8 * UNIT))
+        return MemoryNeed(
+            {"weights": 2 * UNIT}, {"optimizer": 4 * UNIT}, {"activations": work}, moving=UNIT, reserve=UNIT,
+            least=UNIT if recomputed else 3 * UNIT, chosen={"max_tokens_per_rank": work},
+        )  # fmt: skip
+
+
+class Sampler:
+    """Weights 1, a cache of 2 to 6 as it is free, a workspace of 1."""
+
+    @classmethod
+    def memory_need(cls, config, model_config, question):
+        room = 6 * UNIT if question.free is None else question.free - 2 * UNIT
+        cache = max(2 * UNIT, min(room, 6 * UNIT))
+        share = (cache + 2 * UNIT) / question.device_bytes
+        return MemoryNeed(
+            {"weights": UNIT}, {"cache": cache}, {"workspace": UNIT}, least=UNIT,
+            chosen={"gpu_memory_utilization": share},
+        )  # fmt: skip
+
+
+class Sampling(Options):
+    gpu_memory_utilization: float | str = "auto"
+    max_model_len: int | None = 64
+
+
+class Silent:
+    """A backend without an estimate."""
+
+    @classmethod
+    def memory_need(cls, config, model_config, question):
+        return None
+
+
+class Plugins:
+    """The plugins of the test."""
+
+    def __init__(self, sampler=Sampler):
+        self.engines = {"train_engines": Actor, "rollout_engines": sampler}
+
+    def resolve(self, kind, name):
+        return self.engines[kind]
+
+
+def config(offload=False, **actor):
+    made = EngineConfig()
+    made.actor.options = TorchOptions(**actor)
+    made.rollout.options = Sampling()
+    made.runtime.options = LocalOptions(offload_idle_roles=offload)
+    return made
+
+
+def units(size):
+    return (size - CONTEXT) / UNIT
+
+
+def plan(device, offload=False, sampler=Sampler, roles=ROLES, **actor):
+    size = device * UNIT + CONTEXT
+    return plan_device(config(offload, **actor), Plugins(sampler), roles, 1, size)
+
+
+def test_phases_count_what_works_and_what_stays():
+    found = {name: units(size) for name, size in plan(40).phases.items()}
+    held = 2 + 4 + 1 + 1 + 6  # actor, its optimizer, reference, sampler, its cache
+    assert found == {
+        "generate": held + 1,
+        "log_probs": held + 0.5,
+        "train": held + 8,
+        "sync": held + 1,
+    }
+
+
+def test_idle_roles_that_sleep_leave_their_memory():
+    found = {name: units(size) for name, size in plan(40, offload=True).phases.items()}
+    assert found["generate"] == 2 + 1 + 1 + 6 + 1  # without the optimizer
+    assert found["train"] == 2 + 4 + 1 + 1 + 8  # without the cache
+
+
+def test_an_update_wakes_weights_that_sleep_with_the_cache():
+    class Released(Sampler):
+        @classmethod
+        def memory_need(cls, config, model_config, question):
+            return MemoryNeed({}, {"weights": UNIT, "cache": 2 * UNIT}, {"workspace": UNIT})
+
+    found = {name: units(size) for name, size in plan(40, offload=True, sampler=Released).phases.items()}
+    assert found["train"] == 2 + 4 + 1 + 8
+    assert found["sync"] == 2 + 4 + 1 + 1 + 1  # the sampler's weights, and the actor's under way
+
+
+def test_the_sampler_takes_what_the_favorite_micro_batch_leaves_and_the_trainer_the_rest():
+    made = plan(18)  # others claim 2 + 4 + 1 + (3 + 1 of work): 7 are left, 2 of them no cache
+    assert made.needs["rollout"].idle["cache"] == 5 * UNIT
+    assert made.needs["actor"].working["activations"] == 18 * UNIT - (6 + 1 + 1 + 5) * UNIT
+    assert plan(40).needs["rollout"].idle["cache"] == 6 * UNIT
+    assert plan(9).needs["rollout"].idle["cache"] == 2 * UNIT
+
+
+def test_a_plan_fits_with_its_reserve():
+    assert plan(12 + 3 + 1, activation_checkpointing=True).fits
+    exact = plan(2 + 4 + 1 + 1 + 2 + 3)
+    assert exact.peak == exact.device_bytes
+    assert not exact.fits  # nothing is left for the reserve
+    assert not exact.hopeless
+    assert plan(2 + 4 + 1 + 1 + 2 + 2).hopeless
+
+
+def test_unknown_roles_are_said_to_be_unknown():
+    made = plan(40, sampler=Silent)
+    assert made.unknown == ["rollout"]
+    assert ("rollout", "all", "unknown") in made.table()
+    assert made.as_json()["roles"]["rollout"] == "unknown"
+
+
+def test_a_run_gets_the_share_of_the_plan_and_its_table_is_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="engine"):
+        made = planned(config(), Plugins(), ROLES, 1, 40 * UNIT)
+    assert made.rollout.options.gpu_memory_utilization == 8 / 40
+    assert "peak" in caplog.text
+    assert "chosen       rollout.gpu_memory_utilization 0.2" in caplog.text
+
+
+def test_nothing_that_fits_is_refused_with_the_nearest_change():
+    size = 2 + 4 + 1 + 1 + 2 + 2  # one short of the smallest micro-batch
+    with pytest.raises(ConfigError) as error:
+        planned(config(activation_checkpointing=False), Plugins(), ROLES, 1, size * UNIT + CONTEXT)
+    assert "phase 'train' needs 13.60 GiB and a reserve of 1.00 GiB" in str(error.value)
+    assert "This fits: actor.torch.activation_checkpointing = true." in str(error.value)
+    with pytest.raises(ConfigError, match="No change of this run file is known"):
+        planned(config(), Plugins(), ROLES, 1, 4 * UNIT)
+
+
+def test_a_step_bounds_the_responses_at_a_time_unless_nothing_is_trained():
+    asked = []
+
+    class Asked(Sampler):
+        @classmethod
+        def memory_need(cls, config, model_config, question):
+            asked.append(question.sequences)
+            return super().memory_need(config, model_config, question)
+
+    made = config()
+    plan_device(made, Plugins(Asked), ROLES, 2, 40 * UNIT)
+    assert set(asked) == {64 * 8 // 2}
+    asked.clear()
+    plan_device(made, Plugins(Asked), {"rollout": Role("rollout")}, 1, 40 * UNIT)
+    assert set(asked) == {None}
+
+
+def test_a_supervised_run_has_one_phase():
+    made = config()
+    made.trainer, made.options = "sft", SFTOptions()
+    found = memory_plan.plan_device(made, Plugins(), {"actor": Role("train")}, 1, 40 * UNIT)
+    assert list(found.phases) == ["train"]
