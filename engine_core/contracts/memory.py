@@ -20,7 +20,6 @@ class MemoryQuestion:
         free: bytes that other roles leave to this role, by which keys with ``"auto"`` are chosen; None: not known yet.
         tokens: maximum tokens of a mini-batch on one rank; None: not known.
         length: maximum tokens of a sequence; None: not known.
-        sequences: maximum responses that one device samples at the same time; None: not known.
         shared: the sampler uses the actor's module.
     """
 
@@ -32,7 +31,6 @@ class MemoryQuestion:
     free: int | None = None
     tokens: int | None = None
     length: int | None = None
-    sequences: int | None = None
     shared: bool = False
 
 
@@ -46,7 +44,6 @@ class MemoryNeed:
         working: parts that exist while the role works: gradients, activations.
         moving: bytes in addition while weights are sent to a sampler.
         reserve: bytes to leave unused while the role works, against fragmentation.
-        least: bytes of ``working`` with the smallest values that the role's ``"auto"`` keys allow.
         unknown: parts that the backend cannot estimate.
         chosen: keys with ``"auto"`` and their values, by name in the role's table or in that of its backend.
     """
@@ -56,6 +53,5 @@ class MemoryNeed:
     working: Mapping[str, int] = field(default_factory=dict)
     moving: int = 0
     reserve: int = 0
-    least: int = 0
     unknown: tuple[str, ...] = ()
     chosen: Mapping[str, Any] = field(default_factory=dict)

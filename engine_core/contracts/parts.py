@@ -10,7 +10,6 @@ name                   protocol                 needed by
 ``early_stop``         ``EarlyStop`` (class)    ``rollout.over_sampling`` above 1
 ``advice``             a function               the log after ten steps, where it is installed
 ``dry_run``            a function               ``engine train --dry-run``
-``memory_plan``        a function               engines on an accelerator, before they are built
 ``faults``             a class                  ``ENGINE_FAULT``, in tests
 ``sampler_process``    ``SamplerProcess``       ``[rollout.process]``
 ``launcher``           ``Launcher``             a command that ``torchrun`` starts on every rank

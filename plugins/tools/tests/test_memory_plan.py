@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
-import pytest
-
 from engine_core.builtin import LocalOptions
 from engine_core.config import EngineConfig
 from engine_core.contracts.memory import MemoryNeed
 from engine_core.contracts.runtime import Role
-from engine_core.errors import ConfigError
 from engine_core.specs import Options
 from engine_plugin_tools import memory_plan
-from engine_plugin_tools.memory_plan import CONTEXT, plan_device, planned
+from engine_plugin_tools.memory_plan import CONTEXT, nearest_change, plan_device, too_small
 from engine_plugin_torch.options import TorchOptions
 from engine_plugin_trainers.options import SFTOptions
 
@@ -33,7 +28,7 @@ class Actor:
         work = UNIT if recomputed else max(3 * UNIT, min(free, 8 * UNIT))
         return MemoryNeed(
             {"weights": 2 * UNIT}, {"optimizer": 4 * UNIT}, {"activations": work}, moving=UNIT, reserve=UNIT,
-            least=UNIT if recomputed else 3 * UNIT, chosen={"max_tokens_per_rank": work},
+            chosen={"max_tokens_per_rank": work},
         )  # fmt: skip
 
 
@@ -44,10 +39,8 @@ class Sampler:
     def memory_need(cls, config, model_config, question):
         room = 6 * UNIT if question.free is None else question.free - 2 * UNIT
         cache = max(2 * UNIT, min(room, 6 * UNIT))
-        share = (cache + 2 * UNIT) / question.device_bytes
         return MemoryNeed(
-            {"weights": UNIT}, {"cache": cache}, {"workspace": UNIT}, least=UNIT,
-            chosen={"gpu_memory_utilization": share},
+            {"weights": UNIT}, {"cache": cache}, {"workspace": UNIT}
         )  # fmt: skip
 
 
@@ -132,8 +125,6 @@ def test_a_plan_fits_with_its_reserve():
     exact = plan(2 + 4 + 1 + 1 + 2 + 3)
     assert exact.peak == exact.device_bytes
     assert not exact.fits  # nothing is left for the reserve
-    assert not exact.hopeless
-    assert plan(2 + 4 + 1 + 1 + 2 + 2).hopeless
 
 
 def test_unknown_roles_are_said_to_be_unknown():
@@ -143,39 +134,17 @@ def test_unknown_roles_are_said_to_be_unknown():
     assert made.as_json()["roles"]["rollout"] == "unknown"
 
 
-def test_a_run_gets_the_share_of_the_plan_and_its_table_is_logged(caplog):
-    with caplog.at_level(logging.INFO, logger="engine"):
-        made = planned(config(), Plugins(), ROLES, 1, 40 * UNIT)
-    assert made.rollout.options.gpu_memory_utilization == 8 / 40
-    assert "peak" in caplog.text
-    assert "chosen       rollout.gpu_memory_utilization 0.2" in caplog.text
-
-
-def test_nothing_that_fits_is_refused_with_the_nearest_change():
-    size = 2 + 4 + 1 + 1 + 2 + 2  # one short of the smallest micro-batch
-    with pytest.raises(ConfigError) as error:
-        planned(config(activation_checkpointing=False), Plugins(), ROLES, 1, size * UNIT + CONTEXT)
-    assert "phase 'train' needs 13.60 GiB and a reserve of 1.00 GiB" in str(error.value)
-    assert "This fits: actor.torch.activation_checkpointing = true." in str(error.value)
-    with pytest.raises(ConfigError, match="No change of this run file is known"):
-        planned(config(), Plugins(), ROLES, 1, 4 * UNIT)
-
-
-def test_a_step_bounds_the_responses_at_a_time_unless_nothing_is_trained():
-    asked = []
-
-    class Asked(Sampler):
-        @classmethod
-        def memory_need(cls, config, model_config, question):
-            asked.append(question.sequences)
-            return super().memory_need(config, model_config, question)
-
-    made = config()
-    plan_device(made, Plugins(Asked), ROLES, 2, 40 * UNIT)
-    assert set(asked) == {64 * 8 // 2}
-    asked.clear()
-    plan_device(made, Plugins(Asked), {"rollout": Role("rollout")}, 1, 40 * UNIT)
-    assert set(asked) == {None}
+def test_the_nearest_change_is_the_first_with_which_the_run_fits():
+    size = (2 + 4 + 1 + 1 + 2 + 2) * UNIT + CONTEXT  # one short of the smallest micro-batch
+    made = plan(12, activation_checkpointing=False)
+    change = nearest_change(config(activation_checkpointing=False), Plugins(), ROLES, 1, size)
+    assert change == "actor.torch.activation_checkpointing = true"
+    text = too_small(made, change)
+    assert "phase 'train' needs 13.60 GiB and a reserve of 1.00 GiB" in text
+    assert f"This fits: {change}." in text
+    none = nearest_change(config(), Plugins(), ROLES, 1, 4 * UNIT)
+    assert none == ""
+    assert "No change of this run file is known" in too_small(made, none)
 
 
 def test_a_supervised_run_has_one_phase():

@@ -61,9 +61,6 @@ def memory_need(
     share = budget.share_of(options, again) if trained else 0.0
     tokens = _micro_batch(most, question)
     working = _working(held, act, share, tokens // sharers, trained, tokens < (question.tokens or 1 << 62))
-    fewest = memory.ROUND if asked == "auto" else most
-    last = 1.0 if how == "auto" else share
-    least = _working(held, act, last, min(fewest, tokens) // sharers, trained, True)
     used = act.constant + tokens // sharers * (act.token(share) if trained else act.passing)
     chosen = {"max_tokens_per_rank": most} if asked == "auto" else {}
     return MemoryNeed(
@@ -72,7 +69,6 @@ def memory_need(
         working,
         moving=_moving(module, options, config.lora is not None or question.ranks > 1),
         reserve=int(used * memory.RESERVE / (1 - memory.RESERVE)),
-        least=sum(least.values()),
         chosen=chosen | ({"activation_checkpointing": again} if how == "auto" else {}),
     )
 

@@ -22,10 +22,6 @@ GIB = 2**30
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 GRAPHS = GIB // 2  # of CUDA graphs, with compiled code
 BATCHED = 2048  # vLLM's default of max_num_batched_tokens for an engine that a program starts
-SHARE_OF_ALL = 0.25  # part of the device that a sampler may take from the trainer's favorite micro-batch
-SLACK = GIB  # in a chosen share, for what the estimate misses; vLLM makes cache of what it does not need
-STEP = 0.005  # gpu_memory_utilization is rounded up to a multiple
-MOST = 0.92  # of the device
 
 
 def memory_need(
@@ -48,22 +44,9 @@ def memory_need(
     model_length = getattr(text, "max_position_embeddings", None) or 8192
     longest = options.max_model_len or model_length
     least = longest * token  # vLLM refuses a cache without room for one sequence
-    each = min(question.length or longest, longest)
-    wanted = max(least, min(options.max_num_seqs, question.sequences or options.max_num_seqs) * each * token)
-    device, share, chosen = question.device_bytes, options.gpu_memory_utilization, {}
     bytes_of_cache = options.passed_on().get("kv_cache_memory_bytes")
-    if share == "auto":
-        room = wanted if question.free is None else question.free - fixed - SLACK
-        floor = max(least, min(wanted, int(SHARE_OF_ALL * device) - fixed))
-        cache = int(bytes_of_cache or min(wanted, max(floor, room)))
-        share = (
-            min(MOST, -(-(fixed + cache + SLACK) // max(1, int(STEP * device))) * STEP) if device else MOST
-        )
-        chosen = {"gpu_memory_utilization": round(share, 3)}
-        if not bytes_of_cache and device:
-            cache = int(chosen["gpu_memory_utilization"] * device) - fixed
-    else:
-        cache = int(bytes_of_cache or max(least, share * device - fixed))
+    share = int(options.gpu_memory_utilization * question.device_bytes)
+    cache = int(bytes_of_cache or max(least, share - fixed))
     parts = {"graphs": graphs, "weights": weights, "cache": cache}
     level = getattr(options, "sleep_level", 0)
     freed = {0: (), 1: ("cache",), 2: ("weights", "cache")}[level]
@@ -71,8 +54,6 @@ def memory_need(
         {name: size for name, size in parts.items() if name not in freed},
         {name: size for name, size in parts.items() if name in freed},
         working,
-        least=working["workspace"],
-        chosen=chosen,
     )
 
 
