@@ -26,6 +26,7 @@ def case(name):
 
 
 GRADIENT = case("the_gradient_is_that_of_the_global_sum")
+LOG_PROBS = case("log_probs_equal_the_reference")
 NORM = case("the_norm_is_the_same_on_any_number_of_ranks")
 RESUME = case("a_resumed_run_continues_exactly")
 SLEEP = case("an_engine_that_slept_goes_on_as_if_it_had_not")
@@ -171,6 +172,24 @@ def test_a_value_head_learns_on_ranks_that_share_tokens_and_layers(ranks, role):
     ranks(4, "a_value_head_learns_as_alone", {"sp": 2, "tp": 2}, role=role, model={"num_key_value_heads": 4})
 
 
+@pytest.mark.parametrize(
+    ("options", "heads"),
+    [({"sp": 4}, 1), ({"sp": 4}, 2), ({"sp": 2}, 1), ({"sp": 2, "tp": 2}, 2)],
+    ids=str,
+)
+@pytest.mark.parametrize("contract", [LOG_PROBS, GRADIENT], ids=name_of)
+@pytest.mark.slow
+def test_ranks_that_share_tokens_share_key_value_heads(ranks, options, heads, contract):
+    ranks(4, contract, options, model={"num_key_value_heads": heads})
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.slow
+def test_an_adapter_learns_on_ranks_that_share_key_value_heads(ranks, heads):
+    size = 2 * heads
+    ranks(size, "cases.py:an_adapter_learns_as_alone", {"sp": size}, model={"num_key_value_heads": heads})
+
+
 @pytest.mark.slow
 def test_memory_is_spread_over_ranks_that_share_layers(ranks):
     ranks(2, "cases.py:memory_is_spread", {"tp": 2})
@@ -221,7 +240,11 @@ def test_a_head_whose_rows_cannot_be_shared_is_refused_at_the_start(ranks, optio
         ({"tp": 2}, {"intermediate_size": 49}, ["actor.fsdp.tp is 2", "intermediate size of 49"]),
         ({"tp": 2}, {"model_type": "gpt2", "n_embd": 32}, ["actor.fsdp.tp", "no plan", "'gpt2'"]),
         ({"tp": 2}, {"model_type": "qwen3_moe"}, ["actor.fsdp.tp", "packed_colwise", "experts"]),
-        ({"sp": 2}, {"num_key_value_heads": 1}, ["actor.fsdp.sp is 2", "1 key-value heads"]),
+        (
+            {"sp": 2},
+            {"num_attention_heads": 3, "num_key_value_heads": 1},
+            ["actor.fsdp.sp is 2", "3 query heads", "Set it to 1"],
+        ),
     ],
     ids=str,
 )

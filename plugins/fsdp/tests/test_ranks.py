@@ -270,6 +270,11 @@ def test_two_ranks_share_tokens_and_two_share_sequences(ranks, case):
     ranks(4, case, {"sp": 2})
 
 
+def test_two_ranks_that_share_tokens_share_a_key_value_head(ranks):
+    ranks(2, GRADIENT, {"sp": 2}, model={"num_key_value_heads": 1})
+
+
 def test_a_model_whose_tokens_cannot_be_shared_is_refused(ranks):
-    words = ["actor.fsdp.sp is 2", "1 key-value heads"]
-    ranks(2, "refused_model", {"sp": 2}, words=words, model={"num_key_value_heads": 1})
+    words = ["actor.fsdp.sp is 2", "6 query heads", "3 key-value heads"]
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3}
+    ranks(2, "refused_model", {"sp": 2}, words=words, model=heads)

@@ -58,7 +58,7 @@ class FSDPOptions(ForwardOptions):
     compile: bool | Literal["auto"] = False
     """Compile each unit and the log-probs with torch.compile. ``auto``: compile on an accelerator."""
     sp: int = Field(default=1, gt=0)
-    """Number of ranks that share the tokens of each micro-batch (sequence parallelism). Use it for sequences that do not fit on one rank. The value must divide the model's key-value heads and the number of ranks."""
+    """Number of ranks that share the tokens of each micro-batch (sequence parallelism). Use it for sequences that do not fit on one rank. The value must divide the model's query heads and the number of ranks, and divide the key-value heads or be a multiple of them."""
     tp: int = Field(default=1, gt=0)
     """Number of ranks that share the heads and the wide dimension of each layer (tensor parallelism). Use it for layers that do not fit on one rank or take too long. The ranks are neighbors and should be on one host. The value must divide the model's heads, its key-value heads, and (together with `sp`) the number of ranks."""
     loading: Literal["auto", "broadcast", "sharded", "every_rank"] = "auto"

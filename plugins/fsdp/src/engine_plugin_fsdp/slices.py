@@ -6,7 +6,7 @@ differentiates the loss through its own rows only, and the sum of the gradients 
 
 Sequence parallelism is DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509). Each rank runs the decoder on its
 contiguous chunk of the pack. Attention exchanges tokens for heads: a rank gets all tokens with its share of the heads,
-and afterwards its own tokens with all heads.
+and afterwards its own tokens with all heads. If there are fewer key-value heads than ranks, several ranks get the same one.
 """
 
 from __future__ import annotations
@@ -209,18 +209,23 @@ def share_sequences(module: nn.Module, group: dist.ProcessGroup, role: str, tp: 
 
 
 def check_heads(config: Any, size: int, tp: int, role: str) -> None:
-    """Refuse a model whose key-value heads are not divisible by ``size * tp``.
+    """Refuse a model whose heads cannot be shared by ``size`` ranks, for each of ``tp`` ranks that share layers.
+
+    ``size`` must divide the query heads, and divide the key-value heads or be a multiple of them.
 
     Raises:
-        ConfigError: the heads are not divisible.
+        ConfigError: the heads cannot be shared.
     """
     text, key = config.get_text_config(decoder=True), f"{role}.fsdp.sp"
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    if heads % (size * tp):
-        over = f", of which {role}.fsdp.tp leaves {heads // tp} to each rank" if tp > 1 else ""
-        fits = [n for n in range(1, heads + 1) if heads % (n * tp) == 0]
+    heads = text.num_attention_heads
+    shared = getattr(text, "num_key_value_heads", None) or heads
+    queries, pairs = heads // tp, max(1, shared // tp)
+    fits = [n for n in range(1, queries + 1) if queries % n == 0 and (pairs % n == 0 or n % pairs == 0)]
+    if size not in fits:
+        over = f", of which {role}.fsdp.tp leaves {queries} and {pairs} to each rank" if tp > 1 else ""
         raise ConfigError(
-            f"{key} is {size}, which does not divide the model's {heads} key-value heads{over}. {nearest_fit(size, fits)}"
+            f"{key} is {size}, which must divide the model's {heads} query heads, and divide its {shared} key-value "
+            f"heads or be a multiple of them{over}. {nearest_fit(size, fits)}"
         )
 
 
@@ -236,6 +241,9 @@ def _attention(
     """Call ``varlen``; with ``stretch``, exchange this rank's tokens for all tokens with a share of the heads."""
     if not settings.pop("stretch", False):
         return varlen(module, query, key, value, attention_mask, **settings)
+    copies = max(1, group.size() // key.shape[1])  # ranks that need the same key-value head
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
     query, key, value = (Exchange.apply(part, group, 1, 2) for part in (query, key, value))
     out, _ = varlen(module, query, key, value, attention_mask, **settings)
     return Exchange.apply(out, group, 1, 2), None
