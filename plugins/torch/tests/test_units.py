@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 import torch._inductor.exc
+from torch import nn
 
 from engine_core.types import LossCall
 from engine_plugin_torch import units
@@ -144,3 +145,26 @@ def test_outside_of_a_packed_forward_a_unit_is_not_compiled(no_compiler):
     unit = units.CompiledForward(lambda x: 2 * x, "layers.3")
     assert unit(21) == 42
     assert not no_compiler
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_more_layers_need_no_more_graphs(monkeypatch, recomputed):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+    def graphs(layers):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        module = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.SiLU()) for _ in range(layers))
+        names = [str(index) for index in range(layers)]
+        units.compile_units(module, names)
+        if recomputed:
+            units.checkpoint_units(module, names)
+        for length in (5, 9, 30):
+            hidden = torch.ones(length, 4, requires_grad=True)
+            with packed():
+                for layer in module:
+                    hidden = layer(hidden)
+            hidden.sum().backward()
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    assert 0 < graphs(2) == graphs(8)
