@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engine_core.types import Batch
+    from engine_core.contracts.parts import StreamUpdate
+    from engine_core.types import Batch, Rollout
 
 
 class Trainer(SampledRun):
@@ -59,6 +60,9 @@ class Trainer(SampledRun):
         inferring = [name for name, role in roles if role.kind == "train" and name != "critic"]
         self.replays_support = replays_support(config, plugins, inferring, self.samples)
         super().prepare()
+        self.stream_update: StreamUpdate | None = None
+        if config.rollout.stream_update or config.rollout.stream_deterministic:
+            self.stream_update = plugins.require("parts", "stream_update")(self, self._cleanup)
 
     def roles(self, training: bool) -> dict[str, Role]:
         """Return the roles that the algorithm needs: actor and rollout, perhaps ref, teacher and critic."""
@@ -83,16 +87,28 @@ class Trainer(SampledRun):
     def step(self, step: int) -> dict[str, float]:
         """Do one step: take P prompts, update the policy, send the new weights to the samplers."""
         rollouts, metrics = self.rollouts(step)  # B, scored, after the stages of the TOML: filters, caches
-        batch = self.batch(rollouts)  # rewards [B]
-        with self.phase("log_probs"):
-            batch, noted = self.annotate(batch)  # log-probs, values: only what the algorithm needs
-            batch = self.with_advantages(batch)  # [T]
-        with self.phase("train"):
-            metrics |= noted | self.update(batch, step)
+        if self.stream_update is not None:
+            with self.phase("train"):
+                metrics |= self.stream_update.finish(rollouts)
+        else:
+            batch = self.batch(rollouts)  # rewards [B]
+            with self.phase("log_probs"):
+                batch, noted = self.annotate(batch)  # log-probs, values: only what the algorithm needs
+                batch = self.with_advantages(batch)  # [T]
+            with self.phase("train"):
+                metrics |= noted | self.update(batch, step)
         with self.phase("sync"):
             metrics |= self.push_weights(updated=not self.critic.alone(step))  # worker to worker
             self.refresh_reference(step)
         return metrics
+
+    def draw(self, wanted: int, step: int, first_group: int) -> tuple[list[Rollout], Any]:
+        """Sample and score the groups of a round, and learn from them meanwhile if the update streams."""
+        if self.stream_update is None or not self.stream_update.streams:
+            return super().draw(wanted, step, first_group)
+        return self.stream_update.draw(
+            self.sampler.requests(self.take_prompts(wanted), step, first_group), step
+        )
 
     def annotate(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Add the columns that the algorithm needs from models, and the KL penalty if the reward includes it.
