@@ -219,14 +219,12 @@ class StreamedUpdate:
         Raises:
             TrainingFailed: names the difference. The weights were left alone.
         """
-        counts = Counter(self.learned)
-        counts.subtract(rollout.request_id for rollout in rollouts)
-        wrong = {id: count for id, count in counts.items() if count}
-        if wrong:
-            id, count = next(iter(wrong.items()))
+        learned, wanted = Counter(self.learned), Counter(rollout.request_id for rollout in rollouts)
+        if wrong := [id for id in learned | wanted if learned[id] != wanted[id]]:
             raise TrainingFailed(
-                f"The gradient has {len(wrong)} rollouts too often or too rarely (rollout.stream_update), such as '{id}': "
-                f"{1 + count} times, expected once. The weights were left alone. This is a bug of the engine."
+                f"The gradient has other rollouts than the batch (rollout.stream_update), such as '{wrong[0]}': "
+                f"{learned[wrong[0]]} times in the gradient, {wanted[wrong[0]]} times in the batch. The weights were left "
+                "alone. This is a bug of the engine."
             )
         if tokens != self.tokens or self.trainer.weights_changed:
             what = f"is of {self.tokens} loss tokens, and the batch has {tokens}"
