@@ -132,8 +132,8 @@ class PolicyUpdate:
     def _aggregation(self) -> tuple[str, int]:
         """The aggregation of this step's loss, and the length that one of them divides by."""
         mode, norm = self._now.loss_aggregation, self._now.loss_length_norm
-        mode = self.loss.aggregation if mode == "auto" else mode
-        return mode, norm or self.settings.config.rollout.max_response_tokens
+        norm = norm or self.settings.config.rollout.max_response_tokens
+        return self.loss.aggregation if mode == "auto" else mode, norm
 
     def part(self, batch: Batch) -> Batch:
         """Add ``weights`` [T] to whole groups of a mini-batch whose size is not known yet; see ``late_scale``."""

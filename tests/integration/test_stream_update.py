@@ -260,19 +260,26 @@ def test_a_gradient_that_is_not_of_the_step_is_refused(tails, together, fault, s
         ({"algorithm.mini_batch_prompts": 2}, "a batch has 2 optimizer steps"),
         ({"algorithm.epochs": 3}, "a batch has 3 optimizer steps"),
         ({"algorithm.top_entropy_quantile": 0.5}, "algorithm.top_entropy_quantile is a quantile"),
-        ({"algorithm.correction.normalize": True, "algorithm.correction.level": "token"}, "correction.normalize divides"),
+        (
+            {"algorithm.correction.normalize": True, "algorithm.correction.level": "token"},
+            "correction.normalize divides",
+        ),
         ({"stage": [{"name": "dynamic_sampling"}]}, "stage 'dynamic_sampling' receives all rollouts"),
         ({"rollout.over_sampling": 1.5}, "stops responses"),
         ({}, "the sampler works in the actor's processes"),
     ],
 )
 def test_what_cannot_stream_is_refused_and_auto_logs_why(tails, caplog, changes, said):
-    run = Trainer(load_config(overrides=_set(tails | changes | {"rollout.stream_update": True})), rewards=[digits])
+    run = Trainer(
+        load_config(overrides=_set(tails | changes | {"rollout.stream_update": True})), rewards=[digits]
+    )
     with pytest.raises(ConfigError, match=f"rollout.stream_update: got true, but .*{said}"):
         run.setup()
     run.close()
     caplog.set_level(logging.INFO, "engine")
-    run = Trainer(load_config(overrides=_set(tails | changes | {"rollout.stream_update": "auto"})), rewards=[digits])
+    run = Trainer(
+        load_config(overrides=_set(tails | changes | {"rollout.stream_update": "auto"})), rewards=[digits]
+    )
     run.setup()
     assert run.stream_update is None
     run.close()
@@ -290,4 +297,7 @@ def test_a_reward_that_reads_all_samples_is_refused(tails):
 
 @pytest.mark.slow
 def test_auto_streams_where_it_is_possible(tails):
-    assert lines_of(trained(tails | {"rollout.stream_update": "auto", "rollout.process": {}}))[1]["stream/parts"] > 1
+    assert (
+        lines_of(trained(tails | {"rollout.stream_update": "auto", "rollout.process": {}}))[1]["stream/parts"]
+        > 1
+    )

@@ -105,7 +105,9 @@ class StreamedUpdate:
         self._begin()
         arrived: queue.SimpleQueue[Rollout] = queue.SimpleQueue()
         found: dict[str, Rollout] = {}
-        left = Counter(request.group_id for request in requests)  # unfinished responses, in the order of the prompts
+        left = Counter(
+            request.group_id for request in requests
+        )  # unfinished responses, in the order of the prompts
         thread = SamplerThread(self.trainer.groups["rollout"], self.trainer.clock)
         try:
             thread.ask((requests, arrived.put))
