@@ -301,3 +301,30 @@ def test_auto_streams_where_it_is_possible(tails):
         lines_of(trained(tails | {"rollout.stream_update": "auto", "rollout.process": {}}))[1]["stream/parts"]
         > 1
     )
+
+
+POOLS = {
+    "runtime.backend": "torchrun",
+    "actor.backend": "fsdp",
+    "actor.max_tokens_per_rank": 64,
+    "placement.pools": {"train": 2, "serve": 1},
+    "placement.actor": "train",
+    "placement.rollout": "serve",
+}
+
+
+@pytest.mark.slow
+def test_ranks_of_fsdp_stream_from_a_pool_of_samplers(tails):
+    def trained_apart(name, **changes):
+        config = load_config(overrides=_set(tails | POOLS | changes | {"run.name": name, "rollout.weights": "auto"}))
+        run = Trainer(config, rewards=[digits])
+        try:
+            run.train()
+        finally:
+            run.close()
+        return lines_of(run.folder.path)
+
+    plain, streamed = trained_apart("plain"), trained_apart("streamed", **{"rollout.stream_update": True})
+    for one, other in zip(plain, streamed, strict=True):
+        assert other["stream/overlap_share"] > 0
+        same_metrics(one, other)
