@@ -44,7 +44,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--runtime", choices=("torchrun", "ray"), default="torchrun")
     parser.add_argument("--train-gpus", type=int, default=1, help="cases async, pools and stream: of --gpus")
     parser.add_argument(
-        "--transport", default="broadcast", help="cases async, pools and stream: rollout.transport; where it fails, tcp"
+        "--transport",
+        default="broadcast",
+        help="cases async, pools and stream: rollout.transport; where it fails, tcp",
     )
     parser.add_argument("--sampler", choices=("vllm", "hf"), default="vllm")
     parser.add_argument("--serve", choices=("process", "worker"), default="process",

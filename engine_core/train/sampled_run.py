@@ -24,7 +24,7 @@ from engine_core.config.requirements import GREEDY
 from engine_core.contracts.parts import CARRIED
 from engine_core.contracts.runtime import REWARD_PHASE, Role
 from engine_core.data import PromptSource, tokenizer_hash
-from engine_core.errors import PluginError
+from engine_core.errors import ConfigError, PluginError
 from engine_core.rewards import RewardRunner
 from engine_core.rewards.preflight import ROWS, check_rewards, check_rows
 from engine_core.runs.folders import writing
@@ -64,6 +64,7 @@ class SampledRun(TrainingRun):
     samples = True  #: whether each step samples its rollouts
     samples_greedy = False  #: whether each prompt gets a greedy response too, for ``Rollout.greedy_reward``
     scores = True  #: whether rewards are computed here
+    streams = False  #: whether the update may be the sum of parts (`rollout.stream_update`)
     replays_support = False
     """Whether rollouts record the support that top-p and top-k left, and log-probs are computed over it."""
 
@@ -78,6 +79,10 @@ class SampledRun(TrainingRun):
             DataError: the data or a held-out set lacks a column that a reward needs.
         """
         config = self.config
+        if config.rollout.stream_update is True and not self.streams:
+            raise ConfigError(
+                f"rollout.stream_update: got true, but trainer = '{config.trainer}' learns from whole batches. Remove the key."
+            )
         if self.samples:
             check_adapter(config)
             check_partial(config, self.plugins)

@@ -44,6 +44,8 @@ class Trainer(SampledRun):
     Example: ``Trainer(load_config("run.toml", {"actor.optim.lr": 1e-6})).train()``.
     """
 
+    streams = True
+
     def prepare(self) -> None:
         """Resolve the algorithm and what it needs; refuse what cannot work."""
         config, plugins = self.config, self.plugins

@@ -316,7 +316,9 @@ POOLS = {
 @pytest.mark.slow
 def test_ranks_of_fsdp_stream_from_a_pool_of_samplers(tails):
     def trained_apart(name, **changes):
-        config = load_config(overrides=_set(tails | POOLS | changes | {"run.name": name, "rollout.weights": "auto"}))
+        config = load_config(
+            overrides=_set(tails | POOLS | changes | {"run.name": name, "rollout.weights": "auto"})
+        )
         run = Trainer(config, rewards=[digits])
         try:
             run.train()

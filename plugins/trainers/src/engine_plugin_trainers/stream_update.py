@@ -58,7 +58,10 @@ def stream_update(trainer: Trainer, cleanup: contextlib.ExitStack) -> StreamedUp
     problems = list(_update_problems(trainer))
     placed = list(_placement_problems(trainer)) if wanted else []
     if wanted == "auto" and (problems or placed):
-        log.info("The update does not stream (rollout.stream_update): %s.", "; ".join([*problems, *placed]))
+        if trainer.training:
+            log.info(
+                "The update does not stream (rollout.stream_update): %s.", "; ".join([*problems, *placed])
+            )
         if problems or not deterministic:
             return None
     elif problems or placed:
