@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from engine_core.config.evaluation import HeldOut
     from engine_core.config.models import DataConfig
-    from engine_core.contracts.parts import EarlyScores, EarlyStop, Episodes, RewardModels
+    from engine_core.contracts.parts import EarlyScores, EarlyStop, Episodes, RewardModels, StreamUpdate
     from engine_core.rewards.models import Known, ModelReward
     from engine_core.types import Prompt, Rollout, Sampling
 
@@ -65,6 +65,8 @@ class SampledRun(TrainingRun):
     samples_greedy = False  #: whether each prompt gets a greedy response too, for ``Rollout.greedy_reward``
     scores = True  #: whether rewards are computed here
     streams = False  #: whether the update may be the sum of parts (`rollout.stream_update`)
+    stream_update: StreamUpdate | None = None
+    """Learns from complete groups while others are sampled; None: the update begins when all are sampled."""
     replays_support = False
     """Whether rollouts record the support that top-p and top-k left, and log-probs are computed over it."""
 
@@ -238,6 +240,8 @@ class SampledRun(TrainingRun):
             self.sampler.settle_timeouts(rollouts)
             return rollouts, None
         requests = self.sampler.requests(self.take_prompts(wanted), step, first_group)
+        if self.stream_update is not None and self.stream_update.streams:
+            return self.stream_update.draw(requests, step)
         config, early = self.config_now.rollout, None
         # groups of one would hide a reward that returns a wrong number of values
         if config.overlap_rewards and config.group_size > 1:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from engine_core.contracts.parts import StreamUpdate
-    from engine_core.types import Batch, Rollout
+    from engine_core.types import Batch
 
 
 class Trainer(SampledRun):
@@ -62,7 +61,6 @@ class Trainer(SampledRun):
         inferring = [name for name, role in roles if role.kind == "train" and name != "critic"]
         self.replays_support = replays_support(config, plugins, inferring, self.samples)
         super().prepare()
-        self.stream_update: StreamUpdate | None = None
         if config.rollout.stream_update or config.rollout.stream_deterministic:
             self.stream_update = plugins.require("parts", "stream_update")(self, self._cleanup)
 
@@ -103,14 +101,6 @@ class Trainer(SampledRun):
             metrics |= self.push_weights(updated=not self.critic.alone(step))  # worker to worker
             self.refresh_reference(step)
         return metrics
-
-    def draw(self, wanted: int, step: int, first_group: int) -> tuple[list[Rollout], Any]:
-        """Sample and score the groups of a round, and learn from them meanwhile if the update streams."""
-        if self.stream_update is None or not self.stream_update.streams:
-            return super().draw(wanted, step, first_group)
-        return self.stream_update.draw(
-            self.sampler.requests(self.take_prompts(wanted), step, first_group), step
-        )
 
     def annotate(self, batch: Batch) -> tuple[Batch, dict[str, float]]:
         """Add the columns that the algorithm needs from models, and the KL penalty if the reward includes it.

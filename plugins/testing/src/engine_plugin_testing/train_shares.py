@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_core.types import LossCall
-from engine_plugin_testing.contracts import close, contract, identical, near, same_direction
+from engine_plugin_testing.contracts import close, contract, near, same_direction
 from engine_plugin_testing.probes import PAIRS, PROBE, probed
 from engine_plugin_testing.reference import fill, gradient_of, nll_loss, norm_of, outputs_of, probe_outputs
 from engine_plugin_testing.train_bench import LENGTHS, MEASURE, NLL, ODD, POLICY, TrainBench
@@ -268,32 +268,3 @@ def _seen(bench: TrainBench, engine: TrainEngine, batch: Batch, call: LossCall) 
     trained = bench.forward_backward(engine, batch, call)
     norm = engine.optimizer_step().grad_norm
     return {**found, "loss": trained.loss, "grad_norm": norm, **trained.metrics}
-
-
-@contract(
-    capability="late_scale",
-    catches=(
-        "a late scale that leaves out earlier calls",
-        "a late scale that is kept for the next step",
-        "weights that change between the calls of a step",
-    ),
-)
-def gradients_of_several_calls_are_scaled_before_the_step(bench: TrainBench) -> None:
-    """``scale_gradients`` multiplies the gradients of all calls since the last step, and nothing later.
-
-    The parts of a batch, learned from before its divisor is known, then give the norm of the whole. The weights do not
-    change before the step.
-    """
-    batch = bench.batch()
-    module = bench.reference()
-    expected = norm_of(gradient_of(module, nll_loss(module, batch)))
-    undivided = batch.with_columns({"weights": 64 * batch["weights"]})
-    engine = bench.engine(optim={"lr": 0.0})
-    before = bench.weights(engine)
-    for part in (range(3), range(3, 4), range(4, 8)):
-        bench.forward_backward(engine, undivided.select(part))
-        identical(bench.weights(engine), before, "weights between the calls of a step")
-    engine.scale_gradients(1 / 64)
-    norm = engine.optimizer_step().grad_norm
-    near(norm, expected, bench.gradient_tolerance, "norm of three calls, scaled")
-    near(bench.step(engine, batch).grad_norm, expected, bench.gradient_tolerance, "norm of the step after")
