@@ -58,6 +58,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--median", type=int, default=300, help="tokens of a response")
     parser.add_argument("--p99", type=int, default=4096)
     parser.add_argument("--cap", type=int, default=8192)
+    parser.add_argument(
+        "--token-ms", type=float, default=0.0, help="sampler hf: least time for a token of all sequences"
+    )
     parser.add_argument("--staleness", type=int, default=2)
     parser.add_argument("--updates", choices=("keep", "abort", "drain"), default="keep")
     parser.add_argument("--short-steps", type=int, default=2, help="first steps, with --short-cap tokens")

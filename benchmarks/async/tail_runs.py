@@ -132,7 +132,7 @@ def settings(case: str, given: argparse.Namespace) -> tuple[str, int, int]:
         short_cap=given.short_cap,
         table=_vllm(given, gpu, apart, given.sync_seqs if in_turn else given.async_seqs)
         if given.sampler == "vllm"
-        else "",
+        else f"token_ms = {given.token_ms}",
         prompts=given.prompts,
         prompt=given.prompt,
         runtime=given.runtime,

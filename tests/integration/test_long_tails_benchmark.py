@@ -47,7 +47,7 @@ def given(**changes):
         "serve": "process", "prompts": 64, "prompt": 256, "group_size": 8, "median": 300, "p99": 4096, "cap": 8192,
         "staleness": 2, "updates": "keep", "short_steps": 2, "short_cap": 128, "steps": 6,
         "sync_seqs": 256, "async_seqs": 128, "eager": False,
-        "sync_without_log_probs": False,
+        "sync_without_log_probs": False, "token_ms": 0.0,
     }  # fmt: skip
     return argparse.Namespace(**found | changes)
 

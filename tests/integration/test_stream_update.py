@@ -280,7 +280,7 @@ def test_what_cannot_stream_is_refused_and_auto_logs_why(tails, caplog, changes,
     run = Trainer(
         load_config(overrides=_set(tails | changes | {"rollout.stream_update": "auto"})), rewards=[digits]
     )
-    run.setup()
+    run.setup(training=True)
     assert run.stream_update is None
     run.close()
     assert said in caplog.text
