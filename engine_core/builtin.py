@@ -90,14 +90,16 @@ def engine_advantages() -> Mapping[str, Advantage]:
     whole, tokens = "engine_core.algorithms.advantages:", "engine_core.algorithms.advantages_tokens:"
     rewards, grouped = frozenset({"rewards"}), frozenset({"rewards", "group_ids"})
     compared = partial(Advantage, min_group_size=2)
+    apart = partial(compared, per_group=True)
     return {
         "batch_mean": Advantage(load=whole + "batch_mean", needs=rewards),
         "distill": Advantage(
             load=tokens + "distill",
             config=DistillAdvantageOptions,
             needs=frozenset({"old_log_probs", "teacher_log_probs"}),
+            per_group=True,
         ),
-        "dr_grpo": compared(load=whole + "dr_grpo"),
+        "dr_grpo": apart(load=whole + "dr_grpo"),
         "gae": Advantage(
             load=tokens + "gae",
             config=GAEOptions,
@@ -108,16 +110,18 @@ def engine_advantages() -> Mapping[str, Advantage]:
             load=whole + "gdpo", config=GDPOOptions, needs=frozenset({"reward_terms", "group_ids"})
         ),
         "gpg": compared(load=whole + "gpg", config=GPGOptions),
-        "grpo": compared(load=whole + "grpo", config=GRPOOptions),
-        "grpo_passk": compared(load=whole + "grpo_passk", config=GRPOPassKOptions),
-        "opo": compared(load=whole + "opo", needs=grouped | {"response_lengths"}),
-        "reinforce": Advantage(load=tokens + "reinforce", config=RewardToGoOptions, needs=rewards),
+        "grpo": apart(load=whole + "grpo", config=GRPOOptions),
+        "grpo_passk": apart(load=whole + "grpo_passk", config=GRPOPassKOptions),
+        "opo": apart(load=whole + "opo", needs=grouped | {"response_lengths"}),
+        "reinforce": Advantage(
+            load=tokens + "reinforce", config=RewardToGoOptions, needs=rewards, per_group=True
+        ),
         "reinforce_plus_plus": Advantage(
             load=tokens + "reinforce_plus_plus", config=RewardToGoOptions, needs=rewards
         ),
         "reinforce_plus_plus_baseline": compared(load=whole + "reinforce_plus_plus_baseline"),
         "remax": Advantage(load=tokens + "remax", needs=rewards | {"greedy_rewards"}),
-        "rloo": compared(load=whole + "rloo"),
+        "rloo": apart(load=whole + "rloo"),
     }
 
 

@@ -166,8 +166,7 @@ class Reward(Spec):
             answer, so a majority vote (`eval.majority`) can use them.
         workers: default of `workers`. ``cores`` is for a CPU-bound function without state that takes
             little memory: each worker has a copy.
-        on_timeout: default of `on_timeout`; ``zero`` if the time depends on the response alone, so that a response
-            cannot avoid a bad reward by a hang.
+        on_timeout: default of `on_timeout`; ``zero`` if the time depends on the response alone: no hang avoids a bad reward.
         check: called with a factory's arguments, by ``engine validate`` and at the start of a run, before any model is
             built. It raises an ``EngineError`` that says what this machine or the options lack. It returns None or
             ``f(columns)``, which checks a row: a LookupError if the row lacks what the reward reads, a ValueError if
@@ -194,6 +193,7 @@ class Advantage(Spec):
         makes: the columns that it returns; as a mapping if there are others than ``advantages``.
         min_group_size: the smallest group size with advantages other than 0; 2 if the estimator compares the
             responses of a group. A run with a smaller `rollout.group_size` would learn nothing and is refused.
+        per_group: whether a rollout's advantages depend on its own group alone, as `rollout.stream_update` needs.
     """
 
     kind = "advantages"
@@ -202,6 +202,7 @@ class Advantage(Spec):
     needs: frozenset[str] = frozenset({"rewards", "group_ids"})
     makes: frozenset[str] = frozenset({"advantages"})
     min_group_size: int = 1
+    per_group: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,8 +334,7 @@ class TrainerSpec(Spec):
         required: the sections that must be present.
         for_eval: the sections whose backends are needed only if ``[eval]`` asks for scores.
         stored: `data.train` names files of rollouts, not rows.
-        concurrent: the trainer samples while it trains; a sampler process then keeps a copy of its weights for a
-            restart, because the actor may be in the middle of an update.
+        concurrent: the trainer samples while it trains; a sampler process keeps a copy of its weights for a restart.
     """
 
     kind = "trainers"

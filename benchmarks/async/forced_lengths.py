@@ -12,6 +12,7 @@ import hashlib
 import math
 import random
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from engine_plugin_vllm_rollout.engine import VLLMRolloutEngine
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
 
 if TYPE_CHECKING:
-    from engine_core.types import Request
+    from engine_core.types import Request, Rollout
 
 
 class LengthOptions(Options):
@@ -75,7 +76,14 @@ class ForcedVLLM(_Forced, VLLMRolloutEngine):
 
 
 class ForcedHF(_Forced, HFRolloutEngine):
-    """``hf`` with forced lengths."""
+    """``hf`` with forced lengths, and with the pace of a sampler on a device for itself."""
+
+    def step(self) -> list[Rollout]:
+        start = time.monotonic()
+        found = super().step()
+        tokens = self._steps or max((rollout.response_length for rollout in found), default=0)
+        time.sleep(max(0.0, self.options.token_ms / 1000 * tokens - (time.monotonic() - start)))
+        return found
 
 
 class ForcedVLLMOptions(VLLMOptions, LengthOptions):
@@ -86,6 +94,9 @@ class ForcedVLLMOptions(VLLMOptions, LengthOptions):
 
 class ForcedHFOptions(HFOptions, LengthOptions):
     """``[rollout.forced_hf]``"""
+
+    token_ms: float = Field(0.0, ge=0)
+    """Least time for a token of all sequences, in milliseconds; the rest of it is slept."""
 
 
 def coin(completion: str) -> float:

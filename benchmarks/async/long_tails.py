@@ -28,9 +28,10 @@ from tail_runs import Run, settings
 from tail_summary import show, summary
 
 HERE = Path(__file__).resolve().parent
-CASES = ("sync", "early", "colocated", "async")
+CASES = ("sync", "early", "colocated", "async", "pools", "stream")
 """In turn on all GPUs; the same, unfinished responses carried over; ahead, with trainer and sampler on all GPUs; ahead, with
-GPUs of their own for each."""
+GPUs of their own for each; in turn, with GPUs of their own for each; the same, and complete groups are learned from while
+others are sampled."""
 LEAST_SECONDS = 60.0  # for another attempt
 
 
@@ -41,9 +42,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
     parser.add_argument("--runtime", choices=("torchrun", "ray"), default="torchrun")
-    parser.add_argument("--train-gpus", type=int, default=1, help="case async: of --gpus")
+    parser.add_argument("--train-gpus", type=int, default=1, help="cases async, pools and stream: of --gpus")
     parser.add_argument(
-        "--transport", default="broadcast", help="case async: rollout.transport; where it fails, tcp"
+        "--transport",
+        default="broadcast",
+        help="cases async, pools and stream: rollout.transport; where it fails, tcp",
     )
     parser.add_argument("--sampler", choices=("vllm", "hf"), default="vllm")
     parser.add_argument("--serve", choices=("process", "worker"), default="process",
@@ -55,6 +58,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--median", type=int, default=300, help="tokens of a response")
     parser.add_argument("--p99", type=int, default=4096)
     parser.add_argument("--cap", type=int, default=8192)
+    parser.add_argument(
+        "--token-ms", type=float, default=0.0, help="sampler hf: least time for a token of all sequences"
+    )
     parser.add_argument("--staleness", type=int, default=2)
     parser.add_argument("--updates", choices=("keep", "abort", "drain"), default="keep")
     parser.add_argument("--short-steps", type=int, default=2, help="first steps, with --short-cap tokens")
@@ -94,7 +100,7 @@ def world(folder: Path, given: argparse.Namespace) -> None:
 def attempts(case: str, given: argparse.Namespace) -> list[argparse.Namespace]:
     """What is tried of a case, one after the other, until steps were counted."""
     found = [given]
-    if case == "async" and (given.transport, given.serve) != ("tcp", "process"):
+    if case in ("async", "pools", "stream") and (given.transport, given.serve) != ("tcp", "process"):
         found.append(argparse.Namespace(**vars(given) | {"transport": "tcp", "serve": "process"}))
     return found
 

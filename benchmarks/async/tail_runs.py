@@ -89,7 +89,8 @@ ENDING_SECONDS = 20.0  # for the processes of a run that was ended
 
 def settings(case: str, given: argparse.Namespace) -> tuple[str, int, int]:
     """The run file of a case, and the first and the last step that counts."""
-    ahead, apart, early = case in ("async", "colocated"), case == "async", case == "early"
+    ahead, apart = case in ("async", "colocated"), case in ("async", "pools", "stream")
+    in_turn = case in ("sync", "pools", "stream")
     trainers = given.train_gpus if apart else given.gpus
     gpu = given.device != "cpu"
     # what was sampled while the first steps were short is learned from before the first that counts, which is the same in
@@ -117,18 +118,21 @@ def settings(case: str, given: argparse.Namespace) -> tuple[str, int, int]:
         transport=given.transport if apart else "auto",
         group=given.group_size,
         cap=given.cap,
-        early="over_sampling = 1.5\npartial_rollouts = true" if early else "",
+        early={
+            "early": "over_sampling = 1.5\npartial_rollouts = true",
+            "stream": "stream_update = true",
+        }.get(case, ""),
         sparse="" if log_probs else "log_probs_every_steps = 100",
         correction="" if log_probs else '[algorithm.correction]\nlevel = "off"',
         process="" if own else "[rollout.process]\nmax_restarts = 0",
         median=given.median,
         p99=given.p99,
         # in turn one long step is enough to warm up, and those that carry responses over need as many as those that run ahead
-        short_steps=first - 2 if case == "sync" else given.short_steps,
+        short_steps=first - 2 if in_turn else given.short_steps,
         short_cap=given.short_cap,
-        table=_vllm(given, gpu, apart, given.sync_seqs if case == "sync" else given.async_seqs)
+        table=_vllm(given, gpu, apart, given.sync_seqs if in_turn else given.async_seqs)
         if given.sampler == "vllm"
-        else "",
+        else f"token_ms = {given.token_ms}",
         prompts=given.prompts,
         prompt=given.prompt,
         runtime=given.runtime,

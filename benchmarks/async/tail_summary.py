@@ -18,6 +18,8 @@ TOLD = (
     "throughput/generated_tokens_per_second",
     "response_length/mean",
     "response_length/max",
+    "stream/overlap_share",
+    "time/stream_update",
     "sync/bytes",
 )
 COUNTED = (
@@ -62,18 +64,21 @@ def of_sync(one: dict[str, Any], sync: dict[str, Any] | None) -> float | None:
 
 
 def show(out: Path) -> None:
-    """A table of every case that lies in a folder, and how each compares to the one in turn of as many GPUs."""
+    """A table of every case that lies in a folder, and how each compares to the one in turn of as many GPUs.
+
+    ``stream`` is compared to ``pools``, which has the same GPUs for each.
+    """
     found = [json.loads(file.read_text()) for file in sorted(out.glob("long_tails_*_*.json"))]
-    base = {one["gpus"]: one for one in found if one["case"] == "sync" and one.get("counted")}
+    base = {(one["gpus"], one["case"]): one for one in found if one.get("counted")}
     print(
-        "| GPUs | case | steps | steps/s | of sync, same steps | tokens/s | median step s | staleness | mismatch | ended |"
+        "| GPUs | case | steps | steps/s | of sync (stream: of pools), same steps | tokens/s | median step s | staleness | mismatch | ended |"
     )
     print("|---|---|---|---|---|---|---|---|---|---|")
     for one in found:
         if not one.get("counted"):
             print(f"| {one['gpus']} | {one['case']} | 0 | | | | | | | {one['ended']} |")
             continue
-        ratio = of_sync(one, base.get(one["gpus"]))
+        ratio = of_sync(one, base.get((one["gpus"], "pools" if one["case"] == "stream" else "sync")))
         print(
             f"| {one['gpus']} | {one['case']} | {one['counted']} | {one['steps_per_s']:.4f} | "
             f"{'' if ratio is None else f'{ratio:.2f}x'} | {one['tokens_per_s']:,.0f} | {one['step_s_median']:.2f} | "

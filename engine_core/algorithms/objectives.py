@@ -46,13 +46,15 @@ if TYPE_CHECKING:
     from engine_core.types import Batch, LossCall
 
 
-def with_weights(batch: Batch, mode: str, length_norm: int = 1) -> Batch:
+def with_weights(batch: Batch, mode: str, length_norm: int = 1, unit: float = 0.0) -> Batch:
     """Add each token's share of the aggregated loss; the table of this module has the formulas.
 
     Args:
-        batch: the whole mini-batch of all ranks.
+        batch: the whole mini-batch of all ranks, or a part of it with ``unit``.
         mode: one of the five names.
         length_norm: L of seq-mean-token-sum-norm, in tokens.
+        unit: if above 0, it replaces T and B, which are not known yet: the sum over all parts is then multiplied by
+            ``unit / normalizer(mode, T, B)``, and metrics, whose ``token_share`` is the mask, by ``1 / T``.
 
     Returns:
         The batch with ``weights`` [T] and ``token_share`` [T] (``m / T``, for metrics), 0 outside the loss mask.
@@ -64,9 +66,24 @@ def with_weights(batch: Batch, mode: str, length_norm: int = 1) -> Batch:
     per_sequence = batch.sum_by_sequence(mask)
     num_tokens = mask.sum().clamp(min=1)
     num_sequences = (per_sequence > 0).sum().clamp(min=1)
+    if unit:
+        each = torch.tensor(unit)
+        weights = mask * _weight(mode, batch, per_sequence, each, each, length_norm)
+        return batch.with_columns(tokens={"weights": weights, "token_share": mask})
     weights = mask * _weight(mode, batch, per_sequence, num_tokens, num_sequences, length_norm)
     # in place: allocating one more column takes longer than the division
     return batch.with_columns(tokens={"weights": weights, "token_share": mask.div_(num_tokens)})
+
+
+def normalizer(mode: str, num_tokens: float, num_sequences: float) -> float:
+    """Return what an aggregation divides by that depends on the whole mini-batch: T, B or 1.
+
+    Args:
+        mode: one of the five names.
+        num_tokens: T.
+        num_sequences: B.
+    """
+    return {"token-mean": num_tokens, "token-sum": 1.0}.get(mode, num_sequences)
 
 
 def _weight(

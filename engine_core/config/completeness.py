@@ -376,6 +376,7 @@ def absent_parts(config: EngineConfig, plugins: PluginSet, spec: TrainerSpec) ->
     read = sections if evaluates else sections - spec.for_eval
     models = [reward for reward in config.reward if reward.has_model]
     workers = [reward for reward in config.reward if not reward.has_model and reward.workers != 0]
+    streams = config.rollout.stream_update or config.rollout.stream_deterministic
     stops = config.rollout.over_sampling > 1 and "rollout" not in spec.for_eval
     needed = {  # part -> the key that asks for it, empty if none does
         "reward_models": f"reward.{models[0].name}" if models else "",
@@ -384,6 +385,7 @@ def absent_parts(config: EngineConfig, plugins: PluginSet, spec: TrainerSpec) ->
         "row_workers": "data.num_workers" if config.data.num_workers else "",
         "sampler_process": "rollout.process" if config.rollout.process is not None else "",
         "early_stop": "rollout.over_sampling" if stops else "",
+        "stream_update": "rollout.stream_update" if streams and "algorithm" in sections else "",
     }
     return [
         f"{key}: {unknown_name('parts', part)}"

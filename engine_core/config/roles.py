@@ -187,6 +187,10 @@ class RolloutConfig(ChoosingTable, SamplingOptions):  # type: ignore[misc]  # a 
     """Transport that sends weights to a sampler with a separate copy, by name. Options are in the table of that name. ``same_process``: the sampler runs in the actor's processes. ``tcp``: a TCP connection. ``broadcast``: a process group. ``ipc``: GPU memory that both sides see. ``auto`` chooses by the locations of actor and sampler; the log gives the choice and the reason."""
     overlap_rewards: bool = True
     """Compute the rewards of a group as soon as the group is complete, while other groups are still sampled. The results do not change. Three kinds of rewards wait for all samples: rewards that read all samples at once (``group_ids``), rewards of a model, and rewards with `workers = 0`."""
+    stream_update: bool | Literal["auto"] = False
+    """Reward and learn from complete groups while other groups are still sampled; the gradient is scaled once, before the optimizer step. The weights do not change in between. ``auto``: where the algorithm and the placement allow it; the log says why not. ``true``: otherwise an error."""
+    stream_deterministic: bool = False
+    """Learn from one group at a time, in the order of the prompts, so that the update does not depend on when responses finish. With `stream_update = false` it is the same update after sampling, bit for bit in float32."""
     request_timeout_seconds: NonNegativeFloat = 0.0
     """Maximum time for one response, in seconds, from the request to the sampler; time in the queue counts. After this time the response is stopped, keeps its tokens and follows `on_timeout`. 0: no limit."""
     on_timeout: Literal["drop", "zero", "keep", "fail"] = "drop"
@@ -220,4 +224,4 @@ class RolloutConfig(ChoosingTable, SamplingOptions):  # type: ignore[misc]  # a 
     @property
     def steps_are_short(self) -> bool:
         """Whether engines that sample in rounds end a step before its responses, to stop them or to change weights."""
-        return self.stops_responses or self._updates_under_way
+        return self.stops_responses or self._updates_under_way or bool(self.stream_update)

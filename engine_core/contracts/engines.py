@@ -193,6 +193,14 @@ class TrainEngine(abc.ABC):
         lowered a loss scale because of it: such a step does not count for `max_skipped_steps`.
         """
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the gradients of all calls of ``forward_backward`` since the last step (capability ``late_scale``).
+
+        Raises:
+            NotImplementedError: the engine does not override the method.
+        """
+        raise NotImplementedError(f"{type(self).__name__} cannot scale gradients before a step.")
+
     @abc.abstractmethod
     def named_weights(self, to: str = "all", adapter: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield unsharded tensors ``[D1, ..., Dn]`` under the names of ``save_pretrained``, tied weights once.

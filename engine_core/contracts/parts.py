@@ -8,6 +8,7 @@ name                   protocol                 needed by
 ``episodes``           ``Episodes`` (class)     ``[environment]``
 ``row_workers``        ``RowWorkers`` (class)   ``data.num_workers`` above 0
 ``early_stop``         ``EarlyStop`` (class)    ``rollout.over_sampling`` above 1
+``stream_update``      a function               ``rollout.stream_update``, ``rollout.stream_deterministic``
 ``advice``             a function               the log after ten steps, where it is installed
 ``dry_run``            a function               ``engine train --dry-run``
 ``faults``             a class                  ``ENGINE_FAULT``, in tests
@@ -224,6 +225,22 @@ class EarlyStop(Protocol):
 
     def load(self, folder: Path) -> None:
         """Load the groups that a checkpoint carries; none if it lacks the file."""
+
+
+class StreamUpdate(Protocol):
+    """The update of a step from parts: complete groups, while others are sampled; made from the run's trainer.
+
+    Attributes:
+        streams: whether groups are learned from while others are sampled, so that ``draw`` is used.
+    """
+
+    streams: bool
+
+    def draw(self, requests: Sequence[Request], step: int) -> tuple[list[Rollout], Any]:
+        """Sample, reward and accumulate gradients; return the rollouts in order and their rewards for ``score``."""
+
+    def finish(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """Add the gradients of the groups that are left, scale them, do the optimizer step; return its metrics."""
 
 
 class SamplerProcess(Protocol):

@@ -229,7 +229,8 @@ class EngineHost:
             )
         actor = self.engines.get("actor")
         trainer = cast("TrainerSpec", self.plugins.spec("trainers", self.config.trainer))
-        alone = self.place.world_size == 1 and isinstance(actor, TrainEngine) and not trainer.concurrent
+        busy = trainer.concurrent or self.config.rollout.stream_update  # the actor works while others sample
+        alone = self.place.world_size == 1 and isinstance(actor, TrainEngine) and not busy
         source = functools.partial(
             stream_of, cast("TrainEngine", actor), sends_adapter(self.config), sampler=self.config.rollout
         )

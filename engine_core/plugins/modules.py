@@ -270,6 +270,7 @@ def hook_problems(manager: pluggy.PluginManager, module: ModuleType, label: str)
 
 TRAIN_CAPABILITIES = {
     "generation_module": "generation_module",
+    "late_scale": "scale_gradients",
     "common_checkpoints": "load",  # reads checkpoints of any engine with this capability: they share a format
     "lora": "without_adapter",
     "set_lr": "set_lr",

@@ -120,9 +120,11 @@ class Scorer:
                 f"max_failure_share = {share:g} allows. First: {self.first_failure}. The weights were left alone."
             )
 
-    def warn_nothing_applies(self, count: int) -> None:
-        """Log a warning, once, that the function returned None for every sample of a step."""
-        if not self.told_nothing:
+    def warn_nothing_applies(self) -> None:
+        """Log a warning, once, if the function returned None for every sample of a step."""
+        count = len(self.runner.outcomes)
+        applies = any(o.failure or o.value is not None for o in self.runner.outcomes if o)
+        if count and not applies and not self.told_nothing:
             self.told_nothing = True
             logger.warning(
                 "Reward '%s' gave None (not applicable) for all %d samples: nothing is learned from it. "
@@ -231,6 +233,19 @@ class RewardRunner:
         self._drive(pools, lambda name, place, outcome: None)
         return {pool.name: [outcome for outcome in pool.outcomes if outcome] for pool in pools}
 
+    def score_part(self, rollouts: Sequence[Rollout]) -> dict[str, list[Outcome]]:
+        """Fill in the rewards of complete groups, a part of a step, without metrics and failure policies.
+
+        Returns:
+            The outcomes by reward, for ``Known``; ``score`` gets those of the whole step.
+        """
+        self._decode(rollouts)
+        signatures = {s.config.name: s.runner.signature for s in self.scorers if s.runner.signature}
+        columns = {name: arguments(name, signature, rollouts) for name, signature in signatures.items()}
+        self.ask(columns, len(rollouts), lambda name, place, outcome: None)
+        self._sum(rollouts)
+        return {s.config.name: [each for each in s.runner.outcomes if each] for s in self.scorers}
+
     def score(
         self,
         rollouts: list[Rollout],
@@ -260,8 +275,9 @@ class RewardRunner:
         if [id(each) for each in scored] != [id(each) for each in rollouts]:
             raise ValueError("early: it has scored other rollouts than these.")
         self._run(rollouts, step, early)
-        metrics = self._sum(rollouts)
-        return metrics | self._failures(step) | reward_statistics(rollouts)
+        for scorer in self.scorers:
+            scorer.warn_nothing_applies()
+        return self._sum(rollouts) | self._failures(step) | reward_statistics(rollouts)
 
     def _decode(self, rollouts: Sequence[Rollout]) -> None:
         """Decode the text of rollouts that have none."""
@@ -285,7 +301,7 @@ class RewardRunner:
     def _run(self, rollouts: Sequence[Rollout], step: int, early: EarlyScores | Known | None) -> None:
         """Fill in every runner's ``outcomes`` for these rollouts; the workers of all rewards run at the same time."""
         self._start()  # a worker reports the signature
-        under_way: Sequence[RewardPool] = ()
+        under_way: Sequence[Any] = ()
         if early is not None and not isinstance(early, Known):
             on_failure, under_way = early.on_failure, early.pools
         else:
@@ -300,23 +316,24 @@ class RewardRunner:
 
     def _known(
         self, outcomes: Mapping[str, Sequence[Outcome]], count: int, on_failure: OnFailure
-    ) -> list[RewardPool]:
-        """Set known outcomes in the worker pools; return those pools."""
-        pools = [pool for pool in self.pools if pool.name in outcomes]
-        for pool in pools:
-            pool.expect(count)
-            pool.outcomes = list(outcomes[pool.name])
-            for place, outcome in enumerate(outcomes[pool.name]):
+    ) -> list[Any]:
+        """Set known outcomes in the runners of their rewards; return those runners."""
+        runners = [s.runner for s in self.scorers if s.config.name in outcomes]
+        for runner in runners:
+            if not isinstance(runner, InProcess | ByModel):
+                runner.expect(count)
+            runner.outcomes = list(outcomes[runner.name])
+            for place, outcome in enumerate(outcomes[runner.name]):
                 if outcome.failure:
-                    on_failure(pool.name, place, outcome)
-        return pools
+                    on_failure(runner.name, place, outcome)
+        return runners
 
     def ask(
         self,
         columns: Mapping[str, Mapping[str, Sequence[Any]]],
         count: int,
         on_failure: OnFailure,
-        under_way: Sequence[RewardPool] = (),
+        under_way: Sequence[Any] = (),
     ) -> None:
         """Fill in the ``outcomes`` of every reward's runner.
 
@@ -324,7 +341,7 @@ class RewardRunner:
             columns: by reward, the arguments that its signature names, each with ``count`` values.
             count: number of samples.
             on_failure: called with each failed sample; an error that it raises ends the scoring.
-            under_way: pools that already have their samples and need no ``columns``.
+            under_way: runners that already have their samples or outcomes and need no ``columns``.
         """
         self._start()
         for pool in self.pools:
@@ -332,7 +349,7 @@ class RewardRunner:
                 pool.begin(columns[pool.name], count)
         self._drive(self.pools, on_failure)
         for scorer in self.scorers:
-            if isinstance(scorer.runner, InProcess | ByModel):
+            if isinstance(scorer.runner, InProcess | ByModel) and scorer.runner not in under_way:
                 scorer.runner.run(columns[scorer.config.name], count, on_failure)
 
     def _sum(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -347,9 +364,6 @@ class RewardRunner:
                 if outcome.answer is not None:
                     rollouts[i].answers[config.name] = outcome.answer
                 dropped[i] |= scorer.policy(outcome) == "drop" and config.weight != 0
-            unknown = all(value is None for value in values[config.name])
-            if outcomes and unknown and not any(outcome.failure for outcome in outcomes):
-                scorer.warn_nothing_applies(len(outcomes))
         for name, weight, clipped in self.terms():
             if known := [value for value in values[name] if value is not None]:
                 metrics[f"reward/{name}"] = statistics.fmean(known)

@@ -412,7 +412,7 @@ class TrainingRun(abc.ABC):
 
     def learn(
         self,
-        batch: Batch | Iterable[Batch],
+        batch: Batch | Iterable[Batch | TrainOutput],
         loss: LossCall,
         role: str = "actor",
         check: Callable[[Mapping[str, float]], None] | None = None,
@@ -420,7 +420,7 @@ class TrainingRun(abc.ABC):
         """Do one optimizer step of a role on a batch: forward, backward, check, step.
 
         Args:
-            batch: with ``weights`` [T] and the columns of the loss; or an iterable of its parts, built lazily.
+            batch: with ``weights`` [T] and the columns of the loss; or an iterable of its parts or their outputs, built lazily.
             loss: the loss by name, with plain values.
             role: the role to update.
             check: called with the metrics of the loss before the weights change; an error that it raises prevents that.
@@ -430,7 +430,7 @@ class TrainingRun(abc.ABC):
         """
         output = TrainOutput(0.0)
         for part in [batch] if isinstance(batch, Batch) else batch:
-            made = self.forward_backward(part, loss, role)
+            made = self.forward_backward(part, loss, role) if isinstance(part, Batch) else part
             output.loss += made.loss
             output.num_micro_batches += made.num_micro_batches
             merge(output.metrics, made.metrics)

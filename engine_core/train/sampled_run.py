@@ -24,7 +24,7 @@ from engine_core.config.requirements import GREEDY
 from engine_core.contracts.parts import CARRIED
 from engine_core.contracts.runtime import REWARD_PHASE, Role
 from engine_core.data import PromptSource, tokenizer_hash
-from engine_core.errors import PluginError
+from engine_core.errors import ConfigError, PluginError
 from engine_core.rewards import RewardRunner
 from engine_core.rewards.preflight import ROWS, check_rewards, check_rows
 from engine_core.runs.folders import writing
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from engine_core.config.evaluation import HeldOut
     from engine_core.config.models import DataConfig
-    from engine_core.contracts.parts import EarlyScores, EarlyStop, Episodes, RewardModels
+    from engine_core.contracts.parts import EarlyScores, EarlyStop, Episodes, RewardModels, StreamUpdate
     from engine_core.rewards.models import Known, ModelReward
     from engine_core.types import Prompt, Rollout, Sampling
 
@@ -64,6 +64,9 @@ class SampledRun(TrainingRun):
     samples = True  #: whether each step samples its rollouts
     samples_greedy = False  #: whether each prompt gets a greedy response too, for ``Rollout.greedy_reward``
     scores = True  #: whether rewards are computed here
+    streams = False  #: whether the update may be the sum of parts (`rollout.stream_update`)
+    stream_update: StreamUpdate | None = None
+    """Learns from complete groups while others are sampled; None: the update begins when all are sampled."""
     replays_support = False
     """Whether rollouts record the support that top-p and top-k left, and log-probs are computed over it."""
 
@@ -78,6 +81,10 @@ class SampledRun(TrainingRun):
             DataError: the data or a held-out set lacks a column that a reward needs.
         """
         config = self.config
+        if config.rollout.stream_update is True and not self.streams:
+            raise ConfigError(
+                f"rollout.stream_update: got true, but trainer = '{config.trainer}' learns from whole batches. Remove the key."
+            )
         if self.samples:
             check_adapter(config)
             check_partial(config, self.plugins)
@@ -233,6 +240,8 @@ class SampledRun(TrainingRun):
             self.sampler.settle_timeouts(rollouts)
             return rollouts, None
         requests = self.sampler.requests(self.take_prompts(wanted), step, first_group)
+        if self.stream_update is not None and self.stream_update.streams:
+            return self.stream_update.draw(requests, step)
         config, early = self.config_now.rollout, None
         # groups of one would hide a reward that returns a wrong number of values
         if config.overlap_rewards and config.group_size > 1:

@@ -43,6 +43,8 @@ class Trainer(SampledRun):
     Example: ``Trainer(load_config("run.toml", {"actor.optim.lr": 1e-6})).train()``.
     """
 
+    streams = True
+
     def prepare(self) -> None:
         """Resolve the algorithm and what it needs; refuse what cannot work."""
         config, plugins = self.config, self.plugins
@@ -59,6 +61,8 @@ class Trainer(SampledRun):
         inferring = [name for name, role in roles if role.kind == "train" and name != "critic"]
         self.replays_support = replays_support(config, plugins, inferring, self.samples)
         super().prepare()
+        if config.rollout.stream_update or config.rollout.stream_deterministic:
+            self.stream_update = plugins.require("parts", "stream_update")(self, self._cleanup)
 
     def roles(self, training: bool) -> dict[str, Role]:
         """Return the roles that the algorithm needs: actor and rollout, perhaps ref, teacher and critic."""
@@ -83,12 +87,16 @@ class Trainer(SampledRun):
     def step(self, step: int) -> dict[str, float]:
         """Do one step: take P prompts, update the policy, send the new weights to the samplers."""
         rollouts, metrics = self.rollouts(step)  # B, scored, after the stages of the TOML: filters, caches
-        batch = self.batch(rollouts)  # rewards [B]
-        with self.phase("log_probs"):
-            batch, noted = self.annotate(batch)  # log-probs, values: only what the algorithm needs
-            batch = self.with_advantages(batch)  # [T]
-        with self.phase("train"):
-            metrics |= noted | self.update(batch, step)
+        if self.stream_update is not None:
+            with self.phase("train"):
+                metrics |= self.stream_update.finish(rollouts)
+        else:
+            batch = self.batch(rollouts)  # rewards [B]
+            with self.phase("log_probs"):
+                batch, noted = self.annotate(batch)  # log-probs, values: only what the algorithm needs
+                batch = self.with_advantages(batch)  # [T]
+            with self.phase("train"):
+                metrics |= noted | self.update(batch, step)
         with self.phase("sync"):
             metrics |= self.push_weights(updated=not self.critic.alone(step))  # worker to worker
             self.refresh_reference(step)

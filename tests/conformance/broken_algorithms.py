@@ -50,6 +50,11 @@ def in_place(batch):
     return made
 
 
+def of_batch(batch):
+    held = batch["rewards"] - batch["rewards"][batch["valid"]].mean()
+    return batch.to_tokens(held * batch["valid"]) * batch["loss_mask"]
+
+
 def _ratio(outputs, batch, most=20.0):
     return (outputs["log_probs"] - batch["old_log_probs"]).clamp(-most, most).exp()
 
@@ -134,7 +139,10 @@ class Forgets:
 
 @hookimpl
 def engine_advantages():
-    return {f.__name__: Advantage(load=f) for f in (negated, everywhere, of_all, in_order, divided, in_place)}
+    found = {
+        f.__name__: Advantage(load=f) for f in (negated, everywhere, of_all, in_order, divided, in_place)
+    }
+    return found | {"of_batch": Advantage(load=of_batch, per_group=True)}
 
 
 @hookimpl

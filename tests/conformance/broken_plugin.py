@@ -29,7 +29,7 @@ def classes_of(module):
 
 @hookimpl
 def engine_train_engines():
-    abilities = frozenset({"generation_module", "lora", "set_lr", "sleep", "support"})
+    abilities = frozenset({"generation_module", "late_scale", "lora", "set_lr", "sleep", "support"})
     return {
         name: TrainBackend(load=f"{module}:{name}", config=TorchOptions, capabilities=abilities)
         for module in TRAIN

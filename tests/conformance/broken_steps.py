@@ -275,3 +275,37 @@ class RestOfSum(Outputs):
             return value
         rest = torch.log1p(-(-torch.expm1(value)).clamp(max=1.0))
         return rest.clamp(min=-1e4)
+
+
+# -- a scale at the end of a step ---------------------------------------------------
+
+
+class ScalesLastCall(TorchEngine):
+    def forward_backward(self, batch, loss):
+        self.earlier = [grad.clone() for grad in self._grads()]
+        return super().forward_backward(batch, loss)
+
+    def scale_gradients(self, factor):
+        super().scale_gradients(factor)
+        for grad, earlier in zip(self._grads(), self.earlier, strict=True):
+            grad.add_(earlier, alpha=1 - factor)
+
+
+class KeepsLateScale(TorchEngine):
+    late = 1.0
+
+    def scale_gradients(self, factor):
+        self.late = factor
+
+    def optimizer_step(self):
+        super().scale_gradients(self.late)
+        return super().optimizer_step()
+
+
+class MovesBetweenCalls(TorchEngine):
+    def forward_backward(self, batch, loss):
+        found = super().forward_backward(batch, loss)
+        with torch.no_grad():
+            for weight in self._trainable_parameters():
+                weight.mul_(1.0001)
+        return found

@@ -301,6 +301,7 @@ FAULTS = [
     (Advantages, "of_all", "invalid rollouts in the statistics", "invalid_rollouts_do_not_count"),
     (Advantages, "in_order", "groups assumed to be in order", "order_does_not_matter"),
     (Advantages, "divided", "a division by a spread of 0", "degenerate_groups_are_finite"),
+    (Advantages, "of_batch", "a statistic of the batch declared as one of the group", "a_group_declared_apart_needs_no_other"),
     (Advantages, "in_place", "the batch changed in place", "the_batch_is_left_alone"),
     (Losses, "half", "a loss of half the size", "values_are_right"),
     (Losses, "turned", "advantages with the wrong sign", "the_gradient_follows_the_advantage"),

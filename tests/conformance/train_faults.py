@@ -133,4 +133,7 @@ RUN_FAULTS = [
     (1, "RetryDropsAll", "gradients of earlier calls lost where a call runs out of memory", "gradients_add_up_over_calls"),
     (1, "RetryAddsTwice", "the gradient of a try that ran out of memory kept", "gradients_add_up_over_calls"),
     (1, "HalfAfterSleep", "weights in half precision after a sleep", "a_sleep_between_the_calls_of_a_step_changes_nothing"),
+    (1, "ScalesLastCall", "a late scale that leaves out earlier calls", "gradients_add_up_over_calls"),
+    (1, "KeepsLateScale", "a late scale that is kept for the next step", "gradients_add_up_over_calls"),
+    (1, "MovesBetweenCalls", "weights that change between the calls of a step", "gradients_add_up_over_calls"),
 ]  # fmt: skip

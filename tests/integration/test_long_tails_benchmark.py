@@ -47,7 +47,7 @@ def given(**changes):
         "serve": "process", "prompts": 64, "prompt": 256, "group_size": 8, "median": 300, "p99": 4096, "cap": 8192,
         "staleness": 2, "updates": "keep", "short_steps": 2, "short_cap": 128, "steps": 6,
         "sync_seqs": 256, "async_seqs": 128, "eager": False,
-        "sync_without_log_probs": False,
+        "sync_without_log_probs": False, "token_ms": 0.0,
     }  # fmt: skip
     return argparse.Namespace(**found | changes)
 
@@ -89,6 +89,8 @@ def test_the_first_steps_are_short(lengths):
         ("early", {}),
         ("early", {"device": "auto"}),
         ("async", {}),
+        ("pools", {}),
+        ("stream", {}),
         ("async", {"device": "auto", "gpus": 4}),
         ("async", {"gpus": 4, "train_gpus": 2}),
         ("async", {"gpus": 4, "serve": "worker"}),
@@ -105,7 +107,8 @@ def test_each_case_is_a_valid_run(lengths, runs, tmp_path, case, changes):
     text, first, last = runs.settings(case, given(**changes))
     (tmp_path / "run.toml").write_text(text)
     config = load_config(tmp_path / "run.toml")
-    assert config.trainer == ("rl" if case in ("sync", "early") else "async")
+    assert config.trainer == ("rl" if case in ("sync", "early", "pools", "stream") else "async")
+    assert config.rollout.stream_update == (case == "stream")
     assert config.rollout.partial_rollouts == (case == "early")
     assert sum(config.placement.pools.values() or [config.runtime.options.processes]) == given(**changes).gpus
     # ahead: whatever counts has as many groups sampled beside it as in a run that goes on
@@ -113,7 +116,7 @@ def test_each_case_is_a_valid_run(lengths, runs, tmp_path, case, changes):
     # ahead: what counts was sampled after the short steps, but for the first that is learned from; in turn the same steps count
     assert (first, last) == (6, 11)
     # and one long step goes before them
-    assert config.rollout.options.short_steps == (4 if case == "sync" else 2)
+    assert config.rollout.options.short_steps == (4 if case in ("sync", "pools", "stream") else 2)
 
 
 def test_the_rate_is_steps_by_elapsed_time_and_compared_in_the_steps_that_count_in_both_on_as_many_gpus(

@@ -66,6 +66,7 @@ NEEDED = [
     ("environment", RL + '[environment]\nname = "talk"\n', "episodes", "agents"),
     ("data.num_workers", RL.replace("prompts_per_step", "num_workers = 2\nprompts_per_step"), "row_workers", "processes"),
     ("data.num_workers", SFT.replace("prompts_per_step", "num_workers = 2\nprompts_per_step"), "row_workers", "processes"),
+    ("rollout.stream_update", RL.replace('"echo"', '"echo"\nstream_update = true'), "stream_update", "trainers"),
     ("rollout.over_sampling", RL.replace('"echo"', '"echo"\nover_sampling = 1.5'), "early_stop", "trainers"),
     ("rollout.process", RL.replace('"echo"', '"echo"\n[rollout.process]'), "sampler_process", "processes"),
 ]  # fmt: skip

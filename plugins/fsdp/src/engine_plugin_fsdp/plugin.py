@@ -18,7 +18,15 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
             config=FSDPOptions,
             families="engine_plugin_fsdp.families:FAMILIES",
             capabilities=frozenset(
-                {"common_checkpoints", "generation_module", "lora", "set_lr", "sleep", "support"}
+                {
+                    "common_checkpoints",
+                    "generation_module",
+                    "late_scale",
+                    "lora",
+                    "set_lr",
+                    "sleep",
+                    "support",
+                }
             ),
             check_checkpoint="engine_plugin_torch.shards:check_experts",
         )

@@ -98,3 +98,21 @@ def the_batch_is_left_alone(bench: AdvantageBench) -> None:
     for name, value in before.items():
         assert torch.equal(batch[name], value), f"It changes the column '{name}'."
     close(bench.advantages(batch), first, 0.0, "Called again")
+
+
+@contract(catches=("a statistic of the batch declared as one of the group",))
+def a_group_declared_apart_needs_no_other(bench: AdvantageBench) -> None:
+    """With ``per_group``, the advantages of a group alone are those within its batch."""
+    if not bench.spec().per_group:
+        return
+    batch = bench.batch(GROUPS)
+    whole, ids = _of_rollouts(batch, bench.advantages(batch)), batch["group_ids"]
+    for group in ids.unique():
+        chosen = (ids == group).nonzero().flatten()
+        part = batch.select(chosen)
+        close(
+            _of_rollouts(part, bench.advantages(part)),
+            whole[chosen],
+            TOLERANCE,
+            "Advantages of a group alone",
+        )

@@ -145,12 +145,16 @@ def micro_batches_change_neither_loss_nor_gradient(bench: TrainBench) -> None:
         "a call clears the gradients of the one before",
         "gradients of earlier calls lost where a call runs out of memory",
         "the gradient of a try that ran out of memory kept",
+        "a late scale that leaves out earlier calls",
+        "a late scale that is kept for the next step",
+        "weights that change between the calls of a step",
     )
 )
 def gradients_add_up_over_calls(bench: TrainBench) -> None:
     """Two calls of ``forward_backward`` before one step add up their gradients.
 
-    The step clears them. A call that runs out of memory raises an error, or its gradient is whole and added once.
+    The step clears them. A call that runs out of memory raises an error, or its gradient is whole and added once. With the
+    capability ``late_scale``, the gradients of all calls are scaled before the step, and nothing later.
     """
     batch = bench.batch()
     module = bench.reference()
@@ -160,6 +164,19 @@ def gradients_add_up_over_calls(bench: TrainBench) -> None:
     bench.forward_backward(engine, batch.select(range(4, 8)))
     near(engine.optimizer_step().grad_norm, expected, bench.gradient_tolerance, "norm of two halves")
     near(bench.step(engine, batch).grad_norm, expected, bench.gradient_tolerance, "norm of the step after")
+    if "late_scale" in bench.capabilities:
+        undivided, before = batch.with_columns({"weights": 64 * batch["weights"]}), bench.weights(engine)
+        for part in (range(3), range(3, 4), range(4, 8)):
+            bench.forward_backward(engine, undivided.select(part))
+            identical(bench.weights(engine), before, "weights between the calls of a step")
+        engine.scale_gradients(1 / 64)
+        near(engine.optimizer_step().grad_norm, expected, bench.gradient_tolerance, "norm of calls, scaled")
+        near(
+            bench.step(engine, batch).grad_norm,
+            expected,
+            bench.gradient_tolerance,
+            "norm after a scaled step",
+        )
     for earlier in (
         (False, True) if bench.place.world_size == 1 else ()
     ):  # else other ranks wait for the one that fails

@@ -281,10 +281,8 @@ class TorchEngine(TrainEngine):
     @property
     def _compiles(self) -> bool:
         """Whether forward passes are compiled."""
-        chosen = self.options.compile
-        if chosen == "auto":
-            return self.device.type != "cpu" and not self.quantize
-        return bool(chosen)
+        automatic = self.device.type != "cpu" and not self.quantize
+        return automatic if self.options.compile == "auto" else bool(self.options.compile)
 
     @property
     def lr(self) -> float:
@@ -409,6 +407,9 @@ class TorchEngine(TrainEngine):
         return resolve_loss(loss, self.context.plugins)
 
     # -- optimizer ----------------------------------------------------------
+
+    def scale_gradients(self, factor: float) -> None:
+        self.loss_scale.multiply(self._grads(), factor)
 
     def optimizer_step(self) -> StepOutput:
         self.store.need(*PARTS)

@@ -52,6 +52,11 @@ class LossScale:
         if self.active and (parts := [here(gradient) for gradient in gradients]):
             torch._foreach_div_(parts, self.factor)
 
+    def multiply(self, gradients: Iterable[Tensor], factor: float) -> None:
+        """Multiply gradients ``[D0, ...]``, of this rank or sharded, in place; the scale of the loss stays."""
+        if parts := [here(gradient) for gradient in gradients]:
+            torch._foreach_mul_(parts, factor)
+
     def stepped(self, skipped: bool) -> bool:
         """Update the factor after one optimizer step.
 

@@ -88,7 +88,9 @@ def engine_advantages() -> Mapping[str, Advantage]:
     here = "engine_plugin_trainers.algorithms.advantages_token_baseline:"
     needs = frozenset({"rewards", "group_ids", "old_log_probs", "sum_pi_squared"})
     names = ("optimal_token_baseline", "optimal_token_baseline_multi_turn")
-    return {name: Advantage(load=here + name, needs=needs, min_group_size=2) for name in names}
+    return {
+        name: Advantage(load=here + name, needs=needs, min_group_size=2, per_group=True) for name in names
+    }
 
 
 @hookimpl
@@ -123,5 +125,8 @@ def engine_objectives() -> Mapping[str, Objective]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
-    """Offer early stopping."""
-    return {"early_stop": Part(load="engine_plugin_trainers.early_stop:Stragglers")}
+    """Offer early stopping and the streaming update."""
+    return {
+        "early_stop": Part(load="engine_plugin_trainers.early_stop:Stragglers"),
+        "stream_update": Part(load="engine_plugin_trainers.stream_update:stream_update"),
+    }
