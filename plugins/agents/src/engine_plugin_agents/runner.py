@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from engine_core.contracts.runtime import WorkerGroup
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.specs import Environment
+    from engine_core.train.clock import Clock
     from engine_core.types import Request, Rollout
 
 TRACES_LOGGED = 20
@@ -83,7 +84,8 @@ class EnvironmentRunner:
             config.timeout_seconds,
             config.tool_timeout_seconds,
         )
-        self._loop: LoopThread | None = None
+        self.loop: LoopThread | None = None  # from the first session on
+        self.clock: Clock | None = None  # of a sampler that does nothing else; None: that of the machine
         self._counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}  # by whether held out
         self._last_failure = ""
         self._logged: set[str] = set()
@@ -103,12 +105,12 @@ class EnvironmentRunner:
         Args:
             turns: samples the turns, and nothing else.
         """
-        self._loop = self._loop or LoopThread()
+        self.loop = self.loop or LoopThread()
         most, rewards = self.config.max_concurrent, self.spec.rewards
         slots = asyncio.Semaphore(most) if most else None
         seconds = self.config.timeout_seconds
         game = Game(self.play, self.label, rewards, slots, self._episode, self._ended, seconds)
-        return EpisodeSession(game, self._loop, turns)
+        return EpisodeSession(game, self.loop, turns)
 
     def stream(self, group: WorkerGroup, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
         """Play one episode for each request with a sampler that does nothing else.
@@ -126,7 +128,7 @@ class EnvironmentRunner:
             PluginError: the environment's return value is no rollout of its episode.
         """
         # in rounds, so that samplers get the turns of fast tools together
-        session = self.session(SamplerSession(group, rounds=True))
+        session = self.session(SamplerSession(group, self.clock, rounds=True))
         session.submit(requests)
         try:
             while not session.idle:
@@ -171,17 +173,17 @@ class EnvironmentRunner:
         except Exception as error:  # the run has ended; its results are kept
             log.warning("%s failed to close: %s: %s", self.label, type(error).__name__, error)
         finally:
-            if self._loop is not None:
-                self._loop.close()
-                self._loop = None
+            if self.loop is not None:
+                self.loop.close()
+                self.loop = None
 
     def _finish(self, awaitable: Any) -> None:
         async def wait() -> None:
             """Await any awaitable as a coroutine."""
             await awaitable
 
-        self._loop = self._loop or LoopThread()
-        asyncio.run_coroutine_threadsafe(wait(), self._loop.loop).result(self.config.tool_timeout_seconds)
+        self.loop = self.loop or LoopThread()
+        asyncio.run_coroutine_threadsafe(wait(), self.loop.loop).result(self.config.tool_timeout_seconds)
 
     def _episode(self, request: Request, ask: Ask) -> Episode:
         return Episode(Policy(request, self.limits, ask, self.tokenizer), self.chat, self.spec.rewards)
