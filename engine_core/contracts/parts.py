@@ -167,7 +167,7 @@ class Episodes(Protocol):
     reward_weights: Mapping[str, float]
 
     def session(self, turns: SamplerSession) -> SamplerSession:
-        """Return a session with the methods of ``turns`` whose requests are episodes; ``turns`` samples their turns."""
+        """Return a session whose requests are episodes; ``turns`` samples their turns. Its ``results`` has no timeout."""
 
     def stream(self, group: WorkerGroup, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
         """Run an episode for each request with a sampler that does nothing else; yield rollouts as episodes end."""

@@ -248,14 +248,24 @@ def test_a_drain_waits_for_requests_so_far_and_keeps_later_ones_for_its_end():
 
 
 def test_interrupted_requests_are_sent_again_with_what_they_have_and_ended_ones_are_results():
-    group = Samplers()
+    class Late(Samplers):
+        def call(self, method, **plain):
+            """Stop requests of which the third ends by itself meanwhile."""
+            parts, done = super().call(method, **plain).result(), Future()
+            done.set_result([replaced(p, "stop") if p.request_id == "r3" else p for p in parts])
+            return done
+
+    def replaced(part, reason):
+        return dataclasses.replace(part, finish_reason=reason)
+
+    group = Late()
     session = SamplerSession(group)
-    session.submit([request(1), request(2)])
+    session.submit([request(1), request(2), request(3)])
     session.results(timeout=0.01)
-    group.made.tell([dataclasses.replace(request(2).unsampled(), finish_reason="stop")])
+    group.made.tell([replaced(request(2).unsampled(), "stop")])
     with session.held():
         assert ids(session.interrupt()) == ["r1"]
-    assert ids(session.results()) == ["r2"]
+    assert ids(session.results()) == ["r2", "r3"]
     assert session.results(timeout=0.01) == []
     assert group.made.gone[-1] == (["r1"], [])
     assert session.in_flight == ["r1"]

@@ -249,3 +249,12 @@ def test_episodes_of_evaluations_are_counted_apart(environment, tokenizer, reque
     assert "environment/turns" not in runner.metrics(held_out=True)  # none since
     assert runner.metrics()["environment/turns"] == 1.0
     session.close()
+
+
+def test_the_end_of_an_episode_ends_the_wait_for_turns_of_others(driven, requests):
+    source = "async def mine(episode):\n    await episode.sample(max_tokens=1)\n    return episode.rollout()"
+    _, session, found = driven(source)
+    wake, woken = session.turns.wake, []
+    session.turns.wake = lambda: (woken.append(session.idle), wake())
+    session.submit(requests(1))
+    until(lambda: woken and found)

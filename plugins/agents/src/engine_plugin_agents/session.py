@@ -102,7 +102,8 @@ class EpisodeSession:
     @property
     def idle(self) -> bool:
         """Whether no episode is in flight, and all results were taken."""
-        return not (self._requests or self._ended)
+        with self._lock:
+            return not (self._requests or self._ended)
 
     def submit(self, requests: Sequence[Request], dropped: Sequence[str] = ()) -> None:
         """Start episodes and drop others; their rollouts are discarded."""
@@ -111,11 +112,10 @@ class EpisodeSession:
             self._requests |= {request.id: request for request in requests}
         self.loop.post(self._begin, [self.game.episode_of(request, self._ask) for request in requests])
 
-    def results(self, timeout: float | None = None, rounds: int = 1) -> list[Rollout]:
+    def results(self, rounds: int = 1) -> list[Rollout]:
         """Return the rollouts of episodes that have ended, and sample turns until an episode has.
 
         Args:
-            timeout: seconds to wait for a turn each time, at most ``ALIVE_SECONDS``.
             rounds: as in ``SamplerSession``.
 
         Raises:
@@ -123,7 +123,6 @@ class EpisodeSession:
             PluginError: the environment's return value is no rollout of its episode.
             EngineError: an engine has failed, or was lost and is not replaced.
         """
-        seconds = ALIVE_SECONDS if timeout is None else min(timeout, ALIVE_SECONDS)
         while not self._closed:
             with self._lock:
                 ended, self._ended = self._ended, []
@@ -131,7 +130,7 @@ class EpisodeSession:
                 raise self._error
             if ended:
                 return ended
-            sampled = self.turns.results(seconds, rounds)
+            sampled = self.turns.results(ALIVE_SECONDS, rounds)
             if sampled:
                 self.loop.post(self._answer, sampled)
             elif self.turns.idle and self.loop.silent_seconds() > self.game.seconds:
@@ -156,21 +155,21 @@ class EpisodeSession:
 
     def abandon(self) -> None:
         """Drop all episodes; return when the engines have dropped their turns."""
-        self._drop([*self._requests])
+        self._drop(self.in_flight)
         self._ended = []
         self.turns.abandon()
 
     def close(self) -> None:
         """Abandon the episodes in flight; a thread that waits in ``results`` returns."""
         self._closed = True
-        self._drop([*self._requests])
+        self._drop(self.in_flight)
         self.turns.close()
 
     def _drop(self, ids: Collection[str]) -> list[str]:
         """Cancel episodes; return the ids of their turns that ``turns`` has."""
         if not ids:
             return []
-        with self._lock:  # from here on none of their turns is submitted
+        with self._lock:
             for id in ids:
                 self._requests.pop(id, None)
             self._ended = [rollout for rollout in self._ended if rollout.request_id not in ids]
@@ -228,8 +227,7 @@ class EpisodeSession:
         if self.turns.idle and fast and len(self._fresh) > known:
             asyncio.get_running_loop().call_later(LINGER_SECONDS, self._flush, len(self._fresh))
             return
-        with self._lock:  # a dropped episode has no turns afterwards
-            self.turns.submit([request for request in self._fresh if _episode(request.id) in self._requests])
+        self.turns.submit(self._fresh)
         self._fresh = []
 
     async def _run(self, episode: Episode, cut: asyncio.Future[str]) -> None:
