@@ -9,8 +9,9 @@ each request has a seed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -40,10 +41,11 @@ class SamplerSession:
         self._changed = (clock or Clock()).condition()
         self._new: list[Request] = []
         self._dropped: list[str] = []
-        self._running: set[str] = set()  # ids that the engines have
+        self._running: dict[str, Request] = {}  # those that the engines have, by id
         self._arrived: list[Rollout] = []
         self._holds = 0
-        self._calling = self._closed = False
+        self._late: list[Request] | None = None  # submitted while `drained` waits
+        self._calling = self._closed = self._woken = False
         self._reply: Future[Any] | None = None  # of the current round
         self._flow: Flow | None = None if rounds else group.flow(self._put, functools.partial(self._put, ()))
 
@@ -67,10 +69,20 @@ class SamplerSession:
         """
         with self._changed:
             gone = set(dropped)
-            self._new = [request for request in self._new if request.id not in gone] + list(requests)
+            self._new = [request for request in self._new if request.id not in gone]
+            if self._late is None:
+                self._new += requests
+            else:
+                self._late = [request for request in self._late if request.id not in gone] + list(requests)
             self._arrived = [rollout for rollout in self._arrived if rollout.request_id not in gone]
-            self._dropped += sorted(gone & self._running)
-            self._running -= gone
+            self._dropped += sorted(gone & self._running.keys())
+            self._forget(gone)
+            self._changed.notify_all()
+
+    def wake(self) -> None:
+        """Let ``results`` return if it waits, without a rollout if none has finished."""
+        with self._changed:
+            self._woken = True
             self._changed.notify_all()
 
     def results(self, timeout: float | None = None, rounds: int = 1) -> list[Rollout]:
@@ -82,7 +94,8 @@ class SamplerSession:
             rounds: engine steps per call, if the engines are called in rounds.
 
         Returns:
-            The rollouts; none after ``timeout``, after a round in which none has finished, or if the session is closed.
+            The rollouts; none after ``timeout``, ``wake``, or a round in which none has finished, or if the session
+            is closed.
 
         Raises:
             EngineError: an engine has failed, or was lost and is not replaced.
@@ -90,15 +103,17 @@ class SamplerSession:
         while True:
             with self._changed:
                 in_time = self._changed.wait_for(self._has_work, timeout)
+                woken, self._woken = self._woken, False
                 if self._closed or not in_time:
                     return []
-                if self._arrived:
+                if self._arrived or woken:
                     arrived, self._arrived = self._arrived, []
+                    self._changed.notify_all()
                     return arrived
                 if self._flow is not None and self._flow.error is not None:
                     raise self._flow.error
                 new, dropped, self._new, self._dropped = self._new, self._dropped, [], []
-                self._running |= {request.id for request in new}
+                self._running |= {request.id: request for request in new}
                 self._calling = True
             try:
                 if self._flow is not None:
@@ -123,21 +138,38 @@ class SamplerSession:
         with self.held():
             with self._changed:
                 self._new = [request for request in self._new if request.id not in ids]
-                running = sorted(self._running.intersection(ids))
+                running = sorted(self._running.keys() & set(ids))
             # rounds = 0: the other requests continue at the next call of results
             found = self.group.call("advance", stopped=running, rounds=0).result() if running else []
             with self._changed:
                 early = {each.request_id: each for each in self._arrived if each.request_id in ids}
                 self._arrived = [each for each in self._arrived if each.request_id not in ids]
-                self._running.difference_update(running)
+                self._forget(running)
         return [*early.values(), *(each for each in found if each.request_id not in early)]
+
+    def interrupt(self) -> list[Rollout]:
+        """Stop all responses (capability ``partial``) and submit them again, to continue where they stopped.
+
+        Returns:
+            The stopped parts. Responses that had just ended come from ``results``.
+        """
+        with self._changed:
+            requests = dict(self._running)
+        parts = self.cancel(requests)
+        stopped = [part for part in parts if part.finish_reason == "abort" and not part.failure]
+        with self._changed:
+            self._arrived += [part for part in parts if part.finish_reason != "abort" or part.failure]
+        for part in stopped:
+            request = requests[part.request_id]
+            self.submit([dataclasses.replace(request, begun=part if part.sampled_length else None)])
+        return stopped
 
     def abandon(self) -> None:
         """Drop all requests; return when the engines have dropped them."""
         with self.held():
             with self._changed:
                 dropped = sorted({*self._dropped, *self._running})
-                self._new, self._dropped, self._arrived, self._running = [], [], [], set()
+                self._new, self._dropped, self._arrived, self._running = [], [], [], {}
             if dropped:
                 self.group.call("advance", dropped=dropped).result()
 
@@ -164,6 +196,24 @@ class SamplerSession:
                 self._holds -= 1
                 self._changed.notify_all()
 
+    @contextlib.contextmanager
+    def drained(self) -> Iterator[None]:
+        """Pause sampling, as ``held``, when all requests so far have ended; later ones wait for the end of the context.
+
+        Another thread takes results meanwhile.
+        """
+        with self._changed:
+            self._late = []
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self.idle)
+            with self.held():
+                yield
+        finally:
+            with self._changed:
+                late, self._late = self._late or [], None
+            self.submit(late)
+
     def close(self) -> None:
         """Abandon the requests in flight; a thread that waits in ``results`` returns."""
         with self._changed:
@@ -173,8 +223,12 @@ class SamplerSession:
         if self._flow is not None:
             self._flow.close()
 
+    def _forget(self, ids: Iterable[str]) -> None:
+        for id in ids:
+            self._running.pop(id, None)
+
     def _has_work(self) -> bool:
-        if self._closed or self._arrived:
+        if self._closed or self._arrived or self._woken:
             return True
         if self._holds:
             return False
@@ -188,7 +242,7 @@ class SamplerSession:
             self._abandon_round()
         found: list[Rollout] = self._reply.result()
         with self._changed:
-            self._running -= {rollout.request_id for rollout in found}
+            self._forget(rollout.request_id for rollout in found)
         return found
 
     def _put(self, rollouts: Sequence[Rollout]) -> None:
@@ -197,7 +251,7 @@ class SamplerSession:
             for rollout in rollouts:
                 # a request that was sent again after a loss counts once, with its first rollout
                 if rollout.request_id in self._running:
-                    self._running.discard(rollout.request_id)
+                    del self._running[rollout.request_id]
                     self._arrived.append(rollout)
             self._changed.notify_all()
 

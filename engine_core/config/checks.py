@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from engine_core.config.choices import bare
 from engine_core.config.evaluation import evaluation_problems, held_out_sets
 from engine_core.config.read import key_text
-from engine_core.config.roles import RolloutConfig
 from engine_core.config.schedule import boundaries, config_at, schedule_problems
 from engine_core.config.wording import Problem
 
@@ -154,14 +153,12 @@ def _room(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
 def _stopping(config: EngineConfig, sections: Collection[str]) -> Iterator[Problem]:
     """Yield the problems of options that stop responses before their end."""
     rollout, correction = config.rollout, config.algorithm.correction
-    if config.environment is not None and "environment" in sections:
-        for key in ("request_timeout_seconds", "over_sampling"):
-            if getattr(rollout, key) != RolloutConfig.model_fields[key].default:
-                yield Problem(
-                    ("rollout", key),
-                    "applies to single responses, but [environment] samples episodes. Remove it; "
-                    "environment.timeout_seconds limits an episode.",
-                )
+    if config.environment is not None and "environment" in sections and rollout.on_timeout != "drop":
+        yield Problem(
+            ("rollout", "on_timeout"),
+            "applies to single responses, but [environment] samples episodes: a turn that reaches "
+            "rollout.request_timeout_seconds ends its episode, which follows environment.on_timeout. Remove it.",
+        )
     if not (rollout.partial_rollouts and rollout.over_sampling > 1):
         return
     if "algorithm" not in sections:

@@ -38,11 +38,11 @@ class EnvironmentConfig(ChoosingTable):
     max_tokens: PositiveInt | None = None
     """Maximum number of tokens of an episode, including the prompt and the answers of tools; default: the model's maximum."""
     timeout_seconds: PositiveFloat = 600.0
-    """Maximum time for one episode from its start, including the wait for the sampler. After this time the episode follows `on_timeout`."""
+    """Maximum time for one episode from its start, including the wait for the sampler. After this time the episode follows `on_timeout`. A turn that reaches `rollout.request_timeout_seconds` ends its episode in the same way."""
     tool_timeout_seconds: PositiveFloat = 10.0
     """Maximum time for one tool call. After this time the policy reads that the tool gave no answer."""
     max_concurrent: NonNegativeInt = 0
-    """Maximum number of episodes that run at the same time; 0: all episodes of a step."""
+    """Maximum number of episodes that run at the same time; 0: all episodes that are requested."""
     on_error: Literal["drop", "zero", "fail"] = "drop"
     """Treatment of an episode that raises an error or never asks the policy. ``drop``: leave its rollout out of the update. ``zero``: give it reward 0. ``fail``: end the run."""
     on_timeout: Literal["drop", "zero", "fail"] = "drop"

@@ -192,7 +192,7 @@ class RolloutConfig(ChoosingTable, SamplingOptions):  # type: ignore[misc]  # a 
     stream_deterministic: bool = False
     """Learn from one group at a time, in the order of the prompts, so that the update does not depend on when responses finish. With `stream_update = false` it is the same update after sampling, bit for bit in float32."""
     request_timeout_seconds: NonNegativeFloat = 0.0
-    """Maximum time for one response, in seconds, from the request to the sampler; time in the queue counts. After this time the response is stopped, keeps its tokens and follows `on_timeout`. 0: no limit."""
+    """Maximum time for one response, in seconds, from the request to the sampler; time in the queue counts. After this time the response is stopped, keeps its tokens and follows `on_timeout`. With an environment it is the limit of a turn. 0: no limit."""
     on_timeout: Literal["drop", "zero", "keep", "fail"] = "drop"
     """Treatment of a response that was stopped at `request_timeout_seconds`. ``drop``: leave the response out of the update. ``zero``: give it reward 0. ``keep``: score it like a truncated response. ``fail``: end the run."""
     over_sampling: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0

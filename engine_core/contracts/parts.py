@@ -19,7 +19,7 @@ name                   protocol                 needed by
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from engine_core.plugins.plugin_set import Plugin, PluginSet
     from engine_core.rewards.models import ModelReward, OnFailure
     from engine_core.rewards.signatures import Outcome, Signature
+    from engine_core.sampler_session import SamplerSession
     from engine_core.specs import RolloutBackend
     from engine_core.types import Prompt, Request, Rollout
 
@@ -166,19 +167,20 @@ class Episodes(Protocol):
 
     reward_weights: Mapping[str, float]
 
-    def run(
-        self,
-        sampler: WorkerGroup,
-        requests: list[Request],
-        seen: Callable[[Sequence[Rollout]], None] | None = None,
-    ) -> list[Rollout]:
-        """Run an episode for each request; return the rollouts in that order, and call ``seen`` as they finish."""
+    def session(self, turns: SamplerSession) -> SamplerSession:
+        """Return a session whose requests are episodes; ``turns`` samples their turns. Its ``results`` has no timeout."""
+
+    def stream(self, group: WorkerGroup, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
+        """Run an episode for each request with a sampler that does nothing else; yield rollouts as episodes end."""
+
+    def check_failures(self, rollouts: Sequence[Rollout]) -> None:
+        """Refuse the rollouts of a step of which too many have failed."""
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Refuse data without a column that the environment reads."""
 
-    def metrics(self) -> Mapping[str, float]:
-        """Return the metrics of the episodes since the last call."""
+    def metrics(self, held_out: bool = False) -> Mapping[str, float]:
+        """Return the metrics of the episodes since the last call, in training or of held-out prompts."""
 
     def close(self) -> None:
         """End the environment."""

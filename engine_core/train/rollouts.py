@@ -138,18 +138,30 @@ class Sampler:
 
     def respond(self, requests: list[Request], seen: Seen | None = None) -> list[Rollout]:
         """Sample the requests, or run them as episodes of the environment; return rollouts in order of requests."""
-        if self.environment:
-            return self.environment.run(self.groups["rollout"], requests, *([seen] if seen else []))
         found: dict[str, Rollout] = {}
         with contextlib.closing(self.stream(requests)) as parts:
             for part in parts:
                 found |= {rollout.request_id: rollout for rollout in part}
                 if seen is not None:
                     seen(part)
-        return [found[request.id] for request in requests]
+        rollouts = [found[request.id] for request in requests]
+        if self.environment:
+            self.environment.check_failures(rollouts)
+        return rollouts
 
     def _stream(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
-        return self.groups["rollout"].stream(requests)
+        group = self.groups["rollout"]
+        return self.environment.stream(group, requests) if self.environment else group.stream(requests)
+
+    def settle(self, rollouts: Sequence[Rollout]) -> None:
+        """Apply the policies for timeouts, or for failed episodes, to all rollouts of a round.
+
+        Raises:
+            TrainingFailed: a policy ends the run.
+        """
+        self.settle_timeouts(rollouts)
+        if self.environment:
+            self.environment.check_failures(rollouts)
 
     def settle_timeouts(self, rollouts: Sequence[Rollout]) -> None:
         """Apply `rollout.on_timeout` to the responses that reached their time limit.
@@ -158,7 +170,7 @@ class Sampler:
             TrainingFailed: a response timed out and the policy is ``fail``.
         """
         if self.environment:
-            return  # episodes have their own time limit
+            return  # episodes follow `environment.on_timeout`
         config = self.settings.now.rollout
         for rollout in (rollout for rollout in rollouts if rollout.failure == TIMEOUT):
             self.timeouts += 1

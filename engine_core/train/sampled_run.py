@@ -100,7 +100,7 @@ class SampledRun(TrainingRun):
         self.early_stop: EarlyStop | None = None
         if config.rollout.over_sampling > 1:
             part = self.plugins.require("parts", "early_stop")
-            self.early_stop = part(self.settings, self.groups, self.clock)
+            self.early_stop = part(self.settings, self.groups, self.clock, self.environment)
         self._cut_is_noted = False
         self.version = 0  # number of weight updates sent to the sampler
         self.recorded: Path | None = None  # a folder of stored rollouts, which steps read instead of sampling
@@ -237,7 +237,7 @@ class SampledRun(TrainingRun):
             prompts = self.take_prompts(self.early_stop.to_take(wanted, self.version))
             request_of = partial(self.sampler.request, sampling=self.sampler.sampling_at(step))
             rollouts = self.early_stop.sample(prompts, step, first_group, request_of)
-            self.sampler.settle_timeouts(rollouts)
+            self.sampler.settle(rollouts)
             return rollouts, None
         requests = self.sampler.requests(self.take_prompts(wanted), step, first_group)
         if self.stream_update is not None and self.stream_update.streams:
@@ -278,7 +278,7 @@ class SampledRun(TrainingRun):
         lengths = [r.response_length for r in rollouts] or [0]
         self._note_cut(rollouts)
         timeouts, self.sampler.timeouts = self.sampler.timeouts, 0
-        limited = self.config.rollout.request_timeout_seconds
+        limited = self.config.rollout.request_timeout_seconds and not self.environment
         return {
             "rollouts": float(len(rollouts)),
             "tokens/total": float(sum(r.token_ids.numel() for r in rollouts)),
@@ -408,7 +408,7 @@ class SampledRun(TrainingRun):
                 )
             self.score(rollouts, 0, training=False, names=held_out.rewards)
             found = set_metrics(rollouts, held_out) | self.measured(rollouts)
-            found |= self.environment.metrics() if self.environment else {}
+            found |= self.environment.metrics(held_out=True) if self.environment else {}
             metrics |= {held_out.prefix + name: value for name, value in found.items()}
             if out is not None:
                 file = out / f"{held_out.name or UNNAMED}.parquet"

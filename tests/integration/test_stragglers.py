@@ -357,8 +357,8 @@ def test_a_response_out_of_time_completes_its_group(early):
             r"rollout\.partial_rollouts.*trainer 'distill' does not correct for",
         ),
         (
-            {"environment.name": "calculator"},
-            r"rollout\.over_sampling.*\[environment\] samples episodes",
+            {"environment.name": "calculator", "rollout.on_timeout": "zero"},
+            r"rollout\.on_timeout.*\[environment\] samples episodes",
         ),
     ],
 )

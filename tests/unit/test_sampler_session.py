@@ -1,5 +1,6 @@
 """Driving a sampler: requests are answered once, in rounds or as engines finish them; holds, cancels, failures."""
 
+import dataclasses
 import threading
 from concurrent.futures import Future
 
@@ -203,3 +204,68 @@ def test_a_thread_that_waits_for_results_returns_when_the_session_is_closed():
     session.close()
     waiting.join(10)
     assert not waiting.is_alive()
+
+
+def test_a_thread_that_waits_for_results_returns_when_it_is_woken():
+    session, found = SamplerSession(Samplers()), []
+    session.submit([request(1)])
+    waiting = threading.Thread(target=lambda: found.append(session.results()))
+    waiting.start()
+    session.wake()
+    waiting.join(10)
+    assert found == [[]]
+    assert session.in_flight + [each.id for each in session._new] == ["r1"]  # a waking loses nothing
+
+
+def test_a_drain_waits_for_requests_so_far_and_keeps_later_ones_for_its_end():
+    group, within, leave = Samplers(), threading.Event(), threading.Event()
+    session = SamplerSession(group)
+    session.submit([request(1)])
+    session.results(timeout=0.01)
+
+    def drain():
+        with session.drained():
+            within.set()
+            leave.wait(10)
+
+    draining = threading.Thread(target=drain)
+    draining.start()
+    while session._late is None:
+        pass
+    session.submit([request(2), request(3)])
+    assert not within.wait(0.05)
+    session.submit([], dropped=["r3"])
+    group.made.tell([request(1).unsampled()])
+    assert not within.wait(0.05)  # its rollout was not taken yet
+    assert ids(session.results()) == ["r1"]
+    assert within.wait(10)
+    assert session.results(timeout=0.01) == []
+    assert group.made.gone == [(["r1"], [])]
+    leave.set()
+    draining.join(10)
+    assert session.results(timeout=0.01) == []
+    assert group.made.gone[-1] == (["r2"], [])
+
+
+def test_interrupted_requests_are_sent_again_with_what_they_have_and_ended_ones_are_results():
+    class Late(Samplers):
+        def call(self, method, **plain):
+            """Stop requests of which the third ends by itself meanwhile."""
+            parts, done = super().call(method, **plain).result(), Future()
+            done.set_result([replaced(p, "stop") if p.request_id == "r3" else p for p in parts])
+            return done
+
+    def replaced(part, reason):
+        return dataclasses.replace(part, finish_reason=reason)
+
+    group = Late()
+    session = SamplerSession(group)
+    session.submit([request(1), request(2), request(3)])
+    session.results(timeout=0.01)
+    group.made.tell([replaced(request(2).unsampled(), "stop")])
+    with session.held():
+        assert ids(session.interrupt()) == ["r1"]
+    assert ids(session.results()) == ["r2", "r3"]
+    assert session.results(timeout=0.01) == []
+    assert group.made.gone[-1] == (["r1"], [])
+    assert session.in_flight == ["r1"]

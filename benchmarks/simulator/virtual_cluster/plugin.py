@@ -3,9 +3,32 @@
 from collections.abc import Mapping
 
 from engine_core.hooks import hookimpl
-from engine_core.specs import RolloutBackend, RuntimeSpec, TrainBackend
+from engine_core.specs import Environment, Options, RolloutBackend, RuntimeSpec, TrainBackend
 
 HERE = "virtual_cluster"
+
+
+class ToolsOptions(Options):
+    """``[environment.tools]``."""
+
+    turns: int
+    """Turns of an episode."""
+    least: float
+    """Seconds of the shortest tool call."""
+    most: float
+    """Seconds of the longest tool call."""
+    tokens: int
+    """Most tokens of a turn."""
+
+
+@hookimpl
+def engine_environments() -> Mapping[str, Environment]:
+    """Offer episodes with tools that take virtual time."""
+    return {
+        "tools": Environment(
+            load=f"{HERE}.episodes:tools", config=ToolsOptions, rewards=frozenset({"played"})
+        )
+    }
 
 
 @hookimpl

@@ -15,6 +15,7 @@ from engine_core.config.assemble import load_config
 from engine_core.errors import ConfigError
 from engine_core.train.trainer import Trainer
 from engine_plugin_trainers.async_trainer import AsyncTrainer
+from virtual_cluster.episodes import in_virtual_time
 from virtual_cluster.rewards import SimulatedRewards
 from virtual_cluster.runtime import Cluster
 from virtual_cluster.speeds import SPEEDS, Lengths, Speeds
@@ -78,6 +79,7 @@ class Setting:
     data_workers: int = 0  # processes that tokenize prompts (`data.num_workers`); 0: the controller does
     steps: int = 6  # that count
     seed: int = 0
+    tools: Mapping[str, float] | None = None  # options of the environment `tools`; None: single responses
 
     def __post_init__(self) -> None:
         if self.workers < 2:
@@ -133,6 +135,9 @@ class Observation:
         replaced: Any = run
         replaced.make_rewards, replaced.begin_step = self._simulated_rewards, self._note_step
         replaced.rollouts = self._note_rollouts
+        if setting.tools:
+            make = run._make_environment
+            replaced._make_environment = lambda columns: in_virtual_time(make(columns), cluster.clock)
 
     def _simulated_rewards(self, columns: Collection[str]) -> SimulatedRewards:
         run = self.run
@@ -260,6 +265,10 @@ def _settings(setting: Setting, mode: Mode, steps: int, folder: str) -> dict[str
         "model.path": folder,
         **mode.settings,
     }
+    if setting.tools:
+        hour = {"timeout_seconds": 3600.0, "tool_timeout_seconds": 3600.0}
+        tools = {"name": "tools", "max_turns": setting.tools["turns"], "tools": dict(setting.tools), **hour}
+        found["environment"] = tools
     if mode.staleness:
         found |= {"trainer": "async", "async.max_staleness": mode.staleness}
         found |= {

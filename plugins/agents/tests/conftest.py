@@ -191,4 +191,12 @@ def environment(tmp_path, tokenizer):
 @pytest.fixture
 def play():
     """play(runner, engine, requests): the rollouts."""
-    return lambda runner, engine, requests: runner.run(LocalGroup(engine), requests)
+
+    def run(runner, engine, requests):
+        parts = runner.stream(LocalGroup(engine), requests)
+        found = {rollout.request_id: rollout for part in parts for rollout in part}
+        rollouts = [found[request.id] for request in requests]
+        runner.check_failures(rollouts)
+        return rollouts
+
+    return run

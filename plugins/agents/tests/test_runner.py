@@ -195,7 +195,7 @@ def test_an_environment_that_fails_to_close_is_told_and_no_thread_is_left(
     """
     runner = environment(source)
     play(runner, scripted(), requests(1))
-    thread = runner._loop._thread
+    thread = runner.loop._thread
     runner.close()
     assert not thread.is_alive()
     assert "environment 'mine' failed to close: OSError: the pipe is gone" in caplog.text

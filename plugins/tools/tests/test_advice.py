@@ -63,3 +63,11 @@ def test_nothing_is_said_of_a_run_that_only_trains_or_is_too_short():
     assert advice(run(train=9.0, step=10.0)) == ""
     assert advice(run(generate=1.0, train=1.0, step=2.0, count=2)) == ""
     assert advice([]) == ""
+
+
+def test_episodes_that_call_tools_are_not_taken_for_work_of_the_sampler():
+    lines = [line | {"environment/tool_calls": 9.0} for line in run(generate=9.5, train=0.5, step=10.0)]
+    said = advice(lines)
+    assert "9.5 of them for episodes, their tools included" in said
+    assert "more samplers" not in said
+    assert advice([line | {"time/sampling": 9.0} for line in lines]) == ""

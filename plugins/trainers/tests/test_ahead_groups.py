@@ -50,6 +50,7 @@ def saved(tmp_path):
     first, second, _ = before.queue.groups
     first.rollouts = {id: rollout(id, first.prompt) for id in ("4:1:0", "4:1:1")}
     second.rollouts = {"4:2:1": rollout("4:2:1", second.prompt)}
+    second.rollouts["4:2:1"].rewards = {"solved": 0.5, "unknown": None}  # an episode's
     for name, write in before.files(ABOUT).items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name)
@@ -66,6 +67,7 @@ def test_what_is_there_stays_with_its_prompt_and_the_rest_is_asked_for_again(sav
     ]
     assert all(r.prompt is g.prompt for g in after.queue.groups for r in g.rollouts.values())
     assert after.queue.groups[0].prompt.columns == {"answer": "13"}
+    assert after.queue.groups[1].rollouts["4:2:1"].rewards == {"solved": 0.5, "unknown": None}
     assert (after.admitted, after.resampled, list(after.returned)) == (16, 3, [])
 
 

@@ -91,6 +91,13 @@ def thread():
     assert not made._thread.is_alive()
 
 
+def finish(thread):
+    """Wait until every rollout was given."""
+    while thread._asked:
+        thread.check()
+        time.sleep(0.001)
+
+
 def requests(*lengths, first=0):
     return [
         Request(f"1:{n}:0", Prompt(f"t:{n}", [length], ""), Sampling(max_response_tokens=500))
@@ -105,7 +112,7 @@ def test_each_rollout_is_given_once_to_whoever_asked(thread):
     others.sort(key=lambda rollout: rollout.request_id)
     assert [r.request_id for r in others] == ["1:7:0", "1:8:0", "1:9:0"]  # while the others go on
     assert mine == []
-    thread.drained()
+    finish(thread)
     assert sorted(r.request_id for r in mine) == ["1:0:0", "1:1:0"]
     assert [r.response_length for r in others] == [3, 5, 4]
     assert not thread._asked
@@ -120,7 +127,7 @@ def test_what_is_asked_at_once_goes_to_the_sampler_in_one_call(thread, monkeypat
 
     monkeypatch.setattr(thread.group, "call", noted)
     thread.ask(*((requests(3, first=number), found.append) for number in range(200)))
-    thread.drained()
+    finish(thread)
     assert asked[0] == [f"1:{number}:0" for number in range(200)]
     assert len(found) == 200
 
@@ -129,7 +136,7 @@ def test_whoever_leaves_a_stream_has_the_rest_dropped(thread):
     parts = thread.stream(requests(2, 400))
     assert [r.request_id for r in next(parts)] == ["1:0:0"]
     parts.close()
-    thread.drained()
+    finish(thread)
     assert not thread._asked
 
 
@@ -143,7 +150,7 @@ def test_within_a_hold_the_group_is_the_holders_alone(thread):
             time.sleep(0.01)
             assert [len(tokens) for _, tokens, _ in thread.group.engine.queue.values()] == before
         time.sleep(0.01)
-    thread.drained()
+    finish(thread)
     assert thread.group.most == 1
     versions = found[0].policy_versions[found[0].loss_mask].tolist()
     assert versions == sorted(versions)
@@ -158,10 +165,9 @@ def test_what_is_cut_off_goes_on_where_it_was(thread):
         before = engine.steps
         while engine.steps < before + 3:
             time.sleep(0.001)
-        with thread.held():
-            thread.cut_off()
+        with thread.updating("abort"):
             engine.version = version
-    thread.drained()
+    finish(thread)
     assert sorted(r.request_id for r in found) == ["1:0:0", "1:1:0"]
     for rollout in found:
         assert rollout.token_ids.tolist() == [400, *range(101, 501)]  # each token once, in its place
@@ -204,9 +210,9 @@ def test_a_response_that_ran_out_of_time_is_not_asked_for_again(thread):
     engine.abort = lambda ids: [dataclasses.replace(part, failure="timeout") for part in stop(ids)]
     thread.ask((requests(400), found.append))
     time.sleep(0.02)
-    with thread.held():
-        thread.cut_off()
-    thread.drained()
+    with thread.updating("abort"):
+        pass
+    finish(thread)
     assert [(r.request_id, r.finish_reason, r.failure) for r in found] == [("1:0:0", "abort", "timeout")]
     assert thread.cut == 0
 

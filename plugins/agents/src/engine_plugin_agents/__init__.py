@@ -1,9 +1,8 @@
 """Environments: rollouts of several turns, with tools or simulated users between them.
 
 An environment is ``async def f(episode, **options) -> Rollout``. It samples turns of the policy, appends the answers to
-them, and returns the rollout. All episodes of a step run concurrently on one asyncio loop, in a thread of the
-controller. The controller's main thread samples their turns with the rollout engine, so an episode that waits for a
-tool does not delay the others.
+them, and returns the rollout. All episodes run concurrently on one asyncio loop, in a thread of the controller. Another
+thread samples their turns with the rollout engine, so an episode that waits for a tool does not delay the others.
 
 Tokens are never encoded again: sampled tokens stay as sampled, and answers are encoded once and appended. The engine
 checks that a returned rollout obeys this.

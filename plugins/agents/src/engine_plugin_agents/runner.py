@@ -1,4 +1,4 @@
-"""The runner of a step's episodes: it samples their turns with the rollout engine and applies failure policies."""
+"""The environment of a run: it plays episodes and applies failure policies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from engine_core.config.models import DataConfig
@@ -16,19 +16,18 @@ from engine_core.errors import TrainingFailed
 from engine_core.sampler_session import SamplerSession
 from engine_plugin_agents.checks import check_columns, check_reward_names, load_environment
 from engine_plugin_agents.episode import Episode
-from engine_plugin_agents.event_loop import Finished, LoopThread, News, Session
-from engine_plugin_agents.policy import Limits, Policy
+from engine_plugin_agents.event_loop import LoopThread
+from engine_plugin_agents.policy import Ask, Limits, Policy
+from engine_plugin_agents.session import EpisodeSession, Finished, Game
 
 if TYPE_CHECKING:
     from engine_core.config.models import EnvironmentConfig
     from engine_core.contracts.runtime import WorkerGroup
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.specs import Environment
+    from engine_core.train.clock import Clock
     from engine_core.types import Request, Rollout
 
-LINGER_SECONDS = 0.005
-"""With an idle sampler: requests of fast tools that come so soon after others are sampled with them."""
-ALIVE_SECONDS = 1.0  # between checks of a silent loop
 TRACES_LOGGED = 20
 COUNTS = (
     "environment/errors",
@@ -38,6 +37,9 @@ COUNTS = (
     "environment/tool_errors",
     "environment/tool_timeouts",
 )
+
+HELD_OUT = "0:"
+"""Beginning of the ids of requests outside of training, which belong to no step."""
 
 log = logging.getLogger("engine")
 
@@ -82,8 +84,10 @@ class EnvironmentRunner:
             config.timeout_seconds,
             config.tool_timeout_seconds,
         )
-        self._loop: LoopThread | None = None
-        self._counts: Counter[str] = Counter()
+        self.loop: LoopThread | None = None  # from the first session on
+        self.clock: Clock | None = None  # of a sampler that does nothing else; None: that of the machine
+        self._counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}  # by whether held out
+        self._last_failure = ""
         self._logged: set[str] = set()
 
     @property
@@ -95,53 +99,68 @@ class EnvironmentRunner:
         """Refuse data that lacks a column which the environment needs, with ``DataError``."""
         check_columns(self.config, self.spec, columns)
 
-    def run(
-        self,
-        group: WorkerGroup,
-        requests: Sequence[Request],
-        seen: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
-    ) -> list[Rollout]:
-        """Play one episode for each request.
+    def session(self, turns: SamplerSession) -> EpisodeSession:
+        """Return a session whose requests are episodes.
+
+        Args:
+            turns: samples the turns, and nothing else.
+        """
+        self.loop = self.loop or LoopThread()
+        most, rewards = self.config.max_concurrent, self.spec.rewards
+        slots = asyncio.Semaphore(most) if most else None
+        seconds = self.config.timeout_seconds
+        game = Game(self.play, self.label, rewards, slots, self._episode, self._ended, seconds)
+        return EpisodeSession(game, self.loop, turns)
+
+    def stream(self, group: WorkerGroup, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
+        """Play one episode for each request with a sampler that does nothing else.
 
         Args:
             group: the rollout engine.
             requests: one per episode, with the seed and sampling parameters of its first turn.
-            seen: called with the rollouts of episodes as they end.
 
-        Returns:
-            One rollout per request, in order. A failed episode gives its partial rollout with ``failure`` set; it is
-            not ``valid`` if its failure policy is ``drop``.
+        Yields:
+            Rollouts of episodes that have ended. A failed episode gives its partial rollout with ``failure`` set; it
+            is not ``valid`` if its failure policy is ``drop``.
 
         Raises:
             TrainingFailed: a failure policy requires it, or the environment blocks the loop.
             PluginError: the environment's return value is no rollout of its episode.
         """
-        self._loop = self._loop or LoopThread()
-        session = Session(self.play, self.label, self.spec.rewards, self.config.max_concurrent)
-        episodes = [
-            Episode(Policy(request, self.limits, session.ask, self.tokenizer), self.chat, self.spec.rewards)
-            for request in requests
-        ]
-        self._loop.post(session.begin, episodes)
-        # sample in rounds: otherwise a finished turn would wait for the other turns of its group
-        sampler = SamplerSession(group, rounds=True)
+        # in rounds, so that samplers get the turns of fast tools together
+        session = self.session(SamplerSession(group, self.clock, rounds=True))
+        session.submit(requests)
         try:
-            finished = self._serve(sampler, session, requests, seen)
-            sampler.abandon()  # drop turns of episodes that ended meanwhile
-        except BaseException:  # a stop included: leave no request of this step in the sampler
-            self._loop.post(session.cancel)
-            sampler.abandon()
-            raise
-        finally:
-            sampler.close()
-        self._counts += session.counts
-        return [finished[number].rollout for number in range(len(requests))]
+            while not session.idle:
+                yield session.results()
+        finally:  # also at a stop: leave no request of this step in the sampler
+            session.abandon()
+            session.close()
 
-    def metrics(self) -> dict[str, float]:
-        """Return and reset the metrics of the episodes since the previous call."""
-        counts, self._counts = self._counts, Counter()
+    def check_failures(self, rollouts: Sequence[Rollout]) -> None:
+        """Refuse the rollouts of a step if too many episodes have failed.
+
+        Raises:
+            TrainingFailed: a larger share than `max_failure_share` has failed.
+        """
+        failures, share = sum(bool(rollout.failure) for rollout in rollouts), self.config.max_failure_share
+        if failures > share * len(rollouts):
+            raise TrainingFailed(
+                f"{self.label} failed in {failures} of {len(rollouts)} episodes, more than "
+                f"environment.max_failure_share = {share:g} allows. Last: {self._last_failure}. "
+                "The weights were left alone."
+            )
+
+    def metrics(self, held_out: bool = False) -> dict[str, float]:
+        """Return and reset the metrics of the episodes that have ended since the previous call.
+
+        Args:
+            held_out: those outside of training, instead of those of steps.
+        """
+        counts, self._counts[held_out] = self._counts[held_out], Counter()
         counted = {name: float(counts[name.partition("/")[2]]) for name in COUNTS}
-        return {"environment/turns": counts["turns"] / max(counts["episodes"], 1), **counted}
+        turns = {"environment/turns": counts["turns"] / counts["episodes"]} if counts["episodes"] else {}
+        return turns | counted
 
     def close(self) -> None:
         """Close the environment, if it has ``close`` (on the loop, if asynchronous), and stop the loop."""
@@ -154,82 +173,45 @@ class EnvironmentRunner:
         except Exception as error:  # the run has ended; its results are kept
             log.warning("%s failed to close: %s: %s", self.label, type(error).__name__, error)
         finally:
-            if self._loop is not None:
-                self._loop.close()
-                self._loop = None
+            if self.loop is not None:
+                self.loop.close()
+                self.loop = None
 
     def _finish(self, awaitable: Any) -> None:
         async def wait() -> None:
             """Await any awaitable as a coroutine."""
             await awaitable
 
-        self._loop = self._loop or LoopThread()
-        asyncio.run_coroutine_threadsafe(wait(), self._loop.loop).result(self.config.tool_timeout_seconds)
+        self.loop = self.loop or LoopThread()
+        asyncio.run_coroutine_threadsafe(wait(), self.loop.loop).result(self.config.tool_timeout_seconds)
 
-    def _serve(
-        self,
-        sampler: SamplerSession,
-        session: Session,
-        requests: Sequence[Request],
-        seen: Callable[[Sequence[Rollout]], None],
-    ) -> dict[int, Finished]:
-        """Sample the turns that episodes request until all episodes have ended."""
-        assert self._loop is not None
-        finished: dict[int, Finished] = {}
-        while len(finished) < len(requests):
-            news = session.news(ALIVE_SECONDS if sampler.idle else 0.0)
-            self._settle(news, requests, finished, seen)
-            while news.requests and sampler.idle:
-                if session.started - len(finished) <= len(news.requests):
-                    break  # all running episodes wait for a turn
-                more = session.news(LINGER_SECONDS)
-                self._settle(more, requests, finished, seen)
-                news.requests += more.requests
-                news.dropped += more.dropped
-                if not more.requests and not more.finished:
-                    break
-            dropped = set(news.dropped)
-            sampler.submit([request for request in news.requests if request.id not in dropped], news.dropped)
-            if not sampler.idle:
-                self._loop.post(session.answer, sampler.results())
-            elif self._loop.silent_seconds() > self.config.timeout_seconds:
-                raise TrainingFailed(
-                    f"{self.label} has blocked the event loop for {self.config.timeout_seconds:g} s "
-                    f"(environment.timeout_seconds): no episode can continue. It is at {self._loop.where()}. Blocking code "
-                    "goes into 'await episode.call(function)'. The weights were left alone."
-                )
-        return finished
+    def _episode(self, request: Request, ask: Ask) -> Episode:
+        return Episode(Policy(request, self.limits, ask, self.tokenizer), self.chat, self.spec.rewards)
 
-    def _settle(
-        self,
-        news: News,
-        requests: Sequence[Request],
-        finished: dict[int, Finished],
-        seen: Callable[[Sequence[Rollout]], None],
-    ) -> None:
-        """Record ended episodes and apply failure policies; raise errors that end the run."""
-        if news.broken:
-            raise news.broken[0]
-        for end in news.finished:
-            finished[end.number] = end
-            self._counts["episodes"] += 1
-            self._counts["turns"] += int(end.rollout.extras["turns"].max())
-            self._counts["truncated"] += end.limited
-            request = requests[end.number]
-            end.rollout.request_id, end.rollout.prompt = request.id, request.prompt
-            end.rollout.group_id, end.rollout.index = request.group_id, request.index
-            if end.failure:
-                failures = sum(bool(each.failure) for each in finished.values())
-                self._failed(end, request, failures, len(requests))
-        if news.finished:
-            seen([end.rollout for end in news.finished])
+    def _ended(self, end: Finished) -> Rollout:
+        """Count an ended episode and apply its failure policy; return its rollout.
 
-    def _failed(self, end: Finished, request: Request, failures: int, count: int) -> None:
-        """Count a failure and apply its policy."""
+        Raises:
+            TrainingFailed: the policy is ``fail``.
+        """
+        request, rollout = end.request, end.rollout
+        counts = self._counts[request.id.startswith(HELD_OUT)]
+        counts += end.counts
+        counts["episodes"] += 1
+        counts["turns"] += int(rollout.extras["turns"].max())
+        counts["truncated"] += end.limited
+        rollout.request_id, rollout.prompt = request.id, request.prompt
+        rollout.group_id, rollout.index = request.group_id, request.index
+        if end.failure:
+            counts[f"{end.failure}s"] += 1
+            self._failed(end)
+        return rollout
+
+    def _failed(self, end: Finished) -> None:
         policy = self.config.on_timeout if end.failure == "timeout" else self.config.on_error
         end.rollout.failure, end.rollout.valid = end.failure, policy != "drop"
-        self._counts[f"{end.failure}s"] += 1
-        where = f"episode {request.id} (prompt {request.prompt.id})"
+        where = f"episode {end.request.id} (prompt {end.request.prompt.id})"
+        self._last_failure = f"{where}: {end.message}"
         if end.message not in self._logged and len(self._logged) < TRACES_LOGGED:
             self._logged.add(end.message)
             log.warning("%s failed in %s: %s", self.label, where, f"{end.message}\n{end.trace}".strip())
@@ -237,10 +219,4 @@ class EnvironmentRunner:
             raise TrainingFailed(
                 f"{self.label} failed in {where}: {end.message}. The run ends because "
                 f'environment.on_{end.failure} = "fail". The weights were left alone.'
-            )
-        if failures > self.config.max_failure_share * count:
-            raise TrainingFailed(
-                f"{self.label} failed in at least {failures} of {count} episodes, more than "
-                f"environment.max_failure_share = {self.config.max_failure_share:g} allows. Last: {where}: {end.message}. "
-                "The weights were left alone."
             )

@@ -13,7 +13,8 @@ rollouts, or for an update of the sampler's weights. More devices help the side 
 to the other's time: ``w - g`` with more samplers, ``m`` with more trainers. In turn the two would take ``w - g + m``,
 if neither slowed the other down.
 
-These are bounds, not promises: everything is assumed to scale with the devices.
+These are bounds, not promises: everything is assumed to scale with the devices. The seconds of episodes that call tools
+are those of tools too, which do not: of these nothing is computed.
 """
 
 from __future__ import annotations
@@ -40,7 +41,18 @@ def advice(lines: Sequence[Mapping[str, Any]]) -> str:
         for name in names
         if name.startswith(("time/", "response_length/"))
     }
+    if any(line.get("environment/tool_calls") for line in usable):
+        return "" if "time/sampling" in medians else _with_tools(medians)
     return _ahead(medians) if "time/sampling" in medians else _in_turn(medians)
+
+
+def _with_tools(medians: Mapping[str, float]) -> str:
+    """Return the advice for a run in turn whose episodes call tools."""
+    step, episodes = medians["time/step"], medians["time/generate"]
+    return (
+        f"A step takes {step:.3g} s, {episodes:.3g} of them for episodes, their tools included. Where tools are slow, episodes "
+        'that run ahead (trainer = "async") take up to async.max_staleness + 1 times less.'
+    )
 
 
 def _in_turn(medians: Mapping[str, float]) -> str:

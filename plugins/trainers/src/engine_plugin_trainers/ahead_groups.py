@@ -74,7 +74,7 @@ class AheadGroups:
             group: the sampler's worker group.
             rewards: score groups as soon as they are complete; None: the step scores them.
         """
-        self.thread = SamplerThread(group, self.clock)
+        self.thread = SamplerThread(group, self.clock, self.sampler.environment)
         if rewards is not None:
             self.scoring = ScoringThread(rewards, self._scored, self.clock)
 

@@ -19,7 +19,10 @@ for staleness. By default the policy ratio is to the weights before the step (``
 weighted by the truncated ratio of these weights to the policy that sampled it: the decoupled objective of
 https://arxiv.org/abs/2110.00641.
 
-Left out on purpose: episodes (``[environment]``) and greedy baselines, which are refused.
+With an environment the requests are episodes (``[environment]``): they run ahead like responses, and new weights come
+between two of their tokens.
+
+Left out on purpose: greedy baselines, which are refused.
 """
 
 from __future__ import annotations
@@ -144,9 +147,10 @@ class AsyncTrainer(Trainer):
         for number, group in enumerate(groups, first_group):
             for rollout in group.in_order():
                 # a copy, because the group may still be written to a checkpoint
-                found.append(dataclasses.replace(rollout, group_id=number, rewards={}, answers={}))
+                given = dict(rollout.rewards)  # by an environment
+                found.append(dataclasses.replace(rollout, group_id=number, rewards=given, answers={}))
         self._check_staleness(found)
-        self.sampler.settle_timeouts(found)
+        self.sampler.settle(found)
         return found, self.ahead.known(groups)
 
     def take_prompts(self, count: int) -> list[Prompt]:
@@ -248,8 +252,6 @@ class AsyncTrainer(Trainer):
     def _problems(self) -> Iterator[str]:
         """Yield a message for each setting that does not allow sampling ahead."""
         config, remedy = self.config, "or async.max_staleness = 0"
-        if config.environment is not None:
-            yield f"environment: episodes cannot be sampled ahead. Remove the table, {remedy}."
         if config.rollout.over_sampling > 1:
             yield (
                 "rollout.over_sampling: rollouts are sampled ahead, so no step waits for a straggler. Remove it, "

@@ -4,7 +4,9 @@ A stopped response resumes in the next step at the token where it stopped (`roll
 Dropping biases the data towards short responses. Carrying over learns from tokens of older policies; each token keeps
 the log-prob and the version that it was sampled with.
 
-Left out: episodes of an environment, which have state outside the sampler, and rewards while others are sampled.
+A stopped episode of an environment has state outside the sampler, so it starts again from its prompt.
+
+Left out: rewards while others are sampled.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from engine_core.types import Prompt, Request, Rollout
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from engine_core.contracts.parts import Episodes
     from engine_core.contracts.runtime import WorkerGroup
     from engine_core.train.clock import Clock
     from engine_core.train.settings import Settings
@@ -73,7 +76,9 @@ class Group:
         """
         held = self.done | {r.id: stopped.get(r.id) or r.unsampled() for r in self.left}
         return [
-            dataclasses.replace(held[id], group_id=number, rewards={}, extras=dict(held[id].extras))
+            dataclasses.replace(
+                held[id], group_id=number, rewards=dict(held[id].rewards), extras=dict(held[id].extras)
+            )
             for id in self.requests
         ]
 
@@ -85,11 +90,18 @@ class Stragglers:
         settings: of the run.
         groups: worker groups by role; ``rollout`` is in it when a step samples.
         clock: time and threads.
+        environment: plays an episode for each request; None: a request gives one response.
     """
 
-    def __init__(self, settings: Settings, groups: Mapping[str, WorkerGroup], clock: Clock) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        groups: Mapping[str, WorkerGroup],
+        clock: Clock,
+        environment: Episodes | None = None,
+    ) -> None:
         self.settings, self.config = settings, settings.config.rollout
-        self.groups, self.clock = groups, clock
+        self.groups, self.clock, self.environment = groups, clock, environment
         self.carried: list[Rollout] = []  # sorted by group, the oldest first; never changed in place
         self._counts: Counter[str] = Counter()
         self._wanted = 0  # groups that this round needs
@@ -203,7 +215,8 @@ class Stragglers:
         if not running or complete >= self._wanted:  # nothing was submitted, so nothing needs to be stopped
             return {}
         # rounds make the run repeatable
-        session = SamplerSession(sampler, self.clock, rounds=sampler.repeatable)
+        turns = SamplerSession(sampler, self.clock, rounds=sampler.repeatable)
+        session = self.environment.session(turns) if self.environment else turns
         session.submit([request for group in groups for request in group.left])
         rounds = 0  # so far
         try:

@@ -7,7 +7,6 @@ Within ``held`` the thread sends nothing to the engines, so new weights never ar
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import queue
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from engine_core.sampler_session import SamplerSession
 from engine_core.train.clock import Clock
 
 if TYPE_CHECKING:
+    from engine_core.contracts.parts import Episodes
     from engine_core.contracts.runtime import WorkerGroup
     from engine_core.types import Request, Rollout
 
@@ -34,13 +34,17 @@ class SamplerThread:
     Args:
         group: the sampler's worker group.
         clock: source of time and threads.
+        environment: plays an episode for each request; None: a request gives one response.
     """
 
-    def __init__(self, group: WorkerGroup, clock: Clock | None = None) -> None:
+    def __init__(
+        self, group: WorkerGroup, clock: Clock | None = None, environment: Episodes | None = None
+    ) -> None:
         self.group, self.clock = group, clock or Clock()
         self.cut = 0  # requests that new weights stopped and that were submitted again, since the start
         self.kept_tokens = 0  # tokens that these had when they were stopped
-        self.session = SamplerSession(group, self.clock)
+        self.turns = SamplerSession(group, self.clock)
+        self.session = environment.session(self.turns) if environment else self.turns
         self._asked: dict[str, tuple[Request, Taker]] = {}  # by id, until its rollout arrives
         self._closing = False
         self._error: BaseException | None = None
@@ -96,7 +100,7 @@ class SamplerThread:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Keep the thread from sending anything to the engines, so that the caller may use the group."""
-        with self.session.held():
+        with self.turns.held():
             self.check()
             yield
 
@@ -105,41 +109,20 @@ class SamplerThread:
         """Hold the thread while the caller updates the weights.
 
         Args:
-            mode: treatment of responses in flight. ``drain``: wait for them; ``abort``: stop them, to resume where they
-                stopped; ``keep``: pause the sampler.
+            mode: treatment of responses in flight, or of turns of episodes. ``drain``: wait for them; ``abort``: stop
+                them, to resume where they stopped; ``keep``: pause the sampler.
         """
-        if mode == "drain":
-            self.drained()
-        with self.held():
+        with self.turns.drained() if mode == "drain" else self.held():
+            self.check()
             if mode == "abort":
-                self.cut_off()
+                stopped = self.turns.interrupt()
+                self.cut += len(stopped)
+                self.kept_tokens += sum(part.sampled_length for part in stopped)
             if mode == "keep":
                 self.group.call("pause", mode="keep").result()
             yield
             if mode == "keep":
                 self.group.call("resume").result()
-
-    def drained(self) -> None:
-        """Wait until no request is in flight."""
-        with self._changed:
-            while self._asked:
-                self.check()
-                self._changed.wait(POLL_SECONDS)
-
-    def cut_off(self) -> None:
-        """Stop all responses (capability ``partial``) and resubmit them from where they stopped; within ``held``."""
-        again: list[Request] = []
-        ended: list[Rollout] = []  # by themselves or at their time limit
-        for part in self.session.cancel(self.session.in_flight):
-            if part.finish_reason != "abort" or part.failure:
-                ended.append(part)
-                continue
-            sampled, (request, _) = part.sampled_length, self._asked[part.request_id]
-            again.append(dataclasses.replace(request, begun=part if sampled else None))
-            self.cut += 1
-            self.kept_tokens += sampled
-        self._give(ended)
-        self.session.submit(again)
 
     def close(self) -> None:
         """End the thread and abandon the requests in flight."""
@@ -157,6 +140,7 @@ class SamplerThread:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
+            self.session.close()  # `drained` must not wait for results that no thread takes
 
     def _give(self, finished: Sequence[Rollout]) -> None:
         for rollout in finished:
@@ -166,8 +150,6 @@ class SamplerThread:
             for rollout in finished:
                 self._asked.pop(rollout.request_id, None)
             self._rest()
-            if not self._asked:
-                self._changed.notify_all()
 
     def _rest(self) -> None:
         """End the busy period if no request is in flight."""
