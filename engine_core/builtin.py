@@ -330,5 +330,4 @@ def engine_commands() -> Mapping[str, Command]:
         "resume": Command(load=train + "resume"),
         "validate": Command(load=configs + "validate"),
         "config.show": Command(load=configs + "show"),
-        "plugins": Command(load="engine_core.cli.plugins:plugins"),
     }

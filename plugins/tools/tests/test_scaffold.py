@@ -30,7 +30,7 @@ def test_a_new_plugin_installs_is_listed_loads_by_name_and_passes_its_own_tests(
     pip("install", "--target", str(tmp_path / "site"), str(plugin))
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     code = (
-        "from engine_core.plugins.listing import list_plugins;"
+        "from engine_plugin_tools.plugin_list import list_plugins;"
         "from engine_core.plugins.plugin_set import PluginSet;"
         "info, = [i for i in list_plugins() if i.name == 'brief_answers'];"
         "print(info.distribution, info.kind, info.healthy);"

@@ -476,7 +476,7 @@ def test_a_failing_observer_is_logged_and_counted_and_the_others_hear(install, c
 
 def test_loading_and_listing_import_nothing_heavy():
     code = (
-        "import sys; from engine_core.plugins.listing import list_plugins; list_plugins();"
+        "import sys; from engine_plugin_tools.plugin_list import list_plugins; list_plugins();"
         "from engine_core.plugins import PluginSet;"
         "PluginSet.load({'train_engines': ['torch'], 'losses': ['ppo_clip'], 'trackers': ['wandb'], 'trainers': ['rl']});"
         "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'numpy', 'matplotlib'} & set(sys.modules)))"

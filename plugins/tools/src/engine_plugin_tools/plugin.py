@@ -56,6 +56,7 @@ def engine_commands() -> Mapping[str, Command]:
         "check-template": Command(load=here + "check_template:check_template"),
         "schema": Command(load=here + "schema:schema"),
         "demo": Command(load=here + "demo:demo"),
+        "plugins": Command(load=here + "plugins:plugins"),
         "doctor": Command(load=here + "doctor:doctor"),
         "generate": Command(load=here + "models:generate"),
         "eval": Command(load=here + "evaluate:evaluate"),

@@ -6,11 +6,11 @@ import json
 
 import pytest
 
-from engine_core.plugins.listing import PluginInfo
 from engine_core.plugins.metadata import known_names
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.runs import machine
 from engine_plugin_tools.commands import doctor
+from engine_plugin_tools.plugin_list import PluginInfo
 
 NAMES = [
     "python",

@@ -16,10 +16,10 @@ from engine_core import __version__
 from engine_core.cli.options import Json
 from engine_core.cli.output import writing_problem
 from engine_core.errors import EnvironmentProblem
-from engine_core.plugins.listing import list_plugins
 from engine_core.runs import machine
 from engine_core.runs.machine import GIB
 from engine_plugin_tools.commands.checks import Check, show_checks
+from engine_plugin_tools.plugin_list import list_plugins
 
 MIN_MEMORY = 2 * GIB
 

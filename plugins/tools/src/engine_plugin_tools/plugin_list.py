@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine_core.errors import EngineError, did_you_mean
+from engine_core.plugins import PluginSet
 from engine_core.plugins.metadata import TABLES, Offer, find, installed, nouns, offer_problem
 from engine_core.plugins.modules import table_module
-from engine_core.plugins.plugin_set import PluginSet
 from engine_core.specs import NoOptions, resolve
 
 

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from engine_core.plugins import listing as plugin_listing
-from engine_core.plugins.listing import PluginInfo, list_plugins
 from engine_core.plugins.metadata import installed
+from engine_plugin_tools import plugin_list as plugin_listing
+from engine_plugin_tools.plugin_list import PluginInfo, list_plugins
 
 GOOD = """
     from engine_core import hookimpl
@@ -183,7 +183,7 @@ def test_two_hundred_installed_distributions_are_read_in_a_fraction_of_a_second(
         (info / "METADATA").write_text(f"Name: other{number}\nVersion: 1.0\n" + "Requires-Dist: x\n" * 50)
         (info / "entry_points.txt").write_text("[console_scripts]\nx = y:z\n")
     code = (
-        "from engine_core.plugins.listing import list_plugins; list_plugins();"
+        "from engine_plugin_tools.plugin_list import list_plugins; list_plugins();"
         "import time; print(time.process_time())"  # of the processor: other work on the machine does not count
     )
     environment = {**os.environ, "PYTHONPATH": str(site)}

@@ -9,7 +9,7 @@ import typer
 from engine_core.cli.options import Json
 from engine_core.cli.output import print_table
 from engine_core.errors import ConfigError, PluginError, did_you_mean
-from engine_core.plugins.listing import as_json, list_plugins
+from engine_plugin_tools.plugin_list import as_json, list_plugins
 
 
 def plugins(
