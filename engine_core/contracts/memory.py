@@ -20,7 +20,6 @@ class MemoryQuestion:
         free: bytes that other roles leave to this role, by which keys with ``"auto"`` are chosen; None: not known yet.
         tokens: maximum tokens of a mini-batch on one rank; None: not known.
         length: maximum tokens of a sequence; None: not known.
-        shared: the sampler uses the actor's module.
     """
 
     role: str
@@ -31,7 +30,6 @@ class MemoryQuestion:
     free: int | None = None
     tokens: int | None = None
     length: int | None = None
-    shared: bool = False
 
 
 @dataclass(frozen=True)

@@ -237,6 +237,27 @@ def test_a_failure_that_may_not_be_ends_the_run_from_the_thread_that_samples(
     session.close()
 
 
+def test_a_failure_of_the_last_episode_while_results_are_used_is_not_lost(environment, tokenizer, requests):
+    """The consumer of the first result is slow, and the last episode fails meanwhile."""
+    source = (
+        "import asyncio\n"
+        "async def mine(episode):\n"
+        "    await episode.sample(max_tokens=1)\n"
+        "    if episode.policy.request.index == 1:\n"
+        "        await asyncio.sleep(0.2)\n"
+        "        raise ValueError('late')\n"
+        "    return episode.rollout()"
+    )
+    session = environment(source, on_error="fail").session(SamplerSession(LocalGroup(Letters(tokenizer))))
+    session.submit([dataclasses.replace(r, index=i) for i, r in enumerate(requests(2))])
+    assert len(session.results()) == 1
+    time.sleep(0.5)
+    assert not session.idle
+    with pytest.raises(Exception, match="late"):
+        session.results()
+    session.close()
+
+
 def test_episodes_of_evaluations_are_counted_apart(environment, tokenizer, requests):
     runner = environment("async def mine(episode):\n    await episode.sample()\n    return episode.rollout()")
     session = runner.session(SamplerSession(LocalGroup(Letters(tokenizer))))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from engine_core.builtin import LocalOptions
 from engine_core.config import EngineConfig
+from engine_core.config.models import EnvironmentConfig
 from engine_core.contracts.memory import MemoryNeed
 from engine_core.contracts.runtime import Role
-from engine_core.specs import Options
+from engine_core.specs import Options, TrainerSpec
 from engine_plugin_tools import memory_plan
 from engine_plugin_tools.memory_plan import CONTEXT, nearest_change, plan_device, too_small
 from engine_plugin_torch.options import TorchOptions
@@ -66,6 +67,9 @@ class Plugins:
     def resolve(self, kind, name):
         return self.engines[kind]
 
+    def spec(self, kind, name):
+        return TrainerSpec(load="", concurrent=name == "async")
+
 
 def config(offload=False, **actor):
     made = EngineConfig()
@@ -93,6 +97,33 @@ def test_phases_count_what_works_and_what_stays():
         "train": held + 8,
         "sync": held + 1,
     }
+
+
+def test_a_sampler_that_runs_ahead_works_in_every_phase():
+    made = config()
+    apart = {name: units(size) for name, size in plan(40).phases.items()}
+    made.trainer = "async"
+    found = plan_device(made, Plugins(), ROLES, 1, 40 * UNIT + CONTEXT).phases
+    more = {"generate": 0, "log_probs": 1, "train": 1, "sync": 1}
+    assert {name: units(size) - apart[name] for name, size in found.items()} == more
+
+
+def test_the_length_of_an_episode_is_that_of_the_environment():
+    asked = []
+
+    class Asked(Actor):
+        @classmethod
+        def memory_need(cls, config, model_config, question):
+            asked.append((question.length, question.tokens))
+            return super().memory_need(config, model_config, question)
+
+    made = config()
+    for longest in (None, 3000):
+        made.environment = EnvironmentConfig(name="any", max_tokens=longest)
+        plugins = Plugins()
+        plugins.engines["train_engines"] = Asked
+        plan_device(made, plugins, ROLES, 1, 40 * UNIT)
+    assert set(asked) == {(None, None), (3000, 64 * 8 * 3000)}
 
 
 def test_idle_roles_that_sleep_leave_their_memory():

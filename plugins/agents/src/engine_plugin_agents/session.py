@@ -101,9 +101,9 @@ class EpisodeSession:
 
     @property
     def idle(self) -> bool:
-        """Whether no episode is in flight, and all results were taken."""
+        """Whether no episode is in flight, all results were taken, and ``results`` has no error to raise."""
         with self._lock:
-            return not (self._requests or self._ended)
+            return not (self._requests or self._ended or self._error)
 
     def submit(self, requests: Sequence[Request], dropped: Sequence[str] = ()) -> None:
         """Start episodes and drop others; their rollouts are discarded."""
@@ -147,9 +147,10 @@ class EpisodeSession:
         Returns:
             The rollouts of those that had just ended.
         """
-        with self._lock:
+        with self._lock:  # an episode that ends later finds its request gone
             early = [rollout for rollout in self._ended if rollout.request_id in ids]
-            self._ended = [rollout for rollout in self._ended if rollout.request_id not in ids]
+            for id in ids:
+                self._requests.pop(id, None)
         self.turns.cancel(self._drop(ids))
         return early
 
@@ -252,8 +253,8 @@ class EpisodeSession:
             finished = self._ending(episode, task) if in_time else _late(episode, late)
             with self._lock:
                 if self._requests.get(request.id) is request:  # else it was dropped
-                    del self._requests[request.id]
                     self._ended.append(self.game.ended(finished))
+                    del self._requests[request.id]
         except Exception as error:  # an engine error; the environment's errors are in its task
             self._error = self._error or error
         self.turns.wake()

@@ -33,6 +33,7 @@ class MemoryPlan:
         ranks: devices that are used in the same way.
         context: bytes of the processes on the device, whatever they compute.
         offload: idle roles sleep (`offload_idle_roles`).
+        together: the sampler works while others work.
         roles: the roles on the device.
         needs: of each role; None: its backend has no estimate.
     """
@@ -41,6 +42,7 @@ class MemoryPlan:
     ranks: int
     context: int
     offload: bool
+    together: bool
     roles: Mapping[str, Role]
     needs: Mapping[str, MemoryNeed | None]
 
@@ -140,6 +142,8 @@ class MemoryPlan:
                 continue
             sleeps = self.offload and (self.roles[name].kind == "rollout") != sampler
             total += sum(need.kept.values()) + (0 if sleeps else sum(need.idle.values()))
+            if self.together and self.roles[name].kind == "rollout":
+                total += sum(need.working.values())
             if sampler and not self.offload:
                 works.append(sum(need.working.values()) + need.reserve)
         return total + max(works)
@@ -166,6 +170,8 @@ class MemoryPlan:
         if phase == "sync":
             yield max((need.moving for need in self.needs.values() if need), default=0)
         at_work = [need for _, need in self._at_work(phase)]
+        if self.together and phase != "generate":
+            yield max((sum(need.working.values()) for _, need in self._at_work("generate")), default=0)
         yield max((sum(need.working.values()) for need in at_work), default=0)
 
 
@@ -184,6 +190,7 @@ def plan_device(
     processes = 1 + (config.rollout.process is not None and "rollout" in roles)
     context = processes * CONTEXT + (COLLECTIVES if ranks > 1 else 0)
     offload = bool(getattr(config.runtime.options, "offload_idle_roles", False))
+    together = plugins.spec("trainers", config.trainer).concurrent or bool(config.rollout.stream_update)
 
     def ask(name: str, free: int | None) -> MemoryNeed | None:
         return _ask(config, plugins, roles, name, ranks, device_bytes, free)
@@ -191,9 +198,9 @@ def plan_device(
     needs = {name: ask(name, None) for name in roles}
     for kind in ("rollout", "train"):
         for name in (name for name, role in roles.items() if role.kind == kind and needs[name]):
-            claimed = MemoryPlan(device_bytes, ranks, context, offload, roles, needs).claimed(name)
+            claimed = MemoryPlan(device_bytes, ranks, context, offload, together, roles, needs).claimed(name)
             needs[name] = ask(name, max(0, device_bytes - claimed))
-    return MemoryPlan(device_bytes, ranks, context, offload, roles, needs)
+    return MemoryPlan(device_bytes, ranks, context, offload, together, roles, needs)
 
 
 def _ask(
@@ -209,12 +216,12 @@ def _ask(
     role = roles[name]
     sampled = "rollout" in config.model_fields_set or "rollout" in roles
     table: Any = config.role(name) if role.kind == "train" else config.sampler(name)
-    length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    length = _longest(config)
     rows = config.algorithm.mini_batch_prompts or config.data.prompts_per_step
     if config.trainer == "sft":
         length, sampled = config.options.max_tokens, False
     slices = ranks // (getattr(table.options, "sp", 1) * getattr(table.options, "tp", 1)) or 1
-    tokens = rows * length * (config.rollout.group_size if sampled else 1)
+    tokens = rows * (length or 0) * (config.rollout.group_size if sampled else 1)
     known = sampled or config.trainer == "sft"
     question = MemoryQuestion(
         role.engine_role or name,
@@ -223,9 +230,8 @@ def _ask(
         ranks=ranks,
         device_bytes=device_bytes,
         free=free,
-        tokens=-(-tokens // slices) if known else None,
+        tokens=-(-tokens // slices) if known and length else None,
         length=length if known else None,
-        shared=config.rollout.weights != "own",
     )
     model = config.model_of(name)
     if role.kind == "train" and table.path:
@@ -233,6 +239,13 @@ def _ask(
     kind = "train_engines" if role.kind == "train" else "rollout_engines"
     found: MemoryNeed | None = plugins.resolve(kind, table.backend).memory_need(table, model, question)
     return found
+
+
+def _longest(config: EngineConfig) -> int | None:
+    """Return the maximum tokens of a sampled sequence; None: that of the model."""
+    if config.environment is not None:
+        return config.environment.max_tokens
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
@@ -250,8 +263,8 @@ def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
     if getattr(config.runtime.options, "offload_idle_roles", None) is False:
         key = f"runtime.{config.runtime.backend}.offload_idle_roles = true"
         wanted.append((key, ("runtime", "options", "offload_idle_roles"), True))
-    if getattr(config.rollout.options, "max_model_len", 0) is None:
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = _longest(config)
+    if longest and getattr(config.rollout.options, "max_model_len", 0) is None:
         key = f"rollout.{config.rollout.backend}.max_model_len = {longest}"
         wanted.append((key, ("rollout", "options", "max_model_len"), longest))
     for said, path, value in wanted:

@@ -1,6 +1,6 @@
 """The device memory of a vLLM sampler before vLLM is started: weights, KV cache, workspace and CUDA graphs.
 
-The cache has a sequence of the longest length for each response that is sampled at the same time, if memory suffices.
+The cache takes what `gpu_memory_utilization` leaves, and at least one sequence of the longest length.
 Workspace and graphs are fitted to measurements, not derived: benchmarks/memory compares them with peaks.
 """
 
@@ -36,8 +36,6 @@ def memory_need(
         module = AutoModelForCausalLM.from_config(config, trust_remote_code=model_config.trust_remote_code)
     weights = _weights(module, options) // tp
     token = cache_bytes(text, options) // tp
-    if token is None:
-        return None
     working = {"workspace": _workspace(text, options)}
     graphs = 0 if options.enforce_eager else GRAPHS
     fixed = weights + graphs + working["workspace"]
