@@ -19,15 +19,12 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine_core import faults
+from engine_core.config.models import CheckpointConfig
 from engine_core.errors import DataError
-
-if TYPE_CHECKING:
-    from engine_core.config.models import CheckpointConfig
 
 log = logging.getLogger("engine")
 
@@ -39,47 +36,23 @@ PICKLED = frozenset({".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib
 """Suffixes of formats that can run code when read. We write none, so none belongs into a checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
-    """The choice of the best checkpoints: those whose ``metric`` is the highest (``max``) or lowest (``min``)."""
-
-    metric: str
-    mode: str = "max"
-    keep: int = 1
-
-    @classmethod
-    def of(cls, config: CheckpointConfig) -> Best | None:
-        """Return the choice that ``[checkpoint]`` configures; None if it names no metric."""
-        if config.best_metric is None:
-            return None
-        return cls(config.best_metric, config.best_mode, config.keep_best)
-
-    def rank(self, metrics: Mapping[str, float]) -> float | None:
-        """Return a number that is higher for a better checkpoint; None if the metric was not measured or is not finite."""
-        value = metrics.get(self.metric)
-        if value is None or not math.isfinite(value):
-            return None
-        return value if self.mode == "max" else -value
-
-
 class Checkpoints:
     """The checkpoints of one run.
 
     Args:
         folder: created if missing.
-        keep_last: number of newest verified checkpoints to keep; older ones are deleted after a save.
-        best: the best checkpoints, which are kept in addition.
+        config: ``[checkpoint]``, which says how many of the newest and of the best are kept after a save; default: its
+            defaults.
         metrics_of: returns the metrics of a step, for a step that was evaluated after its checkpoint was written.
     """
 
     def __init__(
         self,
         folder: Path,
-        keep_last: int = 2,
-        best: Best | None = None,
+        config: CheckpointConfig | None = None,
         metrics_of: Callable[[int], Mapping[str, Any]] | None = None,
     ) -> None:
-        self.folder, self.keep_last, self.best = Path(folder), keep_last, best
+        self.folder, self.config = Path(folder), config or CheckpointConfig()
         self._metrics_of = metrics_of
 
     def save(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
@@ -121,7 +94,7 @@ class Checkpoints:
         _sync(self.folder)
         faults.point("checkpoint.before_prune")
         try:
-            self.prune(self.keep_last, upto=step)
+            self.prune(self.config.keep_last, upto=step)
         except OSError as error:  # the new one is saved; the next save or `engine prune` tries again
             log.warning("Older checkpoints could not be deleted: %s.", error)
         return final
@@ -187,23 +160,31 @@ class Checkpoints:
             shutil.rmtree(aside)
         return gone
 
+    def rank(self, metrics: Mapping[str, Any]) -> float | None:
+        """Return a number that is higher for a better step; None if ``best_metric`` is not set, measured or finite."""
+        value = metrics.get(self.config.best_metric or "")
+        if value is None or not math.isfinite(value):
+            return None
+        return value if self.config.best_mode == "max" else -value
+
     def best_rank(self) -> float | None:
         """Return the rank of the best checkpoint; None if no checkpoint has the metric."""
+        if self.config.best_metric is None:
+            return None
         good = [step for step in self.steps() if not problems(self.path(step), deep=False)]
         return max((rank for step in good if (rank := self._rank(step)) is not None), default=None)
 
     def _best_of(self, steps: list[int]) -> list[int]:
-        if self.best is None:
+        if self.config.best_metric is None:
             return []
         ranked = [(rank, step) for step in steps if (rank := self._rank(step)) is not None]
-        return [step for _, step in sorted(ranked)[-self.best.keep :]] if self.best.keep else []
+        return [step for _, step in sorted(ranked)[-self.config.keep_best :]]
 
     def _rank(self, step: int) -> float | None:
-        assert self.best is not None
         state = read_state(self.path(step))
         if state.get("unfinished") is not None and self._metrics_of:
-            return self.best.rank(self._metrics_of(step))
-        return self.best.rank(state.get("metrics") or {})
+            return self.rank(self._metrics_of(step))
+        return self.rank(state.get("metrics") or {})
 
     def _aside(self, final: Path, sort: str) -> Path:
         return self.folder / f".{final.name}.{sort}-{uuid.uuid4().hex[:8]}"

@@ -28,7 +28,7 @@ from engine_core.data import tokenizer_hash
 from engine_core.errors import ConfigError, DataError, EnvironmentProblem
 from engine_core.plugins.metadata import installed
 from engine_core.redaction import Redactor
-from engine_core.runs.checkpoint import Best, Checkpoints, read_state
+from engine_core.runs.checkpoint import Checkpoints, read_state
 from engine_core.runs.state_files import FORMAT, STATE, load_json
 from engine_core.runs.tracking import RunFolder
 from engine_core.specs import resolve
@@ -108,11 +108,9 @@ class Saver:
 
     def __init__(self, folder: RunFolder, config: CheckpointConfig) -> None:
         self.config = config
-        self.checkpoints = Checkpoints(
-            folder.checkpoints, config.keep_last, Best.of(config), folder.metrics_of
-        )
+        self.checkpoints = Checkpoints(folder.checkpoints, config, folder.metrics_of)
         self.failures = 0  # saves that failed in a row
-        self._best = self.checkpoints.best_rank() if self.checkpoints.best else None
+        self._best = self.checkpoints.best_rank()
         self._saved_at = time.monotonic()
 
     def due(self, step: int, metrics: Mapping[str, float], last: bool) -> bool:
@@ -165,13 +163,12 @@ class Saver:
             return None
         self.failures = 0
         if self._is_best(point.metrics):
-            assert self.checkpoints.best is not None
-            self._best = self.checkpoints.best.rank(point.metrics)
+            self._best = self.checkpoints.rank(point.metrics)
         log.info("Checkpoint: %s", path)
         return path
 
     def _is_best(self, metrics: Mapping[str, float]) -> bool:
-        rank = self.checkpoints.best.rank(metrics) if self.checkpoints.best else None
+        rank = self.checkpoints.rank(metrics)
         return rank is not None and (self._best is None or rank > self._best)
 
     def _failed(self, step: int, error: OSError, must: bool) -> None:

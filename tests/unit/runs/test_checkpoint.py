@@ -3,13 +3,14 @@ import json
 import pytest
 
 from engine_core import faults
+from engine_core.config.models import CheckpointConfig
 from engine_core.errors import DataError
 from engine_core.runs.checkpoint import MANIFEST, Checkpoints, problems, read_state
 
 
 @pytest.fixture
 def store(tmp_path):
-    return Checkpoints(tmp_path / "checkpoints", keep_last=2)
+    return Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep_last=2))
 
 
 def writer(text="weights"):
@@ -101,7 +102,7 @@ def test_only_the_last_ones_are_kept_and_a_broken_one_never_counts(store):
 
 
 def test_a_later_one_that_a_resume_passed_over_does_not_push_out_the_new_one(tmp_path):
-    store = Checkpoints(tmp_path / "checkpoints", keep_last=1)
+    store = Checkpoints(tmp_path / "checkpoints", CheckpointConfig(keep_last=1))
     damaged = store.save(4, writer(), {})
     (damaged / "actor/model.safetensors").write_text("weightz")  # of the same size
     assert store.save(3, writer(), {}) == store.latest() == store.path(3)

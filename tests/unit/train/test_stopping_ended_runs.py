@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from engine_core.config.models import CheckpointConfig
 from engine_core.runs.checkpoint import Checkpoints
 from engine_core.train.loop import _close, report_failure
 from engine_core.train.stopping import resume_command, resume_hint
@@ -21,7 +22,7 @@ def config(every_steps=0):
 
 
 def test_the_newest_checkpoint_and_the_command_are_named(folder):
-    store = Checkpoints(folder.checkpoints, keep_last=9)
+    store = Checkpoints(folder.checkpoints, CheckpointConfig(keep_last=9))
     for step in (1, 2):
         store.save(step, lambda path: (path / "weights").write_text("weights"), {})
     expected = f"The newest checkpoint is of step 2. Resume: engine resume {folder.path}"

@@ -15,7 +15,7 @@ from engine_core.cli.output import print_json, print_table
 from engine_core.config.models import CheckpointConfig
 from engine_core.errors import DataError, did_you_mean
 from engine_core.redaction import harmless
-from engine_core.runs.checkpoint import Best, Checkpoints
+from engine_core.runs.checkpoint import Checkpoints
 from engine_core.runs.tracking import RunFolder, read_rollouts
 
 if TYPE_CHECKING:
@@ -211,8 +211,8 @@ def prune(
     """
     folder = RunFolder.open(run)
     settings = tomllib.loads(folder.config_file.read_text(encoding="utf-8")).get("checkpoint", {})
-    best = Best.of(CheckpointConfig.model_validate(settings))
-    checkpoints = Checkpoints(folder.checkpoints, best=best, metrics_of=folder.metrics_of)
+    config = CheckpointConfig.model_validate(settings)
+    checkpoints = Checkpoints(folder.checkpoints, config, folder.metrics_of)
     with closing(folder):
         folder.lock()
         leftovers = checkpoints.leftovers()
