@@ -126,6 +126,8 @@ def _allowed(*patterns: str) -> tuple[tuple[str, Verdict, str], ...]:
 
 
 RULES: tuple[tuple[str, Verdict, str], ...] = (
+    ("runtime.backend", "allowed", ""),
+    ("rollout.backend", "warned", ""),
     ("trainer", "refused", "another trainer has another state"),
     ("model.attention", "warned", "it computes the same with other roundings"),
     ("model.trust_remote_code", "warned", ""),
@@ -157,8 +159,7 @@ RULES: tuple[tuple[str, Verdict, str], ...] = (
     *_allowed("reward.*.workers", "reward.*.timeout_seconds", "reward.*.max_memory_gb"),
     ("*", "warned", "steps from here on use the new value"),
 )
-"""The first pattern that fits a key decides. ``runtime.backend`` is one of ``*.backend``, see ``EXCEPT``."""
-EXCEPT: Mapping[str, Verdict] = {"runtime.backend": "allowed", "rollout.backend": "warned"}
+"""The first pattern that fits a key decides."""
 UNSET = "unset"
 ROLES = ("actor", "ref", "critic", "teacher", "reward_model")
 """Tables of the config that are roles."""
@@ -236,8 +237,6 @@ def _judged(key: str, new: Collection[str], movable: Collection[str]) -> tuple[V
 
 def judge(key: str) -> tuple[Verdict, str]:
     """Return whether a change of ``key`` is allowed, warned about or refused, and why."""
-    if key in EXCEPT:
-        return EXCEPT[key], ""
     return next((verdict, why) for pattern, verdict, why in RULES if fnmatch.fnmatchcase(key, pattern))
 
 
