@@ -21,7 +21,7 @@ from engine_core.errors import (
     refuse,
 )
 from engine_core.rewards.preflight import check_rewards
-from engine_core.rewards.signatures import check_functions
+from engine_core.rewards.signatures import check_function
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -96,7 +96,7 @@ def placing(config: EngineConfig) -> Iterator[None]:
 def _check_reward(config: EngineConfig, reward: RewardConfig, plugins: PluginSet) -> None:
     """Check that a reward function can be called, and what its plugin checks; messages begin with the line of its table."""
     try:
-        check_functions([reward], plugins)
+        check_function(reward, plugins)
         check_rewards([reward], plugins)
     except EngineError as error:
         source = config._source or RawConfig({})

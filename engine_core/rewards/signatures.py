@@ -185,32 +185,22 @@ def call_factory(
     return function(**values, **{name: value for name, value in context.items() if name in taken})
 
 
-def check_functions(rewards: Sequence[RewardConfig], plugins: PluginSet) -> None:
-    """Refuse rewards that cannot be called by argument names, as far as their code is already imported.
+def check_function(reward: RewardConfig, plugins: PluginSet) -> None:
+    """Refuse a reward that cannot be called by argument names, if its code is already imported.
 
-    Functions that a plugin names by an import path are not imported here. They, and the columns of the data, are
+    A function that a plugin names by an import path is not imported here. It, and the columns of the data, are
     checked when a run starts.
 
     Args:
-        rewards: the ``[[reward]]`` tables.
+        reward: its ``[[reward]]`` table.
         plugins: plugins of the run file.
 
     Raises:
-        ConfigError: names every such reward.
+        ConfigError: the function cannot be called by argument names, or does not take one of the options.
     """
-    problems = []
-    for reward in rewards:
-        if reward.has_model:
-            continue
-        spec: Any = plugins.spec("rewards", reward.name)
-        if isinstance(spec.load, str) or spec.factory:
-            continue
-        try:
-            RewardFunction(reward.name, spec.load, dict.fromkeys(spec.config.model_fields))
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
+    spec: Any = None if reward.has_model else plugins.spec("rewards", reward.name)
+    if spec is not None and not isinstance(spec.load, str) and not spec.factory:
+        RewardFunction(reward.name, spec.load, dict.fromkeys(spec.config.model_fields))
 
 
 def _inspect(name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Signature:
