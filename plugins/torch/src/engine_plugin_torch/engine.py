@@ -297,7 +297,7 @@ class TorchEngine(TrainEngine):
 
     def _trained(self) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            raise RuntimeError(f"The engine of '{self.context.role}' is not trained: it has no optimizer.")
+            raise RuntimeError(f"The role '{self.context.role}' is not trained: it has no optimizer.")
         return self.optimizer
 
     def _adapted(self) -> Adapter:
