@@ -65,8 +65,8 @@ def _set(settings):
     return {key: value for key, value in settings.items() if value is not None}
 
 
-def trained(settings, name="r", resume=None, watch=None):
-    run = Trainer(load_config(overrides=_set(settings) | {"run.name": name}), rewards=[digits])
+def trained(settings, name="r", resume=None, watch=None, rewards=(digits,)):
+    run = Trainer(load_config(overrides=_set(settings) | {"run.name": name}), rewards=[*rewards])
     if watch is not None:
         watch(run)
     try:
@@ -128,10 +128,12 @@ def cases():
 @pytest.mark.parametrize("changes", cases())
 def test_the_gradient_is_that_of_the_update_after_sampling(tails, together, gradients, tmp_path, changes):
     settings = tails | {"run.steps": 1} | changes
+    rewards = [digits]
     if settings.get("algorithm.advantage") == "distill":
         settings["teacher.path"] = other_model(settings["model.path"], tmp_path / "teacher")
-    plain = trained(settings, "plain")
-    streamed = trained(settings | {"rollout.stream_update": True}, "streamed")
+        rewards = []  # the teacher suffices
+    plain = trained(settings, "plain", rewards=rewards)
+    streamed = trained(settings | {"rollout.stream_update": True}, "streamed", rewards=rewards)
     (line,) = lines_of(streamed)
     assert line["stream/parts"] > 1
     assert line["stream/overlap_share"] > 0
@@ -293,6 +295,16 @@ def test_a_reward_that_reads_all_samples_is_refused(tails):
     config = load_config(overrides=_set(tails | {"rollout.stream_update": True, "rollout.process": {}}))
     with pytest.raises(ConfigError, match="reward 'ranks' receives all samples of a step"):
         Trainer(config, rewards=[ranks]).setup()
+
+
+def test_a_trainer_that_changes_a_part_of_the_step_must_say_that_it_streams(tails):
+    class Whitened(Trainer):
+        def with_advantages(self, batch):
+            return super().with_advantages(batch)
+
+    config = load_config(overrides=_set(tails | {"rollout.stream_update": True, "rollout.process": {}}))
+    with pytest.raises(ConfigError, match="changes 'with_advantages', and does not declare streams = True"):
+        Whitened(config, rewards=[digits]).setup()
 
 
 @pytest.mark.slow

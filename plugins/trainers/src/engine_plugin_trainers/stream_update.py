@@ -29,14 +29,17 @@ from engine_core.metrics import Sum, is_largest, merge
 from engine_core.rewards.models import Known
 from engine_core.train.capabilities import has_capability
 from engine_core.train.rollouts import groups_of
+from engine_core.train.trainer import Trainer
 from engine_core.types import TrainOutput
 from engine_plugin_trainers.cores import shared_cores
 from engine_plugin_trainers.sampler_thread import POLL_SECONDS, SamplerThread
 
 if TYPE_CHECKING:
     from engine_core.rewards.signatures import Outcome
-    from engine_core.train.trainer import Trainer
     from engine_core.types import Request, Rollout
+
+PARTS = ("step", "rollouts", "batch", "annotate", "with_advantages", "update", "update_on")
+"""Methods of a trainer that an update from parts replaces, or calls with a part of a step."""
 
 log = logging.getLogger("engine")
 
@@ -240,7 +243,7 @@ class StreamedUpdate:
 
     def _known(self, rollouts: list[Rollout]) -> tuple[list[Rollout], Known]:
         """Return the rollouts, and the outcomes of their rewards in the same order."""
-        names = list(self.outcomes[rollouts[0].request_id]) if rollouts else []
+        names = [scorer.config.name for scorer in self.trainer.rewards.scorers]
         outcomes = {name: [self.outcomes[r.request_id][name] for r in rollouts] for name in names}
         return rollouts, Known(outcomes, self.scoring)
 
@@ -268,6 +271,9 @@ def _update_problems(trainer: Trainer) -> Iterator[str]:
     algorithm = f"algorithm.advantage = '{config.algorithm.advantage}'"
     if not trainer.samples or trainer.off_policy or config.rollout.over_sampling > 1:
         yield "the run learns from rollouts of earlier steps, or stops responses (trainer, rollout.over_sampling)"
+    changed = [name for name in PARTS if getattr(type(trainer), name) is not getattr(Trainer, name)]
+    if changed and "streams" not in vars(type(trainer)):
+        yield f"trainer = '{config.trainer}' changes '{changed[0]}', and does not declare streams = True"
     if plan.needs_critic or plan.greedy:
         yield f"{algorithm} needs {'a critic' if plan.needs_critic else 'greedy responses'}"
     elif not getattr(plugins.spec("advantages", config.algorithm.advantage), "per_group", False):
