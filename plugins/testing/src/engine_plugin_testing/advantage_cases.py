@@ -102,7 +102,7 @@ def the_batch_is_left_alone(bench: AdvantageBench) -> None:
 
 @contract(catches=("a statistic of the batch declared as one of the group",))
 def a_group_declared_apart_needs_no_other(bench: AdvantageBench) -> None:
-    """With ``per_group``, the advantages of a group alone are those within its batch."""
+    """The advantages of a group alone are those within its batch, if the spec declares ``per_group``."""
     if not bench.spec().per_group:
         return
     batch = bench.batch(GROUPS)

@@ -89,7 +89,7 @@ class MemoryPlan:
 
     @property
     def unknown(self) -> list[str]:
-        """What no backend estimates, as ``ROLE`` or ``ROLE: PART``."""
+        """The parts that no backend estimates, as ``ROLE`` or ``ROLE: PART``."""
         return [
             text
             for role, need in self.needs.items()

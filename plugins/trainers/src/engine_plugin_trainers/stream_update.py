@@ -107,6 +107,10 @@ class StreamedUpdate:
 
         Returns:
             The rollouts in the order of the requests, and the outcomes of their rewards for ``RewardRunner.score``.
+
+        Raises:
+            TrainingFailed: a token is of other weights than those that learn.
+            EngineError: sampling or a reward has failed. This step's requests are canceled in any case.
         """
         self._begin()
         arrived: queue.SimpleQueue[Rollout] = queue.SimpleQueue()
