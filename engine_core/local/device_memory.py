@@ -14,5 +14,6 @@ def device_bytes(device: torch.device) -> int | None:
     report = getattr(module, "mem_get_info", None)
     if report is None:
         return None
+    index = module.current_device() if device.index is None else device.index
     limit = getattr(module, "get_per_process_memory_fraction", None)
-    return int(report(device)[1] * (limit(device) if limit else 1.0))
+    return int(report(index)[1] * (limit(index) if limit else 1.0))
