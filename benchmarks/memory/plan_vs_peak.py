@@ -128,7 +128,7 @@ def config_of(setting: Setting, folder: Path) -> Any:
     keys: dict[str, Any] = {
         "model.path": str(folder / "model"),
         "data.train": str(folder / "rows.jsonl"),
-        "data.prompts_per_step": 8 if rl else 32,
+        "data.prompts_per_step": 8 if rl else 64,  # fills the largest micro-batch that a plan chooses
         "data.max_prompt_tokens": LENGTH,
         "run.dir": str(folder / "runs"),
         "run.steps": 2,
@@ -186,8 +186,9 @@ class Watch(threading.Thread):
         import torch
 
         while not self.ended:
+            before = torch.cuda.memory_reserved(self.device)
             free, total = torch.cuda.mem_get_info(self.device)
-            held = torch.cuda.memory_reserved(self.device)
+            held = max(before, torch.cuda.memory_reserved(self.device))  # a cache can be released in between
             used, idle = total - free, held - torch.cuda.memory_allocated(self.device)
             self.given, self.live = max(self.given, used), max(self.live, used - idle)
             self.others = max(self.others, used - held)
@@ -269,7 +270,7 @@ def main() -> int:
         "--only", default="", help="settings whose names contain one of these texts, by commas"
     )
     parser.add_argument("--limit", type=float, default=570, help="seconds for all settings")
-    parser.add_argument("--each", type=float, default=100, help="seconds for one setting")
+    parser.add_argument("--each", type=float, default=170, help="seconds for one setting")
     parser.add_argument("--dry", action="store_true", help="plan, run nothing")
     parser.add_argument("--memory", type=float, default=79.2, help="GiB of the device, with --dry")
     arguments = parser.parse_args()
