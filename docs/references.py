@@ -196,6 +196,7 @@ def command_part(name: str, command: Any, context: Any, owner: str) -> str:
 ENDS = [
     ("0", "", "Done."),
     ("1", "", "A bug of ours, with its traceback."),
+    ("7", "", "`engine reproduce` trained, and a number is not as recorded."),
     (
         "75",
         "",

@@ -1,0 +1,138 @@
+"""``engine manifest`` and ``engine reproduce``: what a run depends on in one file, and the same run from that file."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from engine_core.cli.loading import trainer_of
+from engine_core.cli.options import AllowCode, Json, Run, Sets
+from engine_core.cli.output import print_json, print_table
+from engine_core.errors import ConfigError
+from engine_core.runs.folders import writing
+from engine_core.runs.tracking import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine_core.config import EngineConfig
+    from engine_plugin_tools.manifest import Manifest
+
+DIFFERS = 7
+"""Exit code of a run whose numbers are not as recorded."""
+MORE = 2.0  # a repeat may differ by so many times the band
+
+Out = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file to write (JSON).")]
+
+
+def manifest(
+    run: Run,
+    out: Out,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="First steps whose metrics are kept.")] = 3,
+    repeats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--repeat", metavar="RUN", help="Another run of the same file: its differences are allowed."
+        ),
+    ] = None,
+    data: Annotated[bool, typer.Option("--data", help="Keep data files of up to 16 MiB, too.")] = False,
+) -> None:
+    """Write what a run depends on and what its first steps measured into one file.
+
+    It holds the config, code files, hashes of data and models, versions, hardware, metrics and hashes of weights, without
+    secrets. Write it on the machine of the run, before code and packages change. Example: engine manifest latest -o run.json
+    """
+    from engine_plugin_tools.manifest import describe
+
+    if out.exists():
+        raise ConfigError(f"'{out}' exists already, and nothing is overwritten. Choose another name.")
+    found = describe(RunFolder.open(run), steps, data, [RunFolder.open(other) for other in repeats or []])
+    with writing(f"The manifest {out}"):
+        out.write_text(found.model_dump_json(indent=1), "utf-8")
+    print(f"{out}: {len(found.steps)} steps, {len(found.inputs)} inputs, {len(found.packages)} packages")
+
+
+def reproduce(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What 'engine manifest' wrote.")],
+    steps: Annotated[
+        int | None, typer.Option("--steps", min=1, help="Steps to train; default: those of the manifest.")
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare the machine and the inputs; train nothing.")
+    ] = False,
+    sets: Sets = None,
+    allow_code: AllowCode = False,
+    as_json: Json = False,
+) -> int:
+    """Train the first steps of a run again from its manifest, and say what is not as recorded.
+
+    Prints what differs here before it trains: packages, hardware, lines of code, data, models. Files that are absent are
+    taken from the manifest. No run folder is written. Exit code 7 when a number differs. Example: engine reproduce run.json
+    """
+    from engine_core.config.assemble import load_config
+    from engine_plugin_tools.manifest import changed, read_manifest, settings_of
+
+    recorded = read_manifest(file)
+    given = {setting.partition("=")[0].strip() for setting in sets or ()}
+    settings = settings_of(recorded, file.with_suffix(".files"), given, allow_code)
+    config = load_config(settings, overrides=sets or (), allow_code=allow_code)
+    rows = changed(recorded, config)
+    if not as_json:
+        print_table(rows, header=("ITEM", "RECORDED", "HERE"))
+        print(f"{len(rows)} items are not as recorded." if rows else "Everything is as recorded.", flush=True)
+    differences: list[tuple[str, str, str, str]] = []
+    trained = 0
+    if not check:
+        for step, found in train_again(recorded, config, steps):
+            trained, differences = step, [*differences, *found]
+            if not as_json:
+                print(f"step {step}: {f'{len(found)} numbers differ' if found else 'equal'}", flush=True)
+    if as_json:
+        keys = ("item", "recorded", "here"), ("step", "number", "recorded", "here")
+        tables = [
+            [dict(zip(key, row, strict=True)) for row in part]
+            for key, part in zip(keys, (rows, differences), strict=True)
+        ]
+        print_json({"changed": tables[0], "steps": trained, "differences": tables[1]})
+    elif differences:
+        first = [row for row in differences if row[0] == differences[0][0]]
+        print_table(first, header=("STEP", "NUMBER", "RECORDED", "HERE"))
+    return DIFFERS if differences else 0
+
+
+def train_again(
+    recorded: Manifest, config: EngineConfig, steps: int | None
+) -> Iterator[tuple[int, list[tuple[str, str, str, str]]]]:
+    """Train the recorded steps, and yield each with step, name, recorded and present value of what differs.
+
+    Numbers must be equal, or within twice the band of the manifest. Weights are compared in steps with a recorded checkpoint.
+    """
+    from engine_plugin_tools.manifest import hash_weights, measured, relative
+
+    last = steps or max(recorded.steps)
+    with closing(trainer_of(config)) as trainer:
+        trainer.setup(training=True)
+        for step in range(1, last + 1):
+            trainer.begin_step(step)
+            now: dict[str, Any] = measured(trainer.step(step))
+            trainer.step_done = step
+            was = recorded.steps.get(step, {})
+            found = [
+                (str(step), name, repr(was[name]), repr(now[name]))
+                for name in was
+                if name in now and relative(was[name], now[name]) > MORE * recorded.band.get(name, 0.0)
+            ]
+            if weights := {} if recorded.band else recorded.weights.get(step, {}):
+                with tempfile.TemporaryDirectory() as folder:
+                    trainer.save_roles(Path(folder))
+                    here = hash_weights(Path(folder))
+                found += [
+                    (str(step), name, hashed[:12], here.get(name, "-")[:12])
+                    for name, hashed in weights.items()
+                    if here.get(name) != hashed
+                ]
+            yield step, found
