@@ -327,6 +327,19 @@ class RolloutEngine(abc.ABC):
         self.deadlines = sampling.Deadlines()
 
     @classmethod
+    def check_pool(cls, config: RolloutConfig, role: str, processes: int) -> Any:
+        """Refuse options that do not fit the pool. Called before any engine is built, and by ``--dry-run``.
+
+        Args:
+            config: the sampler's table.
+            role: ``rollout``, or ``judge`` for the sampler of a reward.
+            processes: number of processes of the pool.
+
+        Raises:
+            ConfigError: names the key.
+        """
+
+    @classmethod
     def memory_need(
         cls, config: RolloutConfig, model_config: ModelConfig, question: MemoryQuestion
     ) -> MemoryNeed | None:

@@ -58,6 +58,25 @@ def check_ranks(config: EngineConfig, role: str, engine: type[TrainEngine], proc
         )
 
 
+def check_sampler(config: EngineConfig, plugins: PluginSet, name: str, role: Role, processes: int) -> None:
+    """Refuse a sampler whose options do not fit its pool; one with separate processes fits any.
+
+    Args:
+        config: the run's.
+        plugins: the run's.
+        name: name of the role.
+        role: the role.
+        processes: size of the role's pool.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    table = config.sampler(name)
+    if table.process is None:
+        engine: type[RolloutEngine] = plugins.resolve("rollout_engines", table.backend)
+        engine.check_pool(table, role.engine_role or name, processes)
+
+
 class EngineHost:
     """The engines of this process: actor, reference, critic, sampler, models of rewards.
 
@@ -80,7 +99,7 @@ class EngineHost:
         self._stack = ExitStack()
 
     def build(self, roles: Mapping[str, Role], total_steps: int) -> None:
-        """Check that each train engine supports its role, then build all roles.
+        """Check that each engine supports its role, then build all roles.
 
         Args:
             roles: the roles of this process, built in this order.
@@ -106,13 +125,15 @@ class EngineHost:
             raise
 
     def check(self, roles: Mapping[str, Role], total_steps: int = 0) -> None:
-        """Check that each train engine supports its role; the arguments are those of ``build``.
+        """Check that each engine supports its role; the arguments are those of ``build``.
 
         Raises:
-            ConfigError: this machine cannot serve an option.
+            ConfigError: this machine or this pool cannot serve an option.
         """
         for name, role in roles.items():
-            if role.kind == "train":
+            if role.kind != "train":
+                check_sampler(self.config, self.plugins, name, role, self.place.world_size)
+            else:
                 context = self._train_context(name, role, total_steps)
                 self._train_class(name).check(self.config.role(name), context, trainable=role.trainable)
 

@@ -172,10 +172,23 @@ def test_the_nearest_change_is_the_first_with_which_the_run_fits():
     assert change == "actor.torch.activation_checkpointing = true"
     text = too_small(made, change)
     assert "phase 'train' needs 13.60 GiB and a reserve of 1.00 GiB" in text
-    assert f"This fits: {change}." in text
+    assert f"It fits with {change}." in text
     none = nearest_change(config(), Plugins(), ROLES, 1, 4 * UNIT)
     assert none == ""
     assert "No change of this run file is known" in too_small(made, none)
+
+
+def test_a_sampler_that_can_free_its_weights_is_a_change_alone_and_with_the_others():
+    class Sleeping(Sampling):
+        sleep_level: int = 1
+
+    made = config()
+    made.rollout.options = Sleeping()
+    changed = {said: other.rollout.options.sleep_level for said, other in memory_plan.changes(made)}
+    key = f"rollout.{made.rollout.backend}.sleep_level = 2"
+    assert changed[key] == changed[f"runtime.local.offload_idle_roles = true and {key}"] == 2
+    assert changed["runtime.local.offload_idle_roles = true"] == 1
+    assert made.rollout.options.sleep_level == 1
 
 
 def test_a_supervised_run_has_one_phase():

@@ -178,11 +178,15 @@ def test_a_judge_that_does_not_start_is_told_the_keys_of_its_own_table(folders, 
         sampler(folders / "writes", **options)
 
 
-def test_a_judge_does_not_give_up_weights_that_nobody_brings(folders):
+def test_a_judge_does_not_give_up_weights_that_no_update_brings():
+    from engine_plugin_vllm_rollout.engine import VLLMRolloutEngine
+
+    config = RolloutConfig(backend="vllm", options=VLLMOptions(sleep_level=2))
     with pytest.raises(
         ConfigError, match=r"reward\.judge\.vllm\.sleep_level = 2 gives weights up .* Set it to 1"
     ):
-        sampler(folders / "writes", sleep_level=2)
+        VLLMRolloutEngine.check_pool(config, "judge", 1)
+    VLLMRolloutEngine.check_pool(config, "rollout", 1)
 
 
 def test_a_folder_without_weights_is_refused_before_vllm_starts(folders, tmp_path):

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
@@ -44,10 +43,6 @@ APART = ["rollout.process={}"]  # an engine for each rank, which has the whole m
 CUT = ["rollout.vllm.tensor_parallel_size=2"]
 
 
-def pool(rank, size):
-    return SimpleNamespace(rank=rank, world_size=size)
-
-
 def test_neighbouring_ranks_are_parts_of_one_model_and_the_first_leads():
     layouts = [layout_of(2, rank, 4) for rank in range(4)]
     assert [(at.dp_rank, at.dp_size, at.is_leader) for at in layouts] == [
@@ -57,34 +52,34 @@ def test_neighbouring_ranks_are_parts_of_one_model_and_the_first_leads():
 
 
 @pytest.mark.parametrize(
-    ("parts", "context", "keys", "told"),
+    ("parts", "size", "keys", "told"),
     [
-        (1, pool(0, 2), {}, r"\[rollout\.process\].*tensor_parallel_size = 2"),
-        (3, pool(0, 4), {}, "does not divide the 4 processes.*as many processes as parts"),
-        (2, pool(0, 2), {"request_timeout_seconds": 5.0}, "by their own clocks"),
-        (2, pool(0, 1), {}, r"does not divide the 1 processes of the sampler's pool\..*\[placement\] pools"),
+        (1, 2, {}, r"\[rollout\.process\].*tensor_parallel_size = 2"),
+        (3, 4, {}, "does not divide the 4 processes.*as many processes as parts"),
+        (2, 2, {"request_timeout_seconds": 5.0}, "by their own clocks"),
+        (2, 1, {}, r"does not divide the 1 processes of the sampler's pool\..*\[placement\] pools"),
     ],
 )
-def test_a_pool_that_cannot_hold_the_parts_is_refused_with_the_key(parts, context, keys, told):
+def test_a_pool_that_cannot_hold_the_parts_is_refused_with_the_key(parts, size, keys, told):
     with pytest.raises(ConfigError, match=told):
-        check_ranks(RolloutConfig(backend="vllm", **keys), parts, context)
+        check_ranks(RolloutConfig(backend="vllm", **keys), parts, size)
 
 
 @pytest.mark.parametrize(
-    ("parts", "context", "told"),
+    ("parts", "size", "told"),
     [
         (
             1,
-            pool(0, 2),
+            2,
             r"^reward\.judge\.backend = 'vllm'.*placement\.reward.*vllm\.tensor_parallel_size = 2",
         ),
-        (3, pool(0, 4), r"^reward\.judge\.vllm\.tensor_parallel_size = 3 does not divide the 4 processes"),
-        (2, pool(0, 1), r"^reward\.judge\.vllm\.tensor_parallel_size = 2 does not divide .* of its pool"),
+        (3, 4, r"^reward\.judge\.vllm\.tensor_parallel_size = 3 does not divide the 4 processes"),
+        (2, 1, r"^reward\.judge\.vllm\.tensor_parallel_size = 2 does not divide .* of its pool"),
     ],
 )
-def test_a_judges_pool_is_refused_with_the_keys_of_the_judge(parts, context, told):
+def test_a_judges_pool_is_refused_with_the_keys_of_the_judge(parts, size, told):
     with pytest.raises(ConfigError, match=told) as caught:
-        check_ranks(RolloutConfig(backend="vllm"), parts, context, "reward.judge")
+        check_ranks(RolloutConfig(backend="vllm"), parts, size, "reward.judge")
     assert "rollout" not in str(caught.value)
 
 
@@ -96,13 +91,29 @@ def metrics(folder, name, settings):
     return [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
 
 
+def write_inputs(folder):
+    write_model(folder / "model", {"head_dim": 32}, 0, tied=True)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.toml").write_text(RUN)
+
+
+def test_a_dry_run_refuses_a_pool_that_cannot_have_the_sampler(engine, tmp_path):
+    write_inputs(tmp_path)
+    refused = engine("train", "run.toml", "--dry-run")
+    assert refused.code == 2
+    assert (
+        "run.toml:9: rollout.backend = 'vllm' runs in one process, and the sampler's pool has 2."
+        in refused.err
+    )
+    for settings in (*APART, *CUT, "runtime.torchrun.processes=1"):
+        assert engine("train", "run.toml", "--dry-run", "--set", settings).code == 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_model_cut_over_the_trainers_processes_samples_as_whole_ones_do(tmp_path):
-    write_model(tmp_path / "model", {"head_dim": 32}, 0, tied=True)
-    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(6) for b in range(6)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "run.toml").write_text(RUN)
+    write_inputs(tmp_path)
     whole, cut = (metrics(tmp_path, name, how) for name, how in (("whole", APART), ("cut", CUT)))
     assert len(cut) == 3
     for one, two in zip(whole, cut, strict=True):

@@ -62,8 +62,8 @@ def _make_trackers(run: TrainingRun) -> None:
 
 
 def _check_engines(run: TrainingRun) -> None:
-    """Check that the train engines fit their models and pools, and, if they run in this process, this machine."""
-    from engine_core.local.engine_host import check_ranks
+    """Check that the engines fit their models and pools, and, if they run in this process, this machine."""
+    from engine_core.local.engine_host import check_ranks, check_sampler
 
     config, roles = run.config, run.roles(training=True)
     local = config.runtime.backend == "local"
@@ -71,9 +71,13 @@ def _check_engines(run: TrainingRun) -> None:
         runtime: Any = run.plugins.resolve("runtimes", "local")(config, run.plugins, run.live)
         runtime.host.check(roles)
     together = 1 if local else getattr(config.runtime.options, "processes", 1)
-    for name in (name for name, role in roles.items() if role.kind == "train"):
+    for name, role in roles.items():
         pools = {} if local else config.placement.pools
         processes = pools.get(config.placement.pool_of(name) or "", together)
+        if role.kind != "train":
+            if isinstance(processes, int):
+                check_sampler(config, run.plugins, name, role, processes)
+            continue
         table, model = config.role(name), config.model_of(name)
         engine = run.plugins.resolve("train_engines", table.backend)
         if isinstance(processes, int):

@@ -263,6 +263,10 @@ def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
     if getattr(config.runtime.options, "offload_idle_roles", None) is False:
         key = f"runtime.{config.runtime.backend}.offload_idle_roles = true"
         wanted.append((key, ("runtime", "options", "offload_idle_roles"), True))
+    if getattr(config.rollout.options, "sleep_level", None) == 1:
+        wanted.append(
+            (f"rollout.{config.rollout.backend}.sleep_level = 2", ("rollout", "options", "sleep_level"), 2)
+        )
     longest = _longest(config)
     if longest and getattr(config.rollout.options, "max_model_len", 0) is None:
         key = f"rollout.{config.rollout.backend}.max_model_len = {longest}"
@@ -273,10 +277,10 @@ def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
     for _, path, value in wanted:
         together = _with(together, path, value)
     if len(wanted) > 1:
-        yield ", ".join(said for said, *_ in wanted), together
+        yield " and ".join(said for said, *_ in wanted), together
     if config.actor.lora is None:
-        more = "".join(f", {said}" for said, *_ in wanted)
-        yield f"an adapter, [actor.lora]{more}", _with(together, ("actor", "lora"), LoRAConfig())
+        more = "".join(f" and {said}" for said, *_ in wanted)
+        yield f"an adapter ([actor.lora]){more}", _with(together, ("actor", "lora"), LoRAConfig())
 
 
 def _with(table: Any, path: Sequence[str], value: Any) -> Any:
@@ -302,7 +306,7 @@ def nearest_change(
 
 def too_small(plan: MemoryPlan, change: str) -> str:
     """Return the message for a plan that does not fit."""
-    advice = f"This fits: {change}." if change else "No change of this run file is known that fits."
+    advice = f"It fits with {change}." if change else "No change of this run file is known that fits."
     return (
         f"The memory of the device ({_gib(plan.device_bytes)}) does not suffice, by estimate: phase '{plan.largest}' needs "
         f"{_gib(plan.peak)} and a reserve of {_gib(plan.reserve)}. {advice}"

@@ -75,17 +75,22 @@ class VLLMRolloutEngine(RolloutEngine):
     ) -> MemoryNeed | None:
         return memory_need(config.options or VLLMOptions(), model_config, question)
 
+    @classmethod
+    def check_pool(cls, config: RolloutConfig, role: str, processes: int) -> None:
+        options: VLLMOptions = config.options or VLLMOptions()
+        if role == "judge" and options.sleep_level == 2:
+            raise ConfigError(
+                "reward.judge.vllm.sleep_level = 2 gives weights up until an update brings them, and a judge gets none. Set "
+                "it to 1, which keeps them on the host."
+            )
+        table = "reward.judge" if role == "judge" else "rollout"
+        check_ranks(config, options.tensor_parallel_size, processes, table)
+
     def __init__(self, config: RolloutConfig, model_config: ModelConfig, context: WorkerContext) -> None:
         super().__init__(config, model_config, context)
         self.options: VLLMOptions = config.options or VLLMOptions()
         self._table = "reward.judge" if context.role == "judge" else "rollout"  # for messages
         self.where = f"{self._table}.vllm"
-        if context.role == "judge" and self.options.sleep_level == 2:
-            raise ConfigError(
-                "reward.judge.vllm.sleep_level = 2 gives weights up until an update brings them, and a judge gets none. Set "
-                "it to 1, which keeps them on the host."
-            )
-        check_ranks(config, self.options.tensor_parallel_size, context, self._table)
         self._folder = TemporaryFolder("vllm-")  # tokenizer and config
         try:
             self._start()

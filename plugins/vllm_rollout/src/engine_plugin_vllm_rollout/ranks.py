@@ -14,7 +14,6 @@ from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine_core.config import RolloutConfig
-    from engine_core.contracts.engines import WorkerContext
 
 
 def layout_of(parts: int, rank: int, world_size: int) -> Layout:
@@ -28,19 +27,19 @@ def layout_of(parts: int, rank: int, world_size: int) -> Layout:
     return Layout(rank // parts, world_size // parts, rank % parts == 0)
 
 
-def check_ranks(config: RolloutConfig, parts: int, context: WorkerContext, table: str = "rollout") -> None:
+def check_ranks(config: RolloutConfig, parts: int, size: int, table: str = "rollout") -> None:
     """Check the pool before vLLM takes a minute to start.
 
     Args:
         config: of the sampler.
         parts: ``tensor_parallel_size``.
-        context: of the worker.
+        size: number of processes of the pool.
         table: that chose the backend, ``rollout`` or ``reward.judge``.
 
     Raises:
         ConfigError: so many processes cannot have engines of so many parts.
     """
-    size, key = context.world_size, f"{table}.vllm.tensor_parallel_size"
+    key = f"{table}.vllm.tensor_parallel_size"
     pool = "the sampler's pool" if table == "rollout" else "its pool (placement.reward)"
     if parts == 1 and size > 1:
         alone = "Name a pool of one process there"

@@ -65,7 +65,7 @@ def plan(
             change = "" if made.fits else nearest_change(config, trainer.plugins, inside, ranks, device_bytes)
             found.append({"pool": label, **made.as_json(), "change": change})
             if not as_json:
-                print(f"{label}: {ranks} device(s)")
+                print(f"{label}: " + ("one device" if ranks == 1 else f"{ranks} devices, numbers of each"))
                 print_table(made.table())
                 print("fits" if made.fits else too_small(made, change))
     if as_json:
@@ -123,4 +123,4 @@ def pools(
                 yield f"pool {pool}", size, inside
         return
     processes = getattr(config.runtime.options, "processes", "auto")
-    yield "each process", count if processes == "auto" else processes, dict(roles)
+    yield "all processes", count if processes == "auto" else processes, dict(roles)
