@@ -483,7 +483,7 @@ def engine_on_event(event: str, step: int, data: Mapping[str, Any], plugin_optio
     Events come in this order, with this data:
 
     - ``weights_synced``: ``version`` and ``bytes``. The first one comes before the first step, as of step 0.
-    - ``run_started``: ``steps`` is the number of steps. ``earlier`` has the lines of ``metrics.jsonl`` before a resume, each with its
+    - ``run_started``: ``folder`` is the path of the run, ``steps`` the number of steps. ``earlier`` has the lines of ``metrics.jsonl`` before a resume, each with its
       ``step``. A line of step 0 is the evaluation of ``eval.at_start``.
     - ``rollouts_finished``: ``rollouts``, a list of scored ``Rollout``.
     - ``evaluated``, after an evaluation: ``metrics``, a number for each name.
@@ -493,7 +493,7 @@ def engine_on_event(event: str, step: int, data: Mapping[str, Any], plugin_optio
 
     A trainer that samples nothing has no ``weights_synced`` and no ``rollouts_finished``.
 
-    Collects: every observer is called. If one fails, this is logged and counted in ``plugins/observer_failures``, and training continues.
+    Collects: every observer is called. A failure is logged and counted in ``plugins/observer_failures`` of the next step; the run continues.
 
     Called in the controller, between the parts of a step. Not collective.
     """

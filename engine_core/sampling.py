@@ -58,7 +58,7 @@ def check_request(
 
     Args:
         request: the request to check.
-        taken: ids of queued requests.
+        taken: ids of queued requests, and of those checked before in the same call.
         vocabulary: number of token ids of the model.
         max_positions: maximum length of a sequence in tokens, response included.
         holder: what has this limit, for messages.

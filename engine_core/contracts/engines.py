@@ -406,7 +406,7 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, ids: Sequence[str]) -> list[Rollout]:
-        """Stop these requests; return their rollouts so far, with finish reason ``abort``.
+        """Stop these requests; return their rollouts so far, with finish reason ``abort``. Ignore ids that are not in flight.
 
         With the capability ``partial`` they hold every sampled token, with its log-prob and policy version.
         """
@@ -466,7 +466,7 @@ class RolloutEngine(abc.ABC):
             version: policy version of the tokens that are sampled from now on.
 
         Raises:
-            Exception: the stream breaks, or a weight is unknown, missing or of another shape; the message names it.
+            EngineError, ValueError or RuntimeError: a weight is unknown, missing or misshapen (named), or the stream breaks.
                 ``version`` stays, and ``step`` raises until a whole update has arrived.
         """
 

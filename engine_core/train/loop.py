@@ -171,15 +171,15 @@ def report_failure(error: BaseException, step: int, hint: str) -> None:
     Args:
         error: the exception that ended the run.
         step: step number.
-        hint: how to resume; "" before the first step.
+        hint: how to resume; "" at the start.
     """
     if not isinstance(error, Exception):
-        where = f"in step {step}.{hint}" if hint else "before its first step."
+        where = f"in step {step}.{hint}" if hint else "at its start."
         log.warning("The run was ended at once %s", where)
         return
     # the caller prints the error on the screen
     log.error("%s", error, exc_info=error, extra=FILE_ONLY)
-    log.error("The run failed %s", f"in step {step}.{hint}" if hint else "before its first step.")
+    log.error("The run failed %s", f"in step {step}.{hint}" if hint else "at its start.")
     if hint and not isinstance(error, EngineError):  # it is printed with a traceback after this log line
         error.add_note(hint.strip())
 
@@ -226,7 +226,8 @@ class Loop:
         """
         run, metrics = self.run, dict[str, float]()
         log.info("%s", " ".join(run.derived()))
-        run.emit("run_started", {"steps": self.total, "earlier": self.folder.read_metrics()})
+        started = {"folder": str(self.folder.path), "steps": self.total}
+        run.emit("run_started", {**started, "earlier": self.folder.read_metrics()})
         with Progress(self.total, run.step_done, self.folder.path.name) as run.progress:
             try:
                 if self.point.unfinished is not None:  # of a step that an earlier attempt did not finish

@@ -52,6 +52,7 @@ def engine_on_event(event, step, data, plugin_options):
     if event == "run_started":
         earlier = " ".join(f"{line['step']}={line['reward/mean']}" for line in data["earlier"])
         (Path(plugin_options.out) / "earlier").write_text(earlier)
+        assert (Path(data["folder"]) / "metrics.jsonl").exists()
     if event in ("step_finished", "evaluated") and step >= plugin_options.last:
         return "Enough."
 """

@@ -85,6 +85,14 @@ def test_a_new_plugin_of_each_kind_is_listed_validates_and_passes_its_own_tests(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_the_readme_names_every_file_of_the_package(tmp_path, kind):
+    folder = new_plugin("brief", tmp_path, kind)
+    readme = (folder / "README.md").read_text()
+    for file in (folder / "src/engine_plugin_brief").glob("[a-z]*.py"):
+        assert f"| `src/engine_plugin_brief/{file.name}` | " in readme
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_entry_point_of_step_hooks_is_shown_once(tmp_path, kind):
     written = (new_plugin("brief", tmp_path, kind) / "pyproject.toml").read_text()
     assert written.count("engine.plugins") == 1 + (

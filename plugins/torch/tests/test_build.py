@@ -93,10 +93,23 @@ def test_an_optimizer_that_leaves_trainable_parameters_out_is_refused(make_engin
         make_engine(hooks={"engine_build_optimizer": engine_build_optimizer})
 
 
+@pytest.mark.parametrize("factor", [5.0, 0.5])
+def test_an_optimizer_whose_highest_rate_is_not_that_of_the_run_file_is_refused(make_engine, factor):
+    def engine_build_optimizer(module, optim_config):
+        head, *rest = module.parameters()
+        groups = [{"params": [head], "lr": factor * optim_config.lr}, {"params": rest, "lr": 1e-9}]
+        return torch.optim.SGD(groups), None
+
+    with pytest.raises(
+        PluginError, match=r"groups is .*, and actor\.optim\.lr is .*: set it to the highest rate"
+    ):
+        make_engine(hooks={"engine_build_optimizer": engine_build_optimizer})
+
+
 def test_frozen_parameters_may_be_in_no_group(make_engine, batch):
-    def engine_build_optimizer(module):
+    def engine_build_optimizer(module, optim_config):
         module.get_input_embeddings().requires_grad_(False)
-        return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1), None
+        return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=optim_config.lr), None
 
     engine = make_engine(hooks={"engine_build_optimizer": engine_build_optimizer})
-    assert rates(engine, batch, steps=1) == [0.1]
+    assert rates(engine, batch, steps=1) == [engine.config.optim.lr]

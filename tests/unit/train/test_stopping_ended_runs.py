@@ -72,8 +72,8 @@ def test_a_failure_before_the_first_step_says_so(caplog):
         report_failure(RuntimeError("the cause"), 0, "")
         report_failure(KeyboardInterrupt(), 0, "")
     assert caplog.messages[1:] == [
-        "The run failed before its first step.",
-        "The run was ended at once before its first step.",
+        "The run failed at its start.",
+        "The run was ended at once at its start.",
     ]
 
 

@@ -198,4 +198,12 @@ def refused(what: str, *words: str) -> Iterator[None]:
         if missing := [word for word in words if word not in str(error)]:
             raise AssertionError(f"{what} is refused, but not with the words {missing}: {error}") from error
         return
+    except (AssertionError, OSError):
+        raise
+    except Exception as error:
+        names = ", ".join(kind.__name__ for kind in REFUSALS)
+        crash = f"{type(error).__name__}: {error}"
+        raise AssertionError(
+            f"{what} ends with {crash}. That is a crash; refuse with one of {names}."
+        ) from error
     raise AssertionError(f"{what} is not refused.")

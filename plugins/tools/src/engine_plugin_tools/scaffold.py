@@ -76,6 +76,11 @@ def new_plugin(name: str, folder: Path, kind: str = "reward") -> Path:
     files["tests/test_plugin.py"] = own.pop("test_plugin.py")
     files |= {f"src/engine_plugin_{python_name}/{path}": text for path, text in own.items()}
     files["README.md"] = TABLE.sub(lambda _: f"```toml\n{table}```", files["README.md"])
+    tests = "| `tests/test_plugin.py`"
+    for path in sorted(own.keys() - {"plugin.py"}):
+        about = own[path].removeprefix('"""').partition("\n")[0].rstrip('."')
+        row = f"| `src/engine_plugin_{python_name}/{path}` | {about} |\n"
+        files["README.md"] = files["README.md"].replace(tests, row + tests)
     if group == "plugins":  # the entry point above the comment is the one that the comment shows
         files["pyproject.toml"] = STEP_HOOKS.sub("", files["pyproject.toml"])
     if kind in USES_TORCH:

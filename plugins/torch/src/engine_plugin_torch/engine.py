@@ -170,7 +170,7 @@ class TorchEngine(TrainEngine):
                 f"{type(self).__name__}._build_model_optimizer returned no optimizer for a trained role."
             )
         else:
-            check_groups(self.module, self.optimizer, self.context.role)
+            check_groups(self.module, self.optimizer, self.context.role, self.config.optim.lr)
 
     def _refuse_changes(self) -> None:
         """Refuse ``[lora]`` and ``quantize`` for a model that a plugin built together with its optimizer."""

@@ -97,13 +97,20 @@ def optimizer_problem(built: Any) -> str:
     )
 
 
-def check_groups(module: nn.Module, optimizer: torch.optim.Optimizer, role: str) -> None:
-    """Refuse an optimizer that lacks some of the parameters that require gradients.
+def check_groups(module: nn.Module, optimizer: torch.optim.Optimizer, role: str, lr: float) -> None:
+    """Refuse an optimizer that lacks trainable parameters, or whose highest rate is not ``optim.lr``.
 
-    The gradient of such a parameter would never be cleared and would count in the norm for clipping.
+    The gradient of a parameter in no group would never be cleared and would count in the norm for clipping. A schedule or
+    a resume that sets ``optim.lr`` sets the highest rate, and metrics show that rate.
+
+    Args:
+        module: the model.
+        optimizer: the optimizer that a plugin built.
+        role: name of the role.
+        lr: ``optim.lr`` of the role.
 
     Raises:
-        PluginError: parameters are in no group.
+        PluginError: parameters are in no group, or the highest rate is another.
     """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     trainable = {name: id(p) for name, p in module.named_parameters() if p.requires_grad}
@@ -116,6 +123,12 @@ def check_groups(module: nn.Module, optimizer: torch.optim.Optimizer, role: str)
             f"The optimizer ({type(optimizer).__name__}) of the role '{role}' has {len(left_out)} of its "
             f"{len(trainable)} trainable parameters in no group: {shown}. Put them in a group, or set "
             "requires_grad to False."
+        )
+    highest = max(float(group.get("initial_lr", group.get("lr", lr))) for group in optimizer.param_groups)
+    if not math.isclose(highest, lr, rel_tol=1e-6):
+        raise PluginError(
+            f"The highest learning rate of the optimizer's groups is {highest:g}, and {role}.optim.lr is {lr:g}. Schedules and "
+            f"metrics use this key: set it to the highest rate, and give other groups a share of it."
         )
 
 

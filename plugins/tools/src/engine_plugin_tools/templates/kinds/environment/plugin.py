@@ -20,7 +20,7 @@ async def template_name(episode: Any, again: str) -> Any:
     """Let the policy guess the column ``answer`` until it is right or has no turn left.
 
     Args:
-        episode: prompt, turns and tokens; the page Environments of the documentation lists what it has.
+        episode: prompt, turns and tokens; the page 'Multi-turn episodes and tools' lists what it has.
         again: from the options.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The contracts that every environment keeps: the page Contracts of the documentation."""
+"""The contracts that every environment keeps: the page 'Contracts of the conformance kit'."""
 
 from engine_plugin_testing import EnvironmentSuite
 

@@ -1,4 +1,4 @@
-"""The contracts that every train engine keeps, with this model: the page Contracts of the documentation."""
+"""The contracts that every train engine keeps, with this model: the page 'Contracts of the conformance kit'."""
 
 import json
 

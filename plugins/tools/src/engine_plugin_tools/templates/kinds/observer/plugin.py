@@ -30,7 +30,7 @@ def engine_on_event(
     """Print the reward of each step; return why the run ends after this one, or None.
 
     Args:
-        event: what happened; the page Hooks of the documentation lists all.
+        event: what happened; the page 'Hook reference' lists all.
         step: number of the step.
         data: of the event; ``step_finished`` has ``metrics``.
         plugin_options: the table ``[plugin.template_name]``.
