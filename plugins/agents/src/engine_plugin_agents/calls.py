@@ -16,16 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MESSAGE_CHARACTERS = 300
-TYPES: Mapping[str, Any] = {
-    "string": str,
-    "integer": int,
-    "number": (int, float),
-    "boolean": bool,
-    "array": list,
-    "object": dict,
-    "null": type(None),
-}
-"""The types of JSON schemas, and those of Python."""
+JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
 def find_tag(text: str, tag: str) -> str | None:
@@ -52,36 +43,37 @@ def misfit(call: ToolCall, tool: Callable[..., Any], schema: Mapping[str, Any]) 
         tool: the function to call; one in C may have no signature.
         schema: the JSON schema of the parameters, of which ``required`` and the types of ``properties`` are checked.
     """
-    required, properties = schema.get("required"), schema.get("properties")
-    absent = [key for key in (required if isinstance(required, list) else ()) if key not in call.arguments]
-    if absent:
-        return f"{call.name}: missing the argument '{absent[0]}'"
+    required = schema.get("required")
+    for key in required if isinstance(required, list) else ():
+        if key not in call.arguments:
+            return f"{call.name}: missing the argument '{key}'"
     for key, value in call.arguments.items():
-        types = types_of(properties.get(key) if isinstance(properties, Mapping) else None) & TYPES.keys()
-        if types and not any(_is(value, type) for type in types):
-            return f"{call.name}: '{key}' must be of type {' or '.join(sorted(types))}, got {value!r:.60}"
+        types, given = types_of(schema, key), JSON_TYPES.get(type(value), "null")
+        if types and not types & {given, "number" if given == "integer" else given}:
+            return f"{call.name}: '{key}' must be of type {' or '.join(sorted(types))}, got {given}"
     try:
         inspect.signature(tool).bind(**call.arguments)
     except TypeError as error:
         return f"{call.name}: {error}"
-    except ValueError:
-        return ""
+    except ValueError:  # no signature
+        pass
     return ""
 
 
-def types_of(schema: Any) -> set[str]:
-    """Return the types that a property's JSON schema names; empty if it names none."""
+def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
+    """Return the JSON types that the schema of a tool's parameters names for one of them; empty if it names none."""
+    properties = schema.get("properties")
+    types = _types(properties.get(key)) if isinstance(properties, Mapping) else set()
+    return types & {*JSON_TYPES.values(), "null"}
+
+
+def _types(schema: Any) -> set[str]:
     if not isinstance(schema, Mapping):
         return {schema} if isinstance(schema, str) else set()
     parts = [schema.get("type"), "null" if schema.get("nullable") else None]
     for found in (parts[0], schema.get("anyOf"), schema.get("oneOf")):
         parts += found if isinstance(found, list) else ()
-    return set[str]().union(*map(types_of, parts))
-
-
-def _is(value: Any, type: str) -> bool:
-    """Return whether a value is of a type of JSON; True is no number."""
-    return isinstance(value, TYPES[type]) and (type == "boolean" or not isinstance(value, bool))
+    return set[str]().union(*map(_types, parts))
 
 
 def as_answer(text: str, most: int) -> str:

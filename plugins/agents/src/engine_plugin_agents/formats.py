@@ -24,7 +24,7 @@ PARAMETER = re.compile(
     r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))", re.DOTALL
 )
 HERMES_BEGIN = re.compile("<tool_call>|</think>")
-QWEN_BEGIN = re.compile(r"</think>|(?:<tool_call>\s*)?<function=([^>\n]*)>|<tool_call>")
+QWEN_BEGIN = re.compile(r"</think>|(?:<tool_call>\s*)?<function=([^>\n]{0,200})>|<tool_call>")
 QWEN_END = re.compile(r"\s*</function>")
 PYTHON_NAMES = {"True": True, "False": False, "None": None}  # as templates write them
 NO_OBJECT = 'the call must be an object with "name" and "arguments"'
@@ -49,14 +49,17 @@ def hermes(text: str, schemas: Schemas) -> list[ToolCall]:
 def qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
     """Read ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5."""
     calls, at = list[ToolCall](), 0
+    last = text.rfind(
+        "</parameter>"
+    )  # what has no end is not searched for one, which would take quadratic time
     while found := QWEN_BEGIN.search(text, at):
         name, at, arguments = found[1] or "", found.end(), dict[str, Any]()
         if found[0] == "</think>":
             calls = []
             continue
-        while parameter := PARAMETER.match(text, at):
+        while at < last and (parameter := PARAMETER.match(text, at)):
             at = parameter.end()
-            arguments[parameter[1]] = _typed(parameter[2], _property(schemas, name, parameter[1]))
+            arguments[parameter[1]] = _typed(parameter[2], types_of(schemas.get(name, {}), parameter[1]))
         closed = name and QWEN_END.match(text, at)
         calls.append(ToolCall(name, arguments, problem="" if closed else NO_FUNCTION))
     return calls
@@ -136,14 +139,8 @@ def _not_json(error: Exception) -> str:
     return f"the call is not JSON ({getattr(error, 'msg', error)})"
 
 
-def _property(schemas: Schemas, name: str, key: str) -> Any:
-    properties = schemas.get(name, {}).get("properties")
-    return properties.get(key) if isinstance(properties, Mapping) else None
-
-
-def _typed(value: str, schema: Any) -> Any:
-    """Return a value of its schema's type; unchanged if it may be a text, or is not of that type."""
-    types = types_of(schema)
+def _typed(value: str, types: set[str]) -> Any:
+    """Return a value of one of these JSON types; unchanged if it may be a text, or is of none of them."""
     if not types or "string" in types:
         return value
     try:

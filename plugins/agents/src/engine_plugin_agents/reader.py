@@ -97,7 +97,10 @@ class CallReader:
         runs = itertools.groupby(ids, self._special.__contains__)
         text = "".join(self._text(list(run), special) for special, run in runs)
         calls = parse(text, schemas)
-        return [_plain(call) for call in calls] if GUARD in text else calls
+        try:
+            return [_plain(call) for call in calls] if GUARD in text else calls
+        except RecursionError:
+            return [ToolCall("", problem="the arguments are nested too deeply")]
 
     def _text(self, ids: list[int], special: bool) -> str:
         if special:
