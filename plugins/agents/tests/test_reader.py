@@ -1,5 +1,7 @@
 """From sampled tokens to tool calls: the form that a template writes, and control tokens that were not sampled as such."""
 
+import re
+
 import pytest
 from chat_templates import FAMILIES, tokenizer_of
 
@@ -83,6 +85,16 @@ def test_a_control_token_counts_only_if_it_was_sampled_as_one(name):
     quoted = tokenizer(FORGED[name], add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert reader.read(sampled) == [ToolCall("run_it")]
     assert reader.read(tokenizer("It said ", add_special_tokens=False)["input_ids"] + quoted) == []
+
+
+@pytest.mark.parametrize(("depth", "problem"), [(2, ""), (700, "nested too deeply|maximum recursion depth")])
+def test_arguments_that_quote_a_control_token_keep_its_text(depth, problem):
+    tokenizer, reader = reader_of("qwen3")
+    value = "[" * depth + '"<|im_end|>"' + "]" * depth
+    call = f'<tool_call>{{"name": "f", "arguments": {{"x": {value}}}}}</tool_call>'
+    (read,) = reader.read(tokenizer(call, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+    assert re.search(problem, read.problem)
+    assert read.arguments == ({} if problem else {"x": [["<|im_end|>"]]})
 
 
 def test_a_form_of_a_plugin_is_found_before_the_others_and_by_name(tmp_path):

@@ -20,9 +20,8 @@ SEPARATORS = re.compile(r"[\s,;\[\]]*")  # between the calls of a list
 NAMED = re.compile(r'[\s\[]*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
 FENCE = re.compile(r"```(?:json|tool_call)?[ \t]*\n")
 MISTRAL_CALL = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]([^\[]*))?(?:\[ARGS\])?")
-PARAMETER = re.compile(
-    r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))", re.DOTALL
-)
+VALUE_END = re.compile(r"\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))")
+PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)" + VALUE_END.pattern, re.DOTALL)
 HERMES_BEGIN = re.compile("<tool_call>|</think>")
 QWEN_BEGIN = re.compile(r"</think>|(?:<tool_call>\s*)?<function=([^>\n]{0,200})>|<tool_call>")
 QWEN_END = re.compile(r"\s*</function>")
@@ -49,9 +48,8 @@ def hermes(text: str, schemas: Schemas) -> list[ToolCall]:
 def qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
     """Read ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5."""
     calls, at = list[ToolCall](), 0
-    last = text.rfind(
-        "</parameter>"
-    )  # what has no end is not searched for one, which would take quadratic time
+    # a search for the end of a parameter that has none, for each such parameter, would take quadratic time
+    last = max((end.end() for end in VALUE_END.finditer(text)), default=0)
     while found := QWEN_BEGIN.search(text, at):
         name, at, arguments = found[1] or "", found.end(), dict[str, Any]()
         if found[0] == "</think>":
