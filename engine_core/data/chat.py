@@ -149,19 +149,17 @@ class ChatFormat:
         hidden, tools = self._hidden(messages), self._hide(tools, self._outside)
         named = [{**CALLED, **message} if message["role"] == "tool" else message for message in hidden]
         stub, answers = self._mark(1), [message for message in named if message["role"] == "tool"] or [CALLED]
-        turns = [_turn(stub, False), _turn(stub, True, answers), _turn(stub, True, answers[:1])]
-        if any("tool_call_id" in message for message in hidden):
-            turns = [*turns[1:], turns[0]]
-        variants = [[USER, turn, *(named if turn.get("tool_calls") else hidden)] for turn in turns]
+        variants = [[USER, _turn(stub, False), *hidden], [USER, _turn(stub, True, answers), *named]]
+        called = any("tool_call_id" in message for message in hidden)  # first as a call
         try:
-            number, shaped = self._shape(variants, tools, add_generation_prompt=True)
+            number, shaped = self._shape(variants[:: -1 if called else 1], tools, add_generation_prompt=True)
             text, marks = self._unmarked(self._template(shaped, tools, add_generation_prompt=True))
         except BadRow as error:
             raise DataError(
                 f"The chat template cannot append messages to a sampled turn: {error}. Use episode.append(text, "
                 "control_tokens=True) with the text that the model expects; see 'engine check-template'."
             ) from error
-        call = bool(turns[number].get("tool_calls"))
+        call = bool(number) != called
         at, closing = marks[-1][1], self._closing(call)
         found = _any_of(closing | self.ends, "+").search(text, at)
         last = str(self.tokenizer.convert_ids_to_tokens(before[-1])) if before else ""
@@ -439,14 +437,10 @@ def _turn(text: str, call: bool, answers: Sequence[Message] = (CALLED,)) -> Mess
     """Return a turn of the assistant that says ``text``, or makes the calls of ``answers`` with it."""
     if not call:
         return {"role": "assistant", "content": text}
-    calls = [
-        {
-            "id": answer["tool_call_id"],
-            "type": "function",
-            "function": {"name": answer["name"], "arguments": {"x": text}},
-        }
-        for answer in answers
-    ]
+    calls = []
+    for answer in answers:
+        function = {"name": answer["name"], "arguments": {"x": text}}
+        calls.append({"id": answer["tool_call_id"], "type": "function", "function": function})
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 

@@ -45,7 +45,7 @@ def tool(a, b="", c=0, d=False, e=None, **more):
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"a": 1}, {"a": 1, "b": None, "c": 1.5, "d": True, "e": {}}, {"a": 1, "c": [], "unnamed": 3}],
+    [{"a": 1, "c": 1}, {"a": 1, "b": None, "c": 1.5, "d": True, "e": {}}, {"a": 1, "c": [], "unnamed": 3}],
 )
 def test_arguments_of_the_schemas_types_fit(arguments):
     assert misfit(ToolCall("f", arguments), tool, PARAMETERS) == ""

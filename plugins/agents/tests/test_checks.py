@@ -66,16 +66,9 @@ def test_a_reward_of_the_same_name_is_refused(environment):
 TOOL = '{"type": "function", "function": {"name": "add", "description": "Adds"}}'
 
 
-@pytest.mark.parametrize(
-    ("tools", "message"),
-    [
-        (f"({TOOL}, {TOOL})", "environment 'mine' declares the tool 'add' twice. Remove one"),
-        (f"({TOOL}, {{'type': 'function'}})", "environment 'mine' declares tool 2 without a name; expected"),
-    ],
-)
-def test_tools_without_a_name_and_of_one_name_are_refused(environment, tools, message):
-    with pytest.raises(PluginError, match=message):
-        environment(sets("", tools=tools))
+def test_two_tools_of_one_name_are_refused(environment):
+    with pytest.raises(PluginError, match=r"environment 'mine' declares the tool 'add' twice\. Remove one"):
+        environment(sets("", tools=f"({TOOL}, {TOOL})"))
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,14 @@ def test_a_broken_call_hides_no_other_of_the_turn(name):
     assert good == SEARCH
 
 
+@pytest.mark.parametrize("name", ["hermes", "mistral", "llama3", "json"])
+def test_a_call_before_a_broken_one_of_a_list_is_kept(name):
+    before = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]"}.get(name, "")
+    good, broken = getattr(formats, name)(f'{before}[{Q}, {{"name": "search", "arg', SCHEMAS)
+    assert good == SEARCH
+    assert broken.problem.startswith(NOT_JSON)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_text_makes_a_form_fail(name):
     drawn, pieces = random.Random(0), [text for of, text, *_ in [*CASES, *BROKEN] if of == name]

@@ -108,7 +108,7 @@ def check_columns(config: EnvironmentConfig, spec: Environment, columns: Collect
 
 
 def check_tools(label: str, spec: Environment, chat: ChatFormat, shown: bool) -> None:
-    """Refuse an environment that declares a tool without a name or twice, and a chat template that shows no tools.
+    """Refuse an environment that declares a tool twice, and a chat template that does not show its tools.
 
     Args:
         label: the names of the environment and its plugin, for messages.
@@ -117,29 +117,24 @@ def check_tools(label: str, spec: Environment, chat: ChatFormat, shown: bool) ->
         shown: whether prompts show tools; `data.columns.tools` = "" turns that off.
 
     Raises:
-        PluginError: a declaration is wrong.
+        PluginError: two tools have one name.
         ConfigError: the chat template leaves the tools out.
     """
-    names = [name for tool in spec.tools for name in parameters_of([tool]) or [None]]
-    if None in names:
-        shape = '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
-        raise PluginError(f"{label} declares tool {names.index(None) + 1} without a name; expected {shape}.")
+    names = [name for tool in spec.tools for name in parameters_of([tool])]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise PluginError(
-            f"{label} declares the tool '{twice[0]}' twice. Remove one from Environment(tools=...)."
-        )
+        raise PluginError(f"{label} declares the tool '{twice[0]}' twice. Remove one from its Environment.")
     if not (names and shown):
         return
     question = [{"role": "user", "content": "a"}]
     try:
-        missing = chat.prompt(question, spec.tools).text == chat.prompt(question).text
-        reason = "shows no tools in prompts" if missing else ""
+        found = chat.prompt(question, spec.tools).text != chat.prompt(question).text
+        problem = "" if found else "shows no tools in prompts"
     except (BadRow, DataError) as error:
-        reason = f"cannot show them ({error})"
-    if reason:
+        problem = f"cannot show them ({error})"
+    if problem:
         raise ConfigError(
-            f"{label} declares tools ({', '.join(map(str, names))}), but the tokenizer's chat template {reason}. Use a "
-            "tokenizer with tool support ('engine check-template FOLDER'), or describe the tools in the prompts and set "
+            f"{label} declares tools ({', '.join(names)}), but the tokenizer's chat template {problem}. Use a tokenizer "
+            "with tool support ('engine check-template FOLDER'), or describe the tools in the prompts and set "
             'data.columns.tools = "".'
         )
 

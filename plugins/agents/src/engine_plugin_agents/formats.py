@@ -26,7 +26,7 @@ HERMES_BEGIN = re.compile("<tool_call>|</think>")
 QWEN_BEGIN = re.compile(r"</think>|(?:<tool_call>\s*)?<function=([^>\n]{0,200})>|<tool_call>")
 QWEN_END = re.compile(r"\s*</function>")
 PYTHON_NAMES = {"True": True, "False": False, "None": None}  # as templates write them
-NO_OBJECT = 'the call must be an object with "name" and "arguments"'
+NO_OBJECT = (ToolCall("", problem='the call must be an object with "name" and "arguments"'),)
 NO_FUNCTION = "the call must be <function=NAME><parameter=KEY>VALUE</parameter></function>"
 _decode = JSONDecoder().raw_decode
 
@@ -41,7 +41,7 @@ def hermes(text: str, schemas: Schemas) -> list[ToolCall]:
             continue
         read, at = _objects(text, at)
         closed = at == len(text) or text.startswith("</tool_call>", at)
-        calls += read if read and (closed or read[-1].problem) else [ToolCall("", problem=NO_OBJECT)]
+        calls += read if read and (closed or read[-1].problem) else NO_OBJECT
     return calls
 
 
@@ -66,7 +66,7 @@ def qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
 def llama3(text: str, schemas: Schemas) -> list[ToolCall]:
     """Read ``{"name": ..., "parameters": {...}}``, perhaps after ``<|python_tag|>``: Llama 3.1 to 3.3."""
     _, tag, called = text.partition("<|python_tag|>")
-    return (_objects(called)[0] or [ToolCall("", problem=NO_OBJECT)]) if tag else json(text, schemas)
+    return [*(_objects(called)[0] or NO_OBJECT)] if tag else json(text, schemas)
 
 
 def gpt_oss(text: str, schemas: Schemas) -> list[ToolCall]:
@@ -87,7 +87,7 @@ def mistral(text: str, schemas: Schemas) -> list[ToolCall]:
         if named := MISTRAL_CALL.match(part):
             calls.append(_with_arguments(named[1], part[named.end() :], named[2] or ""))
         else:
-            calls += _objects(part)[0] or [ToolCall("", problem=NO_OBJECT)]
+            calls += _objects(part)[0] or NO_OBJECT
     return calls
 
 
@@ -113,10 +113,7 @@ def _objects(text: str, at: int = 0) -> tuple[list[ToolCall], int]:
         except (ValueError, RecursionError) as error:
             return [*calls, ToolCall("", problem=_not_json(error))], at
         name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
-        if not isinstance(name, str):
-            calls.append(ToolCall("", problem=NO_OBJECT))
-        else:
-            calls.append(_call(name, arguments, value.get("id")))
+        calls += (_call(name, arguments, value.get("id")),) if isinstance(name, str) else NO_OBJECT
     return calls, at
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.data.rows import BadRow
 from engine_core.errors import DataError
@@ -40,8 +41,10 @@ class CallReader:
     """
 
     def __init__(self, chat: ChatFormat, plugins: PluginSet, name: str = AUTO) -> None:
-        self._chat, self._plugins, self._name = chat, plugins, name
-        tokenizer: Any = chat.tokenizer
+        names = [*sorted(plugins.local_names("tool_formats")), *FORMATS] if name == AUTO else [name]
+        # loaded here: the set of plugins must not change in the thread of episodes
+        self._forms: dict[str, Parse] = {each: plugins.require("tool_formats", each) for each in names}
+        self._chat, tokenizer = chat, cast("Any", chat.tokenizer)
         self._special = {
             i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
         }
@@ -61,21 +64,16 @@ class CallReader:
     @functools.cached_property
     def _parse(self) -> Parse:
         """The function of the tool format; ``auto`` finds it at the first use, by the call that the template writes."""
-        if self._name != AUTO:
-            return self._of(self._name)
-        names = [*sorted(self._plugins.local_names("tool_formats")), *FORMATS]
-        name = next(filter(self._fits, names), "")
+        if len(self._forms) == 1:
+            return next(iter(self._forms.values()))
+        name = next(filter(self._fits, self._forms), "")
         reason = "which the chat template writes" if name else "because no tool format fits the chat template"
         log.info("Tool calls are read as %s, %s.", name or FALLBACK, reason)
-        return self._of(name or FALLBACK)
-
-    def _of(self, name: str) -> Parse:
-        parse: Parse = self._plugins.require("tool_formats", name)
-        return parse
+        return self._forms[name or FALLBACK]
 
     def _fits(self, name: str) -> bool:
         """Return whether a format reads the call that the chat template writes."""
-        calls = self._read(self._of(name), self._written, {PROBE.name: PROBE_SCHEMA})
+        calls = self._read(self._forms[name], self._written, {PROBE.name: PROBE_SCHEMA})
         return [(call.name, call.arguments) for call in calls] == [(PROBE.name, PROBE.arguments)]
 
     @functools.cached_property
@@ -120,12 +118,7 @@ def parameters_of(tools: Any) -> dict[str, Mapping[str, Any]]:
     return schemas
 
 
-def _plain(value: Any) -> Any:
-    """Return a call, or a part of its arguments, without ``GUARD``."""
-    if isinstance(value, ToolCall):
-        return ToolCall(*map(_plain, (value.name, value.arguments, value.problem, value.id)))
-    if isinstance(value, str):
-        return value.replace(GUARD, "")
-    if isinstance(value, dict):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+def _plain(call: ToolCall) -> ToolCall:
+    """Return a call without ``GUARD``."""
+    arguments = json.loads(json.dumps(call.arguments, ensure_ascii=False).replace(GUARD, ""))
+    return ToolCall(call.name.replace(GUARD, ""), arguments, call.problem, call.id)
