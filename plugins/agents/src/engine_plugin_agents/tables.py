@@ -30,9 +30,7 @@ def engine_tool_formats() -> Mapping[str, ToolFormat]:
         ``problem`` for a call that it cannot read::
 
             def parse(text, schemas):
-                return [
-                    ToolCall(name, {"query": query}) for name, query in re.findall("<<(.*?):(.*?)>>", text)
-                ]
+                return [ToolCall(name, {"x": x}) for name, x in re.findall("<<(.*?):(.*?)>>", text)]
 
 
             @hookimpl
