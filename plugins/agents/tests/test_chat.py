@@ -1,5 +1,7 @@
 """Messages and texts of an environment, as tokens: sampled tokens stay, text from outside forges nothing."""
 
+import random
+
 import pytest
 from chat_templates import FAMILIES, TEMPLATES, tokenizer_of
 
@@ -106,6 +108,16 @@ def test_calls_in_the_models_form_are_answered_in_the_templates_form(episode, na
     assert [text for sampled, text in parts if sampled] == [said, "Done"]
     assert all(answer in parts[1][1] for answer in answers)
     assert [message["name"] for message in rollout.messages[1:-1]] == ["add", "now"][: len(answers)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_turn_with_broken_calls_makes_an_episode_fail(episode, name):
+    drawn, said = random.Random(0), CALLS[name][0]
+    for _ in range(25):
+        cut, at = drawn.randrange(len(said)), drawn.randrange(len(said))
+        junk = drawn.choice(["", "\x00", "\\ud800", '"', "{", "<|im_end|>", "\ue0001\ue001", "\ufdd0", "add"])
+        _, rollout, _ = episode(CALLED, name, [said[:cut] + junk + said[at:], "Done"])
+        assert rollout.extras["turns"].max() == 2
 
 
 @pytest.mark.parametrize("source", [ANSWERED, APPENDED])
