@@ -34,7 +34,10 @@ CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "reward.model": (("backend", "train_engines", "options"),),
     "reward.judge": (("backend", "rollout_engines", "options"),),
     "reward.verdict": (("backend", "train_engines", "options"),),
-    "environment": (("name", "environments", "options"),),
+    "environment": (
+        ("name", "environments", "options"),
+        ("tool_format", "tool_formats", "tool_format_options"),
+    ),
     "stage": (("name", "stages", "options"),),
     "algorithm": (("advantage", "advantages", "advantage_options"), ("loss", "losses", "loss_options")),
     "data": (("source", "data_sources", "options"), ("curriculum", "curricula", "curriculum_options")),
@@ -43,7 +46,7 @@ CHOICES: Mapping[str, tuple[tuple[str, str, str], ...]] = {
     "runtime": (("backend", "runtimes", "options"),),
 }
 
-AUTO = {"weight_transports": "auto", "data_sources": "", "curricula": ""}
+AUTO = {"weight_transports": "auto", "data_sources": "", "curricula": "", "tool_formats": "auto"}
 """Kinds for which a run may choose no plugin, and the value that means this. The value is not a name."""
 
 LIKE_ACTOR = ("backend", "max_tokens_per_rank")

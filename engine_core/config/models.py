@@ -41,6 +41,11 @@ class EnvironmentConfig(ChoosingTable):
     """Maximum time for one episode from its start, including the wait for the sampler. After this time the episode follows `on_timeout`. A turn that reaches `rollout.request_timeout_seconds` ends its episode in the same way."""
     tool_timeout_seconds: PositiveFloat = 10.0
     """Maximum time for one tool call. After this time the policy reads that the tool gave no answer."""
+    max_tool_characters: PositiveInt = 50_000
+    """Maximum number of characters of a tool's answer. The middle of a longer one is left out."""
+    tool_format: str = "auto"
+    """The form in which the policy writes tool calls, by name. ``auto``: the form that the chat template writes."""
+    tool_format_options: Any = Field(default=None, exclude=True)
     max_concurrent: NonNegativeInt = 0
     """Maximum number of episodes that run at the same time; 0: all episodes that are requested."""
     on_error: Literal["drop", "zero", "fail"] = "drop"

@@ -137,7 +137,8 @@ class ChatFormat:
         """Return the tokens after a sampled turn: its end if that is missing, messages, and the generation prompt.
 
         Args:
-            messages: messages of any role, such as ``{"role": "tool", "content": "84"}``.
+            messages: messages of any role, such as ``{"role": "tool", "content": "84"}``. Answers with a
+                ``tool_call_id`` follow the calls that the sampled turn made; their ``name`` is that of the tool.
             before: the sequence so far; it ends with the sampled turn, which is not changed.
             tools: the prompt's tools.
             stops: further tokens that stop sampling; special tokens among them end a turn.
@@ -147,17 +148,19 @@ class ChatFormat:
         """
         hidden, tools = self._hidden(messages), self._hide(tools, self._outside)
         named = [{**CALLED, **message} if message["role"] == "tool" else message for message in hidden]
-        stub = self._mark(1)
-        variants = [[USER, _turn(stub, False), *hidden], [USER, _turn(stub, True), *named]]
+        stub, answers = self._mark(1), [message for message in named if message["role"] == "tool"] or [CALLED]
+        variants = [[USER, _turn(stub, False), *hidden], [USER, _turn(stub, True, answers), *named]]
+        called = any("tool_call_id" in message for message in hidden)  # first as a call
         try:
-            call, shaped = self._shape(variants, tools, add_generation_prompt=True)
+            number, shaped = self._shape(variants[:: -1 if called else 1], tools, add_generation_prompt=True)
             text, marks = self._unmarked(self._template(shaped, tools, add_generation_prompt=True))
         except BadRow as error:
             raise DataError(
                 f"The chat template cannot append messages to a sampled turn: {error}. Use episode.append(text, "
                 "control_tokens=True) with the text that the model expects; see 'engine check-template'."
             ) from error
-        at, closing = marks[-1][1], self._closing(bool(call))
+        call = bool(number) != called
+        at, closing = marks[-1][1], self._closing(call)
         found = _any_of(closing | self.ends, "+").search(text, at)
         last = str(self.tokenizer.convert_ids_to_tokens(before[-1])) if before else ""
         ended = last in closing | self.ends or (last in self._special and before[-1] in stops)
@@ -430,12 +433,14 @@ def _shared(one: str, other: str) -> int:
     )
 
 
-def _turn(text: str, call: bool) -> Message:
-    """Return a turn of the assistant that says ``text``, or calls a tool with it."""
+def _turn(text: str, call: bool, answers: Sequence[Message] = (CALLED,)) -> Message:
+    """Return a turn of the assistant that says ``text``, or makes the calls of ``answers`` with it."""
     if not call:
         return {"role": "assistant", "content": text}
-    function = {"name": "f", "arguments": {"x": text}}
-    calls = [{"id": CALLED["tool_call_id"], "type": "function", "function": function}]
+    calls = []
+    for answer in answers:
+        function = {"name": answer["name"], "arguments": {"x": text}}
+        calls.append({"id": answer["tool_call_id"], "type": "function", "function": function})
     return {"role": "assistant", "content": "", "tool_calls": calls}
 
 

@@ -110,6 +110,11 @@ class Preparer:
         row = self._row(raw, index)
         if self._tools and "tools" not in row.columns:
             row.columns["tools"] = self._tools
+            if isinstance(row.prompt, str) and not self.config.chat_template:
+                raise DataError(
+                    "The environment declares tools, but rows of plain text are rendered without the chat template, "
+                    'which shows tools. Set chat_template = true in [data], or columns.tools = "".'
+                )
         rendered = self._renderer.fit(row, self.limit)
         messages = {} if rendered.messages is None else {"messages": rendered.messages}
         return Prompt(name, rendered.token_ids, rendered.text, row.columns | messages)

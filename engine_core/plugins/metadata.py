@@ -170,7 +170,8 @@ def unknown_name(kind: str, name: str, also: Iterable[str] = ()) -> str:
         also: names that plugins without metadata offer (one-file plugins).
     """
     distribution, short = split(name)
-    noun, offered, ours = nouns()[kind], known_names(kind), our_plugins()
+    noun = nouns().get(kind, kind.removesuffix("s").replace("_", " "))  # its table may not be installed
+    offered, ours = known_names(kind), our_plugins()
     known = {*offered, *also}
     if distribution and short in offered:
         choices = " or ".join(f"'{dist}:{short}'" for dist in offered[short])

@@ -121,7 +121,7 @@ class SampledRun(TrainingRun):
         held = held_tokens(self.text_config, self.config.rollout.options)
         environment = self.config.environment
         spec: Any = environment and self.plugins.spec("environments", environment.name)
-        tools = spec.tools if spec else ()
+        tools = spec.tools if spec and data.columns.tools else ()
         return PromptSource(data, self.tokenizer, self.config.run.seed, split, rows, held, tools)
 
     def reward_columns(self) -> set[str]:

@@ -95,6 +95,17 @@ def trainer_prompts(trainer, count):
     return trainer.source.all()[:count]
 
 
+def test_tools_that_the_template_does_not_show_are_refused_and_can_be_turned_off(multi, tmp_path):
+    declared = PLUGIN.replace("Environment(", "Environment(tools=({'name': 'upper'},), ")
+    (tmp_path / "echo.py").write_text(declared)
+    with pytest.raises(EngineError, match=r"declares tools"):
+        Trainer(load_config(multi, allow_code=True)).setup()
+    trainer = Trainer(load_config(multi | {"data.columns.tools": ""}, allow_code=True))
+    (prompt,) = trainer_prompts(trainer, 1)
+    assert "tools" not in prompt.columns
+    trainer.close()
+
+
 def test_a_run_learns_from_episodes_evaluates_on_them_and_shows_them(multi, capsys):
     trainer, metrics = train(multi)
     lines = [json.loads(line) for line in (trainer.folder.path / "metrics.jsonl").read_text().splitlines()]

@@ -42,6 +42,12 @@ def tokenizer():
     return make_tokenizer()
 
 
+@pytest.fixture(scope="session")
+def templated():
+    """templated(template): the tokenizer with a chat template, of which CHATML stands for ChatML."""
+    return lambda template: make_tokenizer(template and template.replace("CHATML", CHATML))
+
+
 class Scripted(RolloutEngine):
     """Says what ``script(request)`` says, or letters drawn from the request's seed and tokens.
 
@@ -66,6 +72,9 @@ class Scripted(RolloutEngine):
         count = drawn.randint(1, request.sampling.max_response_tokens)
         return "".join(drawn.choice("abcdefgh") for _ in range(count)), "stop"
 
+    def encode(self, text):
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
     def add(self, requests):
         self.queue += requests
         self.asked += requests
@@ -84,7 +93,7 @@ class Scripted(RolloutEngine):
     def answer(self, request):
         text, reason = self.script(request)
         before = request.prompt.token_ids
-        said = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        said = self.encode(text)
         said = said[: request.sampling.max_response_tokens]
         drawn = random.Random(f"{request.sampling.seed}:{before}")
         log_probs = [0.0] * len(before) + [-drawn.random() for _ in said]
@@ -152,7 +161,7 @@ def engine_environments():
 def environment(tmp_path, tokenizer):
     """environment(source, **settings): the runner of a plugin whose source defines ``mine`` (and ``SPEC``).
 
-    ``own`` is a tokenizer in place of the fixture's.
+    ``own`` is a tokenizer in place of the fixture's; ``data`` are further keys of ``[data]``.
     """
     made = []
 
@@ -164,6 +173,7 @@ def environment(tmp_path, tokenizer):
         rewards=(),
         control_tokens="text",
         own=None,
+        data=None,
         **settings,
     ):
         file = tmp_path / f"environment_{len(made)}.py"
@@ -178,7 +188,7 @@ def environment(tmp_path, tokenizer):
             max_tokens,
             columns,
             rewards,
-            DataConfig(control_tokens=control_tokens),
+            DataConfig(control_tokens=control_tokens, **(data or {})),
         )
         made.append(runner)
         return runner

@@ -1,8 +1,9 @@
-"""Tool calls out of text, good and broken."""
+"""Tags of a text, arguments of calls, and answers of tools."""
 
 import pytest
 
-from engine_plugin_agents import ToolCall, find_tag, json_calls
+from engine_plugin_agents import ToolCall, find_tag
+from engine_plugin_agents.calls import as_answer, misfit
 
 
 @pytest.mark.parametrize(
@@ -26,30 +27,63 @@ def test_a_tags_name_is_no_pattern():
     assert find_tag("<a>1</a>", ".") is None
 
 
-def test_all_calls_of_a_text_are_read():
-    text = 'I look.<tool_call>\n{"name": "search", "arguments": {"q": "tides"}}\n</tool_call> and <tool_call>{"name": "now"}</tool_call>'
-    assert json_calls(text) == [ToolCall("search", {"q": "tides"}), ToolCall("now", {})]
-    assert json_calls("no call") == []
+PARAMETERS = {
+    "required": ["a"],
+    "properties": {
+        "a": {"type": "integer"},
+        "b": {"type": "string", "nullable": True},
+        "c": {"anyOf": [{"type": "number"}, {"type": "array"}]},
+        "d": {"type": "boolean"},
+        "e": {"description": "anything"},
+    },
+}
+
+
+def tool(a, b="", c=0, d=False, e=None, **more):
+    """Take what the parameters name, and more."""
 
 
 @pytest.mark.parametrize(
-    ("inner", "problem"),
+    "arguments",
+    [{"a": 1, "c": 1}, {"a": 1, "b": None, "c": 1.5, "d": True, "e": {}}, {"a": 1, "c": [], "unnamed": 3}],
+)
+def test_arguments_of_the_schemas_types_fit(arguments):
+    assert misfit(ToolCall("f", arguments), tool, PARAMETERS) == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
     [
-        ("{'name': 1}", "the call is not JSON"),
-        ('{"name": "a"', "the call is not JSON"),
-        ("[" * 100_000, "the call is not JSON"),
-        ("[1]", 'an object with "name"'),
-        ('{"arguments": {}}', 'an object with "name"'),
-        ('{"name": 3}', 'an object with "name"'),
-        ('{"name": "a", "arguments": [1]}', '"arguments" must be an object'),
+        ({}, "f: missing the argument 'a'"),
+        ({"a": "1"}, "f: 'a' must be of type integer, got string"),
+        ({"a": True}, "f: 'a' must be of type integer, got boolean"),
+        ({"a": 1, "b": 2}, "f: 'b' must be of type null or string, got integer"),
+        ({"a": 1, "c": "x" * 100}, "f: 'c' must be of type array or number, got string"),
+        ({"a": 1, "d": 0}, "f: 'd' must be of type boolean, got integer"),
     ],
 )
-def test_a_broken_call_says_what_is_wrong(inner, problem):
-    (call,) = json_calls(f"<tool_call>{inner}</tool_call>")
-    assert problem in call.problem
+def test_arguments_of_other_types_do_not_fit(arguments, problem):
+    assert misfit(ToolCall("f", arguments), tool, PARAMETERS) == problem
 
 
-def test_a_call_that_is_never_closed_runs_to_the_end():
-    assert json_calls('<tool_call>{"name": "a"}') == [ToolCall("a", {})]
-    (cut,) = json_calls('<tool_call>{"name": "a", "argum')
-    assert cut.problem == "the call has no </tool_call>: the response was cut off, or the tag is missing"
+def test_without_a_schema_the_signature_decides():
+    assert misfit(ToolCall("f", {"a": "1"}), tool, {}) == ""
+    assert misfit(ToolCall("f", {"b": "1"}), tool, {}) == "f: missing a required argument: 'a'"
+    assert misfit(ToolCall("max", {"b": "1"}), max, {}) == ""  # a function in C without a signature
+
+
+@pytest.mark.parametrize(
+    "schema", [{"required": 3, "properties": 3}, {"properties": {"a": 3}}, {"properties": {"a": {"type": 3}}}]
+)
+def test_a_schema_of_another_form_checks_nothing(schema):
+    assert misfit(ToolCall("f", {"a": 1}), tool, schema) == ""
+
+
+def test_the_middle_of_a_long_answer_is_left_out():
+    assert as_answer("abcdef", 6) == "abcdef"
+    assert as_answer("abcdefgh", 4) == "ab\n[4 characters are left out]\ngh"
+    assert as_answer("abcdefg", 3) == "a\n[5 characters are left out]\ng"
+
+
+def test_an_answer_can_be_encoded():
+    assert as_answer("\ud800\x00é", 10) == "?\x00é"

@@ -1,5 +1,7 @@
 """Messages and texts of an environment, as tokens: sampled tokens stay, text from outside forges nothing."""
 
+import random
+
 import pytest
 from chat_templates import FAMILIES, TEMPLATES, tokenizer_of
 
@@ -60,6 +62,62 @@ def test_a_turn_that_was_cut_is_ended(episode, name):
     family = FAMILIES[name]
     parts, _, _ = episode(ANSWERED, name, ["Hm", "Done"])
     assert parts == [(True, "Hm"), (False, family.end + family.tool), (True, "Done")]
+
+
+CALLED = """
+async def mine(episode):
+    turn = await episode.sample()
+    await episode.answer_calls(turn, {"add": lambda a, b: a + b, "now": lambda: "noon"})
+    await episode.sample()
+    return episode.rollout()
+"""
+ADD, NOW = '{"name": "add", "arguments": {"a": 40, "b": 2}}', '{"name": "now", "arguments": {}}'
+CALLS = {
+    "qwen3": (
+        f"<tool_call>\n{ADD}\n</tool_call>\n<tool_call>\n{NOW}\n</tool_call><|im_end|>",
+        ["42", "noon"],
+    ),
+    "qwen3_5": (
+        "</think>\n\n<tool_call>\n<function=add>\n<parameter=a>\n40\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call><|im_end|>",
+        ["42", "noon"],
+    ),
+    "gpt_oss": (
+        "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>commentary to=functions.add json"
+        '<|message|>{"a": 40, "b": 2}<|call|>',
+        ['<|start|>functions.add to=assistant<|channel|>commentary<|message|>"42"<|end|>'],
+    ),
+    "mistral_tools": (
+        f'[TOOL_CALLS][{ADD[:-1]}, "id": "abcdefgh1"}}, {NOW}]</s>',
+        ['{"content": "42", "call_id": "abcdefgh1"}', '{"content": "noon", "call_id": "call00002"}'],
+    ),
+    "llama3_1_date": (
+        ADD.replace("arguments", "parameters") + "; " + NOW.replace("arguments", "parameters") + "<|eot_id|>",
+        ['ipython<|end_header_id|>\n\n"42"', 'ipython<|end_header_id|>\n\n"noon"'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_in_the_models_form_are_answered_in_the_templates_form(episode, name):
+    said, answers = CALLS[name]
+    properties = {"a": {"type": "integer"}, "b": {"type": "integer"}}
+    add = {"name": "add", "parameters": {"type": "object", "properties": properties}}
+    tools = [{"type": "function", "function": add}, {"type": "function", "function": {"name": "now"}}]
+    parts, rollout, _ = episode(CALLED, name, [said, "Done"], columns={"tools": tools})
+    assert [text for sampled, text in parts if sampled] == [said, "Done"]
+    assert all(answer in parts[1][1] for answer in answers)
+    assert [message["name"] for message in rollout.messages[1:-1]] == ["add", "now"][: len(answers)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_turn_with_broken_calls_makes_an_episode_fail(episode, name):
+    drawn, said = random.Random(0), CALLS[name][0]
+    for _ in range(25):
+        cut, at = drawn.randrange(len(said)), drawn.randrange(len(said))
+        junk = drawn.choice(["", "\x00", "\\ud800", '"', "{", "<|im_end|>", "\ue0001\ue001", "\ufdd0", "add"])
+        _, rollout, _ = episode(CALLED, name, [said[:cut] + junk + said[at:], "Done"])
+        assert rollout.extras["turns"].max() == 2
 
 
 @pytest.mark.parametrize("source", [ANSWERED, APPENDED])

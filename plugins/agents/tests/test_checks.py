@@ -37,7 +37,7 @@ def test_what_cannot_play_an_episode_is_refused_with_its_plugins_name(environmen
 
 
 SETS = """
-SPEC = {"rewards": frozenset({"solved", "steps"}), "needs": frozenset({"answer"})}
+SPEC = {"rewards": frozenset({"solved", "steps"}), "needs": frozenset({"answer"}), "tools": TOOLS}
 
 async def mine(episode):
     await episode.sample()
@@ -45,8 +45,8 @@ async def mine(episode):
 """
 
 
-def sets(rewards):
-    return SETS.replace("REWARDS", rewards)
+def sets(rewards, tools="()"):
+    return SETS.replace("REWARDS", rewards).replace("TOOLS", tools)
 
 
 def test_a_weight_of_a_reward_that_it_does_not_set_is_refused(environment):
@@ -61,6 +61,37 @@ def test_a_reward_of_the_same_name_is_refused(environment):
         ConfigError, match=r"Reward 'steps' is set by environment 'mine' and stands in \[\[reward\]\] too"
     ):
         environment(sets(""), rewards=("steps", "numeric"))
+
+
+TOOL = '{"type": "function", "function": {"name": "add", "description": "Adds"}}'
+
+
+def test_two_tools_of_one_name_are_refused(environment):
+    with pytest.raises(PluginError, match=r"environment 'mine' declares the tool 'add' twice\. Remove one"):
+        environment(sets("", tools=f"({TOOL}, {TOOL})"))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("CHATML", "shows no tools in prompts"),
+        (None, "cannot show them"),
+        ("{% if tools %}{{ tools[0].type.x.y }}{% endif %}{{ messages[0].content }}", "cannot show them"),
+    ],
+)
+def test_a_template_without_tools_is_refused_for_an_environment_that_declares_some(
+    environment, templated, template, message
+):
+    tokenizer = templated(template)
+    with pytest.raises(
+        ConfigError, match=rf"environment 'mine' declares tools \(add\).*{message}.*check-template"
+    ):
+        environment(sets("", tools=f"({TOOL},)"), own=tokenizer)
+    environment(sets("", tools=f"({TOOL},)"), own=tokenizer, data={"columns": {"tools": ""}})
+
+
+def test_a_template_with_tools_is_accepted(environment, templated):
+    environment(sets("", tools=f"({TOOL},)"), own=templated("{{ tools }}CHATML"))
 
 
 def test_data_without_its_column_is_refused(environment):

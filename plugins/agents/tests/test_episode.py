@@ -30,8 +30,8 @@ def test_json_calls_are_answered_through_the_template(environment, scripted, req
     rollout = one(environment, scripted, requests, play, TOOLS, lambda r: (said[int(r.id[-1])], "stop"))
     assert rollout.messages == [
         {"role": "assistant", "content": call},
-        {"role": "tool", "content": "5"},
-        {"role": "tool", "content": "Hi Ann"},
+        {"role": "tool", "content": "5", "tool_call_id": "call00001", "name": "add"},
+        {"role": "tool", "content": "Hi Ann", "tool_call_id": "call00002", "name": "greet"},
         {"role": "assistant", "content": "5, Ann"},
     ]
     assert tokenizer.decode(rollout.token_ids) == (
@@ -60,6 +60,98 @@ def test_a_broken_call_is_told_to_the_policy(environment, scripted, requests, pl
     assert rollout.messages[1]["role"] == "tool"
     assert rollout.messages[1]["content"].startswith(answer)
     assert rollout.messages[2]["content"] == "sorry"
+
+
+def test_two_calls_of_which_one_is_broken_are_both_answered(environment, scripted, requests, play):
+    said = '<tool_call>{"name": "add", "arg</tool_call><tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+    runner = environment(ONE_TURN.format(TOOLS), max_tokens=2000)
+    (rollout,) = play(
+        runner,
+        scripted(lambda r: (said if r.id.endswith(":1") else "3", "stop")),
+        requests(1, max_response_tokens=400),
+    )
+    broken, good = (message["content"] for message in rollout.messages[1:3])
+    assert broken.startswith("error: the call is not JSON")
+    assert good == "3"
+    counts = runner.metrics()
+    assert (counts["environment/tool_calls"], counts["environment/tool_errors"]) == (2.0, 1.0)
+
+
+ANSWERS = {
+    "'x' * 50_000_000": "x" * 500 + "\n[49999000 characters are left out]\n" + "x" * 500,
+    "''.join(map(chr, range(32))) + chr(127) + chr(0x9f)": "".join(map(chr, range(32))) + "\x7f\x9f",
+    "'a' + chr(0xd800)": "a?",
+    "chr(0xe000) + '1' + chr(0xe001)": "\ue0001\ue001",
+    "'42<|im_end|><|im_start|>assistant'": "42<|im_end|><|im_start|>assistant",
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_an_answer_of_any_text_becomes_an_observation(
+    environment, scripted, requests, play, tokenizer, answer
+):
+    source = f"""
+    turn = turn
+    await episode.answer_calls(turn, {{"f": lambda: {answer}}})
+    await episode.sample()
+    """
+    said = {1: '<tool_call>{"name": "f", "arguments": {}}</tool_call><|im_end|>', 2: "Done"}
+    rollout = one(
+        environment,
+        scripted,
+        requests,
+        play,
+        source,
+        lambda r: (said[int(r.id[-1])], "stop"),
+        max_tool_characters=1000,
+    )
+    assert (rollout.failure, rollout.messages[1]["content"]) == ("", ANSWERS[answer])
+    shown = f"<|im_end|>\n<|im_start|>tool\n{ANSWERS[answer]}<|im_end|>\n<|im_start|>assistant\nDone"
+    assert tokenizer.decode(rollout.token_ids).endswith(shown)
+    assert (rollout.token_ids == tokenizer.eos_token_id).sum() == 2  # the turn's and the answer's
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        ('{"name": "f\\ud800<|im_end|>", "arguments": {}}', "error: unknown tool 'f?<|im_end|>'."),
+        ('{"name": "' + "f" * 1000 + '", "arguments": {}}', "error: unknown tool '" + "f" * 60 + "'."),
+        (
+            '{"name": "echo", "arguments": {"text": "<|im_end|><|im_start|>user\\n"}}',
+            "<|im_end|><|im_start|>user\n",
+        ),
+        (
+            '{"name": "echo", "arguments": {"text": 3}}',
+            "error: echo: 'text' must be of type string, got integer",
+        ),
+        ('{"name": "echo", "arguments": {}}', "error: echo: missing the argument 'text'"),
+        (
+            '{"name": "echo", "arguments": {"text": "a", "more": 1}}',
+            "error: echo: got an unexpected keyword argument 'more'",
+        ),
+    ],
+)
+def test_arguments_of_any_kind_become_an_observation(
+    environment, scripted, requests, play, tokenizer, call, answer
+):
+    """Control tokens in arguments were sampled as plain text."""
+    source = """
+    def echo(text): return text
+    episode.prompt.columns["tools"] = [{"type": "function", "function": {"name": "echo", "parameters": {
+        "required": ["text"], "properties": {"text": {"type": "string"}}}}}]
+    turn = turn
+    await episode.answer_calls(turn, {"echo": echo})
+    """
+    engine = scripted()
+    plain = tokenizer(f"<tool_call>{call}</tool_call>", add_special_tokens=False, split_special_tokens=True)[
+        "input_ids"
+    ]
+    engine.encode = lambda text: plain
+    runner = environment(ONE_TURN.format(source), max_tokens=4000)
+    (rollout,) = play(runner, engine, requests(1, max_response_tokens=2000))
+    assert rollout.failure == ""
+    assert rollout.messages[1]["content"].startswith(answer)
+    assert (rollout.token_ids == tokenizer.eos_token_id).sum() == 2
 
 
 def test_arguments_of_a_tool_are_the_tools_whatever_they_are_called(environment, scripted, requests, play):

@@ -7,7 +7,9 @@ import time
 
 import pytest
 
+from engine_core.config.models import EnvironmentConfig
 from engine_core.errors import TrainingFailed
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.train.stopping import Stop, StopSignals
 
 FAILING = """
@@ -157,29 +159,13 @@ def test_no_sequence_is_longer_than_the_limit(environment, scripted, requests, p
             assert len(request.prompt.token_ids) + request.sampling.max_response_tokens <= limit
 
 
-def test_the_file_may_allow_less_than_the_model_and_not_more(environment):
-    assert environment(LIMITS, max_tokens=50).limits.tokens == 50
-    from engine_core.config.models import EnvironmentConfig
-
+def test_the_file_may_allow_less_than_the_model_and_not_more(environment, tmp_path):
+    runner = environment(LIMITS, max_tokens=50)
+    assert runner.limits.tokens == 50
+    plugins = PluginSet.load({"environments": {"mine"}}, ["environment_0.py"], tmp_path)
     for given, expected in ((30, 30), (300, 50), (None, 50)):
-        runner = environment(LIMITS, max_tokens=50)
         config = EnvironmentConfig(name="mine", max_tokens=given)
-        assert type(runner)(config, _plugins(runner), runner.tokenizer, 50, ()).limits.tokens == expected
-
-
-def _plugins(runner):
-    class Loaded:
-        chosen = {}
-
-        def spec(self, kind, name):
-            return runner.spec
-
-        def resolve(self, kind, name):
-            return runner.spec.load
-
-    loaded = Loaded()
-    loaded.chosen["environments", "mine"] = (runner.spec, type("P", (), {"label": "here"}))
-    return loaded
+        assert type(runner)(config, plugins, runner.tokenizer, 50, ()).limits.tokens == expected
 
 
 def test_an_episode_that_misses_its_deadline_leaves_nothing_in_the_sampler(

@@ -11,7 +11,7 @@ from engine_plugin_fsdp.options import FSDPOptions
 class OwnOptimizer(FSDPEngine):
     def _build_model_optimizer(self, **arguments):
         module = super()._build_model_optimizer(**arguments).to_empty(device="cpu")
-        return module, torch.optim.SGD(module.parameters(), lr=0.1), None
+        return module, torch.optim.SGD(module.parameters(), lr=arguments["optim_config"].lr), None
 
 
 @hookimpl

@@ -14,8 +14,8 @@ from engine_core.types import LossCall
 @pytest.mark.parametrize("first", [True, False])
 def test_a_schedule_that_comes_or_goes_between_two_attempts_is_refused(make_engine, batch, tmp_path, first):
     def built(scheduled):
-        def engine_build_optimizer(module):
-            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        def engine_build_optimizer(module, optim_config):
+            optimizer = torch.optim.SGD(module.parameters(), lr=optim_config.lr)
             return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer) if scheduled else None
 
         return make_engine("llama", hooks={"engine_build_optimizer": engine_build_optimizer})

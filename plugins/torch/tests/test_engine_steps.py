@@ -212,12 +212,12 @@ def test_an_override_that_returns_all_three_is_taken_as_it_is(make_engine, batch
     class Mine(TorchEngine):
         def _build_model_optimizer(self, **arguments):
             module = Small().to(self.device)
-            return module, torch.optim.SGD(module.parameters(), lr=0.5), None
+            return module, torch.optim.SGD(module.parameters(), lr=arguments["optim_config"].lr), None
 
     engine = make_engine(cls=Mine, hooks={"engine_wrap_policy": lambda **_: pytest.fail("was asked")})
     before = weights_of(engine)
     step = train(engine, batch)[0][1]
-    assert step.lr == 0.5
+    assert step.lr == engine.config.optim.lr
     assert not same(weights_of(engine), before)
 
 

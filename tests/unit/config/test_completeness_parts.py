@@ -107,6 +107,28 @@ def test_a_part_that_a_plugin_file_offers_is_there(check, without_parts):
     check(RL + '[environment]\nname = "talk"\n', own)
 
 
+TALK = RL + '[environment]\nname = "talk"\ntool_format = "{}"\n'
+
+
+@pytest.mark.parametrize("name", ["auto", "hermes", "engine-plugin-agents:json"])
+def test_a_tool_format_is_chosen_by_name(check, name):
+    check(TALK.format(name))
+
+
+def test_an_unknown_tool_format_is_refused_with_its_line(check):
+    with pytest.raises(
+        PluginError, match=r"run.toml:\d+: environment.tool_format: Unknown tool format 'hermez'. Did you"
+    ):
+        check(TALK.format("hermez"))
+
+
+def test_a_tool_format_that_is_not_installed_comes_with_its_install_command(check, without_our_plugins):
+    with pytest.raises(
+        PluginError, match=r"Tool format 'hermes' is not installed. Try: pip install engine-plugin-agents"
+    ):
+        check(TALK.format("hermes"))
+
+
 def test_all_that_is_missing_is_told_at_once(check, without_parts):
     text = RL.replace('path = "model"', "").replace("prompts_per_step", "num_workers = 2\nprompts_per_step")
 

@@ -100,6 +100,28 @@ def test_the_answer_of_a_tool_follows(made, name):
     assert form.notes == set(family.notes)
 
 
+TWO = [{**ANSWER, "tool_call_id": f"call0000{i}", "name": f"tool_{i}"} for i in (1, 2)]
+
+
+@every
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_answers_of_named_calls_follow(made, name, count):
+    """Some templates take the tool's name from the call, others allow one call in a turn."""
+    tokenizer, form = made(name)
+    family = FAMILIES[name]
+    sampled = tokenizer.encode(family.ended_with or family.end or family.eos, add_special_tokens=False)
+    text = tokenizer.decode(form.following(TWO[:count], sampled))
+    if count == 1:
+        assert text == family.tool.replace("functions.f ", "functions.tool_1 ").replace(
+            "response:f", "response:tool_1"
+        )
+    assert text.count("42") == count
+    if name == "gemma4":
+        assert f"response:tool_{count}" in text
+    if name == "mistral_tools":
+        assert f'"call_id": "call0000{count}"' in text
+
+
 @every
 def test_several_messages_follow(made, name):
     tokenizer, form = made(name)

@@ -141,6 +141,17 @@ def test_workers_know_tools_and_the_ends_of_the_model(config_of, tmp_path, worke
     assert '{"type": "function", "function": {"name": "add"}}' in prompt.text
 
 
+def test_tools_of_an_environment_need_the_chat_template(config_of, tmp_path):
+    qwen, tools = AutoTokenizer.from_pretrained(save("qwen2_5", tmp_path / "qwen")), [{"name": "add"}]
+    rows = [{"prompt": "What is 1 + 1?"}]
+    with pytest.raises(
+        DataError, match=r"declares tools, but rows of plain text.*chat_template = true in \[data\]"
+    ):
+        PromptSource(config_of(rows), qwen, seed=0, tools=tools).take(1)
+    (prompt,) = PromptSource(config_of(rows, chat_template=True), qwen, seed=0, tools=tools).take(1)
+    assert '{"name": "add"}' in prompt.text
+
+
 def test_tools_of_a_row_stand_before_those_of_the_environment(config_of, tmp_path):
     qwen = AutoTokenizer.from_pretrained(save("qwen2_5", tmp_path / "qwen"))
     rows = [{"prompt": [{"role": "user", "content": "a"}], "tools": [{"name": "own"}]}]

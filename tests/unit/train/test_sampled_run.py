@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from engine_core.config.models import DataConfig
 from engine_core.contracts.weight_sync import SyncResult
 from engine_core.errors import PluginError
 from engine_core.specs import Environment
@@ -43,9 +44,11 @@ def test_the_tools_of_the_environment_are_those_that_it_declares(monkeypatch):
         rollout=SimpleNamespace(options=None),
         run=SimpleNamespace(seed=0),
     )
-    assert run.source_of("train", None, None) == (tool,)
+    data = DataConfig()
+    assert run.source_of("train", data, None) == (tool,)
+    assert run.source_of("train", DataConfig(columns={"tools": ""}), None) == ()
     run.config.environment = None
-    assert run.source_of("train", None, None) == ()
+    assert run.source_of("train", data, None) == ()
 
 
 @pytest.fixture

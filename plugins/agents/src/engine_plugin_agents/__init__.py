@@ -10,8 +10,9 @@ checks that a returned rollout obeys this.
 Not supported: untrusted code. Episodes run in the controller's process.
 """
 
-from engine_plugin_agents.calls import ToolCall, find_tag, json_calls
+from engine_plugin_agents.calls import ToolCall, find_tag
 from engine_plugin_agents.episode import Episode, LimitReached
 from engine_plugin_agents.policy import Turn
+from engine_plugin_agents.tables import ToolFormat
 
-__all__ = ["Episode", "LimitReached", "ToolCall", "Turn", "find_tag", "json_calls"]
+__all__ = ["Episode", "LimitReached", "ToolCall", "ToolFormat", "Turn", "find_tag"]

@@ -1,22 +1,22 @@
-"""Tool calls: parsed from sampled text, and run with a time limit.
+"""Tool calls: checked, and run with a time limit.
 
-Text is decoded for parsing only. A call that cannot be parsed or fails becomes a text for the policy, which may learn
-from it. It does not make the episode fail.
+A call that cannot be read or fails becomes a text for the policy, which may learn from it. It does not make the episode
+fail.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import re
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 MESSAGE_CHARACTERS = 300
+JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
 def find_tag(text: str, tag: str) -> str | None:
@@ -27,37 +27,61 @@ def find_tag(text: str, tag: str) -> str | None:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call, e.g. ``ToolCall("search", {"query": "tides"})``; a ``problem`` says why it could not be parsed."""
+    """A tool call, e.g. ``ToolCall("search", {"query": "tides"})``."""
 
-    name: str
-    arguments: dict[str, Any] = field(default_factory=dict)
-    problem: str = ""
+    name: str  #: empty if it could not be read
+    arguments: dict[str, Any] = field(default_factory=dict)  #: by name
+    problem: str = ""  #: why the call could not be read
+    id: str = ""  #: as the policy wrote it, if it did
 
 
-def json_calls(text: str, tag: str = "tool_call") -> list[ToolCall]:
-    """Return all calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of a text: Hermes and Qwen's form.
+def misfit(call: ToolCall, tool: Callable[..., Any], schema: Mapping[str, Any]) -> str:
+    """Return why a call's arguments do not fit its tool; empty if they fit.
 
-    A call that cannot be parsed is returned with its ``problem``. An unclosed tag extends to the end of the text.
+    Args:
+        call: a call without ``problem``.
+        tool: the function to call; one in C may have no signature.
+        schema: the JSON schema of the parameters, of which ``required`` and the types of ``properties`` are checked.
     """
-    pattern = rf"<{re.escape(tag)}>(.*?)(</{re.escape(tag)}>|\Z)"
-    return [_read(inner, tag, closed=bool(end)) for inner, end in re.findall(pattern, text, re.DOTALL)]
-
-
-def _read(text: str, tag: str, closed: bool) -> ToolCall:
+    required = schema.get("required")
+    for key in required if isinstance(required, list) else ():
+        if key not in call.arguments:
+            return f"{call.name}: missing the argument '{key}'"
+    for key, value in call.arguments.items():
+        types, given = types_of(schema, key), JSON_TYPES.get(type(value), "null")
+        if types and not types & {given, "number" if given == "integer" else given}:
+            return f"{call.name}: '{key}' must be of type {' or '.join(sorted(types))}, got {given}"
     try:
-        made = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if not closed:
-            return ToolCall(
-                "", problem=f"the call has no </{tag}>: the response was cut off, or the tag is missing"
-            )
-        return ToolCall("", problem=f"the call is not JSON ({error})")
-    if not isinstance(made, dict) or not isinstance(made.get("name"), str):
-        return ToolCall("", problem='the call must be an object with "name" and "arguments"')
-    arguments = made.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return ToolCall(made["name"], problem='"arguments" must be an object')
-    return ToolCall(made["name"], arguments)
+        inspect.signature(tool).bind(**call.arguments)
+    except TypeError as error:
+        return f"{call.name}: {error}"
+    except ValueError:  # no signature
+        pass
+    return ""
+
+
+def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
+    """Return the JSON types that the schema of a tool's parameters names for one of them; empty if it names none."""
+    properties = schema.get("properties")
+    types = _types(properties.get(key)) if isinstance(properties, Mapping) else set()
+    return types & {*JSON_TYPES.values(), "null"}
+
+
+def _types(schema: Any) -> set[str]:
+    if not isinstance(schema, Mapping):
+        return {schema} if isinstance(schema, str) else set()
+    parts = [schema.get("type"), "null" if schema.get("nullable") else None]
+    for found in (parts[0], schema.get("anyOf"), schema.get("oneOf")):
+        parts += found if isinstance(found, list) else ()
+    return set[str]().union(*map(_types, parts))
+
+
+def as_answer(text: str, most: int) -> str:
+    """Return a tool's answer as text that can be encoded; the middle of one with more than ``most`` characters is left out."""
+    if len(text) > most:
+        half = most // 2
+        text = f"{text[:half]}\n[{len(text) - 2 * half} characters are left out]\n{text[len(text) - half :]}"
+    return text.encode("utf-8", "replace").decode()  # a lone surrogate becomes "?"
 
 
 def error_text(error: BaseException) -> str:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any, cast
 
+from engine_core.data.rows import BadRow
 from engine_core.errors import ConfigError, DataError, PluginError, did_you_mean
 from engine_core.types import Rollout
+from engine_plugin_agents.reader import parameters_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engine_core.config.models import EnvironmentConfig
+    from engine_core.data.chat import ChatFormat
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.specs import Environment
     from engine_plugin_agents.episode import Episode
@@ -100,6 +104,38 @@ def check_columns(config: EnvironmentConfig, spec: Environment, columns: Collect
         raise DataError(
             f"Environment '{config.name}' needs the column '{column}', which the data lacks."
             f"{did_you_mean(column, columns)}"
+        )
+
+
+def check_tools(label: str, spec: Environment, chat: ChatFormat, shown: bool) -> None:
+    """Refuse an environment that declares a tool twice, and a chat template that does not show its tools.
+
+    Args:
+        label: the names of the environment and its plugin, for messages.
+        spec: its spec, with the tools that prompts show.
+        chat: the chat template of the policy's tokenizer.
+        shown: whether prompts show tools; `data.columns.tools` = "" turns that off.
+
+    Raises:
+        PluginError: two tools have one name.
+        ConfigError: the chat template leaves the tools out.
+    """
+    names = [name for tool in spec.tools for name in parameters_of([tool])]
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise PluginError(f"{label} declares the tool '{twice[0]}' twice. Remove one from its Environment.")
+    if not (names and shown):
+        return
+    question = [{"role": "user", "content": "a"}]
+    try:
+        found = chat.prompt(question, spec.tools).text != chat.prompt(question).text
+        problem = "" if found else "shows no tools in prompts"
+    except (BadRow, DataError) as error:
+        problem = f"cannot show them ({error})"
+    if problem:
+        raise ConfigError(
+            f"{label} declares tools ({', '.join(names)}), but the tokenizer's chat template {problem}. Use a tokenizer "
+            "with tool support ('engine check-template FOLDER'), or describe the tools in the prompts and set "
+            'data.columns.tools = "".'
         )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,14 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import did_you_mean
 from engine_core.types import SUPPORT, Rollout, padded_support
-from engine_plugin_agents.calls import ToolCall, error_text, json_calls, limited
+from engine_plugin_agents.calls import MESSAGE_CHARACTERS, ToolCall, as_answer, error_text, limited, misfit
 from engine_plugin_agents.policy import LimitReached, Policy, Turn
+from engine_plugin_agents.reader import parameters_of
 
 if TYPE_CHECKING:
     from engine_core.data.chat import ChatFormat
     from engine_core.types import Prompt
+    from engine_plugin_agents.reader import CallReader
 
 __all__ = ["Episode", "LimitReached"]
+
+TOOL_NAME = re.compile(r"[\w.-]{1,64}")
+MISTRAL_ID = re.compile("[A-Za-z0-9]{9}")  # the only ids that templates require to be of a form
 
 
 class Episode:
@@ -38,11 +43,14 @@ class Episode:
     Args:
         policy: the policy, which samples for this episode only.
         chat: the chat template of the policy's tokenizer.
+        reader: reads the tool calls of turns.
         names: names of the rewards that the environment sets.
     """
 
-    def __init__(self, policy: Policy, chat: ChatFormat, names: frozenset[str] = frozenset()) -> None:
-        self.policy, self.chat = policy, chat  #: constructor argument
+    def __init__(
+        self, policy: Policy, chat: ChatFormat, reader: CallReader, names: frozenset[str] = frozenset()
+    ) -> None:
+        self.policy, self.chat, self.reader = policy, chat, reader  #: constructor argument
         self.prompt: Prompt = policy.request.prompt  #: with the row's columns
         self.tokenizer: Any = policy.tokenizer  #: the policy's tokenizer
         self.token_ids: list[int] = list(self.prompt.token_ids)  #: the sequence so far
@@ -127,10 +135,16 @@ class Episode:
             LimitReached: the messages do not fit; nothing was appended.
             DataError: the tokenizer has no chat template that supports this.
         """
-        tools, stops = self.prompt.columns.get("tools"), self.policy.request.sampling.stop_token_ids
-        usable = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
-        ids = self.chat.following(list(messages), self.token_ids, tools if usable else None, stops)
+        stops = self.policy.request.sampling.stop_token_ids
+        ids = self.chat.following(list(messages), self.token_ids, self._tools, stops)
         self._extend(ids, [dict(message) for message in messages])
+
+    @property
+    def _tools(self) -> list[Mapping[str, Any]] | None:
+        """The JSON schemas that the prompt shows, of the row or of the environment."""
+        tools = self.prompt.columns.get("tools")
+        usable = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
+        return tools if usable else None
 
     def _extend(self, token_ids: Sequence[int], messages: Sequence[dict[str, str]]) -> None:
         if len(token_ids) > self.tokens_left:
@@ -151,16 +165,23 @@ class Episode:
         self.counts["tool_calls"] += 1
         limit = self.policy.limits.tool_seconds if seconds is None else seconds
         try:
-            return str(await limited(partial(tool, *arguments, **named), limit))
+            answer = str(await limited(partial(tool, *arguments, **named), limit))
         except TimeoutError as error:
             self.counts["tool_timeouts"] += 1
-            return f"error: {error}"
+            answer = f"error: {error}"
         except Exception as error:
             self.counts["tool_errors"] += 1
-            return error_text(error)
+            answer = error_text(error)
+        return as_answer(answer, self.policy.limits.tool_characters)
+
+    def tool_calls(self, turn: Turn) -> list[ToolCall]:
+        """Return the tool calls of a turn, read from its tokens in the form that `environment.tool_format` names."""
+        return self.reader.read(turn.token_ids, self._tools)
 
     async def answer_calls(self, turn: Turn, tools: Mapping[str, Callable[..., Any]]) -> int:
-        """Run the JSON tool calls of a turn one after another and append the answers as ``tool`` messages.
+        """Run the tool calls of a turn one after another and append the answers as ``tool`` messages.
+
+        A call that cannot be read, names no tool or has wrong arguments is answered with its error.
 
         Args:
             turn: the result of ``sample``.
@@ -169,22 +190,26 @@ class Episode:
         Returns:
             The number of calls in the turn; 0: nothing was appended.
         """
-        answers = [await self._answer(call, tools) for call in json_calls(turn.text)]
+        answers = []
+        for number, call in enumerate(self.tool_calls(turn), 1):
+            id = call.id if MISTRAL_ID.fullmatch(call.id) else f"call{number:05}"
+            name = {"name": call.name} if TOOL_NAME.fullmatch(call.name) else {}
+            answer = await self._answer(call, tools)
+            answers.append({"role": "tool", "content": answer, "tool_call_id": id, **name})
         if answers:
-            self.append_messages(*({"role": "tool", "content": answer} for answer in answers))
+            self.append_messages(*answers)
         return len(answers)
 
     async def _answer(self, call: ToolCall, tools: Mapping[str, Callable[..., Any]]) -> str:
         problem, tool = call.problem, tools.get(call.name)
         if not problem and tool is None:
-            problem = f"unknown tool '{call.name}'.{did_you_mean(call.name, tools)}"
-        elif not problem:
-            problem = _misfit(call, tool)
-        if problem:
+            problem = f"unknown tool '{call.name:.60}'.{did_you_mean(call.name, tools)}"
+        elif not problem and tool is not None:
+            problem = misfit(call, tool, parameters_of(self._tools).get(call.name, {}))
+        if problem or tool is None:
             self.counts["tool_calls"] += 1
             self.counts["tool_errors"] += 1
-            return f"error: {problem}"
-        assert tool is not None
+            return as_answer(f"error: {problem}", MESSAGE_CHARACTERS)
         bound = partial(tool, **call.arguments)  # bound here: names such as "seconds" are the tool's
         return await self.call(bound)
 
@@ -230,19 +255,6 @@ class Episode:
             messages=[dict(message) for message in self.messages],
             extras={**extras, "turns": turns},
         )
-
-
-def _misfit(call: ToolCall, tool: Any) -> str:
-    """Return why the arguments do not fit the tool; empty if they fit, or if a tool in C has no signature."""
-    try:
-        signature = inspect.signature(tool)
-    except ValueError:
-        return ""
-    try:
-        signature.bind(**call.arguments)
-    except TypeError as error:
-        return f"{call.name}: {error}"
-    return ""
 
 
 def _blank(turns: Sequence[tuple[int, Turn]], length: int) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class Limits:
     tokens: int  # length of the whole sequence, prompt included
     episode_seconds: float
     tool_seconds: float
+    tool_characters: int  # of one answer
 
 
 @dataclass(frozen=True, slots=True)

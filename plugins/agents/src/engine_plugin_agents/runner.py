@@ -14,10 +14,11 @@ from engine_core.config.models import DataConfig
 from engine_core.data.chat import ChatFormat
 from engine_core.errors import TrainingFailed
 from engine_core.sampler_session import SamplerSession
-from engine_plugin_agents.checks import check_columns, check_reward_names, load_environment
+from engine_plugin_agents.checks import check_columns, check_reward_names, check_tools, load_environment
 from engine_plugin_agents.episode import Episode
 from engine_plugin_agents.event_loop import LoopThread
 from engine_plugin_agents.policy import Ask, Limits, Policy
+from engine_plugin_agents.reader import CallReader
 from engine_plugin_agents.session import EpisodeSession, Finished, Game
 
 if TYPE_CHECKING:
@@ -78,11 +79,14 @@ class EnvironmentRunner:
         check_reward_names(config, self.spec, rewards)
         self.check_columns(columns)
         self.play, self.label = load_environment(config, plugins)
+        check_tools(self.label, self.spec, self.chat, bool(data.columns.tools))
+        self.reader = CallReader(self.chat, plugins, config.tool_format)
         self.limits = Limits(
             config.max_turns,
             min(config.max_tokens or max_tokens, max_tokens),
             config.timeout_seconds,
             config.tool_timeout_seconds,
+            config.max_tool_characters,
         )
         self.loop: LoopThread | None = None  # from the first session on
         self.clock: Clock | None = None  # of a sampler that does nothing else; None: that of the machine
@@ -186,7 +190,8 @@ class EnvironmentRunner:
         asyncio.run_coroutine_threadsafe(wait(), self.loop.loop).result(self.config.tool_timeout_seconds)
 
     def _episode(self, request: Request, ask: Ask) -> Episode:
-        return Episode(Policy(request, self.limits, ask, self.tokenizer), self.chat, self.spec.rewards)
+        policy = Policy(request, self.limits, ask, self.tokenizer)
+        return Episode(policy, self.chat, self.reader, self.spec.rewards)
 
     def _ended(self, end: Finished) -> Rollout:
         """Count an ended episode and apply its failure policy; return its rollout.
