@@ -172,8 +172,8 @@ def commands_page() -> str:
                 parts.append(command_part(f"engine {name.replace('.', ' ')}", one, type(context), owner))
     return page(
         "Command reference",
-        "For use of the shell: every command with its arguments and options, as `engine COMMAND --help` shows them, and the\n"
-        "distribution that brings it. [Command line](../cli.md) has an example of each.",
+        "For use of the shell: every command with its arguments, options and an example, as `engine COMMAND --help` shows them, and\n"
+        "the distribution that brings it. [Command line](../cli.md) explains what the commands share.",
         *parts,
     )
 
@@ -186,9 +186,13 @@ def command_part(name: str, command: Any, context: Any, owner: str) -> str:
     ]
     rows = [[f"`{re.sub(r' <.*?>$', '', shown[0])}`", " ".join(shown[1].split())] for _, shown in parameters]
     usage = " ".join([name, *arguments, *(["[OPTIONS]"] if len(rows) > len(arguments) else [])])
-    about = inspect.cleandoc(command.help or "")
+    about, _, example = inspect.cleandoc(command.help or "").partition("\n\nExample: ")
+    shown = f"```console\n$ {example}\n```"
     options = table(["argument or option", "what it does"], rows)
-    return "\n\n".join([f"## {name}", f"```text\n{usage}\n```", about, f"Distribution: `{owner}`.", options])
+    text = f"```text\n{usage}\n```"
+    return "\n\n".join(
+        [f"## {name}", text, about, *([shown] if example else []), f"Distribution: `{owner}`.", options]
+    )
 
 
 # -- exit codes -------------------------------------------------------------

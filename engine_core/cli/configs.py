@@ -24,6 +24,10 @@ KEY = re.compile(r"(?P<key>[a-z_]+(\.[\w.\"/*-]+)?): ")
 def validate(files: Files, sets: Sets = None, allow_code: AllowCode = False, as_json: Json = False) -> int:
     """Check a run file: keys, types, names, plugins, files and their columns. Loads no torch.
 
+    The last lines say whether each backend was tested with models of this type.
+
+    Example: engine validate run.toml
+
     Raises:
         EngineError: the run file is not valid; with ``--json`` the problems are printed instead.
     """
@@ -80,7 +84,10 @@ def show(
     allow_code: AllowCode = False,
     as_json: Json = False,
 ) -> None:
-    """Print the resolved config: every key with the value that a run would use."""
+    """Print the resolved config: every key with the value that a run would use.
+
+    Example: engine config show run.toml --origin
+    """
     config = read(files, sets, allow_code=allow_code)
     rows = origins(config)
     if as_json:

@@ -34,7 +34,12 @@ def train(
     ] = False,
     allow_code: AllowCode = False,
 ) -> None:
-    """Train as the run file says; prints the run folder at the end."""
+    """Train as the run file says; prints the run folder at the end.
+
+    With --dry-run it also prints which roles share which processes, and calls each reward on a made-up response.
+
+    Example: engine train run.toml --set actor.optim.lr=2e-6 --steps 20
+    """
     config = read(files, sets, steps, allow_code)
     if dry_run:
         with closing(trainer_of(config)) as trainer, placing(config):
@@ -60,6 +65,8 @@ def resume(
 
     The config is that of the run's last attempt, changed by --set. Changes since the checkpoint are
     listed; a change that does not fit the checkpoint is refused.
+
+    Example: engine resume latest --steps 24 --set actor.optim.lr=1e-5 --strict
     """
     from engine_core.train.checkpointing import Resume
 

@@ -316,7 +316,7 @@ def not_printed(expected: list[str], printed: str) -> list[str]:
 
 LONG = {
     "conformance.md": "a pytest for each of its suites; tests/conformance runs them all",
-    "cli.md": "every command once; tests/unit/cli runs each",
+    "reference/commands.md": "every command once; tests/unit/cli runs each",
     "fsdp.md": "runs of several processes; plugins/fsdp/tests/test_run.py",
     "precision.md": "a run for each type; plugins/torch/tests/test_precision.py",
     "custom_model.md": "a package and its kit; tests/conformance/test_custom_model.py",

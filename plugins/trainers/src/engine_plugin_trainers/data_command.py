@@ -40,6 +40,8 @@ def data(
     """List the public data sets, or show how a run file uses one; with OUT, also write its rows as Parquet files.
 
     The output for one set is a part of a run file: comments with license, revision and number of rows, then the keys.
+
+    Example: engine data ultrafeedback
     """
     if not name:
         print_table([line(name, chosen) for name, chosen in SETS.items()], HEADER)

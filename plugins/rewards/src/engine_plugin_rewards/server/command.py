@@ -48,6 +48,8 @@ def serve_reward(
 
     Prints the address when it is ready. Requests that run at the end are still answered. A host that other machines
     reach needs --token-env.
+
+    Example: engine serve-reward scorer --port 8000
     """
     from engine_plugin_rewards.server.server import RewardServer, require_token
     from engine_plugin_rewards.server.service import RewardService, read_service

@@ -47,6 +47,8 @@ def train(
 
     Tokens are random and the loss is on what follows the prompts. 'actor.max_tokens_per_rank' is the size
     of a micro-batch, as in a run. Raises an error if the prompts fill the sequences.
+
+    Example: engine bench train run.toml --sequences 8 --length 96 --prompt 32 --steps 2 --warmup 1
     """
     from engine_plugin_tools.bench.parts import bench_train
 
@@ -72,7 +74,10 @@ def rollout(
     allow_code: AllowCode = False,
     as_json: Json = False,
 ) -> None:
-    """Sampling: generated tokens a second."""
+    """Sampling: generated tokens a second.
+
+    Example: engine bench rollout run.toml --prompts 4 --prompt 32 --response 16 --steps 2
+    """
     from engine_plugin_tools.bench.parts import bench_rollout
 
     with _config(file, shape, sets, allow_code) as config:
@@ -88,7 +93,10 @@ def sync(
     allow_code: AllowCode = False,
     as_json: Json = False,
 ) -> None:
-    """Bringing the actor's weights to the sampler: seconds, bytes, bandwidth."""
+    """Bringing the actor's weights to the sampler: seconds, bytes, bandwidth.
+
+    Example: engine bench sync run.toml
+    """
     from engine_plugin_tools.bench.parts import bench_sync
 
     with _config(file, shape, sets, allow_code) as config:
@@ -103,7 +111,10 @@ def step(
     allow_code: AllowCode = False,
     as_json: Json = False,
 ) -> None:
-    """Whole steps of the run on its own data: seconds of each phase. Nothing is kept."""
+    """Whole steps of the run on its own data: seconds of each phase. Nothing is kept.
+
+    Example: engine bench step run.toml --steps 2 --warmup 1
+    """
     from engine_plugin_tools.bench.parts import bench_step
 
     _show(bench_step(read([file], sets=sets, allow_code=allow_code), steps, warmup, trainer_of), as_json)

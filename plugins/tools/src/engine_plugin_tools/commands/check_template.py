@@ -47,6 +47,8 @@ def check_template(
 
     Each line is ok, a warning where the engine handles it in another way, or a problem where such rows are
     refused; exit code 4 when there is a problem.
+
+    Example: engine check-template tiny/chat
     """
     tokenizer = load_tokenizer(ModelConfig(path=model), "MODEL")
     return show_checks(check_lines(tokenizer), as_json, DataError.exit_code)

@@ -42,6 +42,8 @@ def compare(
     The difference is taken on each prompt before it is averaged: what makes a prompt hard for both is not
     counted as uncertainty, so that smaller differences show than from two separate intervals. Evaluations without a
     common set raise an error.
+
+    Example: engine compare after before
     """
     ours, theirs = evaluations(first), evaluations(second)
     if len(ours) == len(theirs) == 1:

@@ -37,6 +37,8 @@ def demo(
 
     It starts over: what an earlier demo left in the folder is deleted. The last line printed holds the held-out
     accuracy before and after GRPO.
+
+    Example: engine demo --folder demo
     """
     start = time.monotonic()
     for package, extra in (("tensorboard", "tensorboard"), ("matplotlib", "report")):

@@ -33,6 +33,8 @@ def doctor(
     """Look at Python, memory, shared memory, open files, disk, plugins and torch.
 
     Each line is ok, a warning, or a problem with what to do; exit code 5 when there is a problem.
+
+    Example: engine doctor
     """
     return show_checks(all_checks(folder), as_json, EnvironmentProblem.exit_code)
 

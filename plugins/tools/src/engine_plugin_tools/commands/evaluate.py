@@ -70,6 +70,8 @@ def evaluate(
     A suite replaces the rows, the rewards and the [eval] table of the run file, so that its score can be compared with
     published ones. Of a model folder only the sampler is loaded. --step with a run file, or --out with a trainer that
     samples nothing, raises an error.
+
+    Example: engine eval latest --json --out scores
     """
     suites = chosen_suites(suite) if suite is not None else {}
     if out is not None:

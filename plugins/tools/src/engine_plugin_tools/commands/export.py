@@ -36,6 +36,8 @@ def export(
     """Write the trained model of a run as a Hugging Face folder: weights, config, tokenizer.
 
     A LoRA adapter ([actor.lora]) is merged into the model; '--adapter' writes the adapter alone.
+
+    Example: engine export latest my-model --step 24
     """
     check_new(out)
     folder = RunFolder.open(run)

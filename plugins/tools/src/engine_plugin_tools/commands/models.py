@@ -25,6 +25,8 @@ def generate(
 
     The file is what offline training reads; 'group_size' responses are sampled for each prompt. A trainer that samples
     nothing raises an error.
+
+    Example: engine generate run.toml rollouts.parquet --set data.train=more.jsonl
     """
     if out.suffix != ".parquet":
         raise ConfigError(f"OUT '{out}' must end in .parquet: rollouts are written as Parquet.")

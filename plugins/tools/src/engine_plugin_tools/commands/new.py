@@ -24,7 +24,10 @@ def plugin(
         str, typer.Option("--kind", metavar="KIND", help=f"One of {', '.join(KINDS)}.")
     ] = "reward",
 ) -> None:
-    """Write a complete plugin with a reward, or with another kind of thing, its tests and its packaging; prints its folder."""
+    """Write a complete plugin with a reward, or with another kind of thing, its tests and its packaging; prints its folder.
+
+    Example: engine new plugin my_loss --kind loss --dir plugins
+    """
     check_writable(folder)
     path = new_plugin(name, folder, kind)
     print(f"{path}\nInstall it: pip install -e {path}")
@@ -42,7 +45,10 @@ def run(
     ] = "",
     listed: Annotated[bool, typer.Option("--list", help="Only list the recipes.")] = False,
 ) -> None:
-    """Write a run file to start from, with a few rows of data, or a recipe; prints its path and the next commands."""
+    """Write a run file to start from, with a few rows of data, or a recipe; prints its path and the next commands.
+
+    Example: engine new run small --recipe qwen3-0.6b-gsm8k
+    """
     if listed:
         list_recipes()
         return

@@ -46,6 +46,8 @@ def plan(
 
     No model is built and no device is used. Default: the devices of this machine. Exit code 2 when it does not fit.
     Raises an error if a plugin builds the model, whose memory is unknown then.
+
+    Example: engine plan run.toml --devices h200x2
     """
     from engine_plugin_tools.memory_plan import nearest_change, plan_device, too_small
 

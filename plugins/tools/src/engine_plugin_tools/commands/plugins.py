@@ -29,6 +29,8 @@ def plugins(
 
     Reads metadata only. Plugins are imported with --check, and those of KIND for a description of each name.
 
+    Example: engine plugins rewards
+
     Raises:
         ConfigError: no installed plugin is of this kind.
     """

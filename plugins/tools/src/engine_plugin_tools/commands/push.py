@@ -56,6 +56,8 @@ def push(
 
     Log in with 'hf auth login' or set HF_TOKEN. The model is written to a temporary folder first (TMPDIR). In a repository
     that exists, it replaces the weights in a new commit; other files stay.
+
+    Example: engine push latest me/my-model --private --dry-run
     """
     target = Target(name, private, branch)
     if any((Path(source) / file).is_file() for file in EXPORTED):

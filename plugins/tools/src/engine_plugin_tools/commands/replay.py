@@ -31,6 +31,8 @@ def replay(
     It starts from the newest checkpoint of an earlier step, or from the model, and learns the steps between
     from their rollouts first. With unchanged settings on the same machine the numbers are equal. Nothing is
     sampled, and nothing is written into RUN.
+
+    Example: engine replay latest --step 12 --set algorithm.loss=cispo
     """
     from engine_plugin_tools.replaying import check_step, find_start
     from engine_plugin_tools.replaying import replay as do_again

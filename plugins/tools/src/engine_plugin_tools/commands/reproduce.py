@@ -44,7 +44,9 @@ def manifest(
     """Write what a run depends on and what its first steps measured into one file.
 
     It holds the config, code files, hashes of data and models, versions, hardware, metrics and hashes of weights, without
-    secrets. Write it on the machine of the run, before code and packages change. Example: engine manifest latest -o run.json
+    secrets. Write it on the machine of the run, before code and packages change.
+
+    Example: engine manifest latest -o run.json
     """
     from engine_plugin_tools.manifest import describe
 
@@ -71,7 +73,9 @@ def reproduce(
     """Train the first steps of a run again from its manifest, and say what is not as recorded.
 
     Prints what differs here before it trains: packages, hardware, lines of code, data, models. Files that are absent are
-    taken from the manifest. No run folder is written. Exit code 7 when a number differs. Example: engine reproduce run.json
+    taken from the manifest. No run folder is written. Exit code 7 when a number differs.
+
+    Example: engine reproduce run.json --check
     """
     from engine_core.config.assemble import load_config
     from engine_plugin_tools.manifest import changed, read_manifest, settings_of

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
 
 def report(run: Run) -> None:
-    """Write report.html and curves.png into a run folder; prints the page's path."""
+    """Write report.html and curves.png into a run folder; prints the page's path.
+
+    Example: engine report latest
+    """
     from engine_plugin_tools.report import write_report
 
     print(write_report(RunFolder.open(run).path))
@@ -42,7 +45,10 @@ def rollouts(
     limit: Annotated[int, typer.Option("--limit", min=1, help="Show at most that many rollouts.")] = 8,
     as_json: Json = False,
 ) -> None:
-    """Show the prompts, responses and rewards of one step."""
+    """Show the prompts, responses and rewards of one step.
+
+    Example: engine inspect rollouts latest --step 20 --limit 4
+    """
     folder = RunFolder.open(run)
     files = _evaluation_files(folder, step) if held_out else [_rollout_file(folder, step)]
     shown = [rollout for file in files for rollout in read_rollouts(file)]
@@ -72,6 +78,8 @@ def metrics(
     as_json: Json = False,
 ) -> None:
     """Show the metrics of some steps of a run, or of several runs; the documentation explains them on the page Metrics.
+
+    Example: engine inspect metrics latest reward/
 
     Raises:
         DataError: a run has finished no step, or no metric has such a name.
@@ -208,6 +216,9 @@ def prune(
     The best ones stay, where the run's [checkpoint] names a best_metric.
 
     One that does not verify never counts as kept, and stays for a look.
+    An active run is refused with exit code 5.
+
+    Example: engine prune latest --keep 2 --dry-run
     """
     folder = RunFolder.open(run)
     settings = tomllib.loads(folder.config_file.read_text(encoding="utf-8")).get("checkpoint", {})

@@ -26,6 +26,8 @@ def schema(
 
     For an editor: engine schema > engine.schema.json, and '#:schema ./engine.schema.json' as the
     first line of a run file.
+
+    Example: engine schema actor.optim
     """
     whole = json_schema(installed_specs())
     if not key:
