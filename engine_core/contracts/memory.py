@@ -42,6 +42,7 @@ class MemoryNeed:
         working: parts that exist while the role works: gradients, activations.
         moving: bytes in addition while weights are sent to a sampler.
         reserve: bytes to leave unused while the role works, against fragmentation.
+        saved: bytes of the role in a checkpoint, of all ranks together; None: unknown.
         unknown: parts that the backend cannot estimate.
         chosen: keys with ``"auto"`` and their values, by name in the role's table or in that of its backend.
     """
@@ -51,5 +52,6 @@ class MemoryNeed:
     working: Mapping[str, int] = field(default_factory=dict)
     moving: int = 0
     reserve: int = 0
+    saved: int | None = None
     unknown: tuple[str, ...] = ()
     chosen: Mapping[str, Any] = field(default_factory=dict)

@@ -216,7 +216,7 @@ def _ask(
     role = roles[name]
     sampled = "rollout" in config.model_fields_set or "rollout" in roles
     table: Any = config.role(name) if role.kind == "train" else config.sampler(name)
-    length = _longest(config)
+    length = longest(config)
     rows = config.algorithm.mini_batch_prompts or config.data.prompts_per_step
     if config.trainer == "sft":
         length, sampled = config.options.max_tokens, False
@@ -241,7 +241,7 @@ def _ask(
     return found
 
 
-def _longest(config: EngineConfig) -> int | None:
+def longest(config: EngineConfig) -> int | None:
     """Return the maximum tokens of a sampled sequence; None: that of the model."""
     if config.environment is not None:
         return config.environment.max_tokens
@@ -267,10 +267,10 @@ def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
         wanted.append(
             (f"rollout.{config.rollout.backend}.sleep_level = 2", ("rollout", "options", "sleep_level"), 2)
         )
-    longest = _longest(config)
-    if longest and getattr(config.rollout.options, "max_model_len", 0) is None:
-        key = f"rollout.{config.rollout.backend}.max_model_len = {longest}"
-        wanted.append((key, ("rollout", "options", "max_model_len"), longest))
+    most = longest(config)
+    if most and getattr(config.rollout.options, "max_model_len", 0) is None:
+        key = f"rollout.{config.rollout.backend}.max_model_len = {most}"
+        wanted.append((key, ("rollout", "options", "max_model_len"), most))
     for said, path, value in wanted:
         yield said, _with(config, path, value)
     together = config

@@ -17,7 +17,8 @@ GIB = 2**30
 def test_the_plan_has_the_roles_of_the_run_with_their_bytes(engine, sft_run, tiny_model):
     answer = engine("plan", "run.toml", "--memory", "24", "--json")
     assert answer.code == 0, answer.err
-    (found,) = json.loads(answer.out)
+    plan = json.loads(answer.out)
+    (found,) = plan["pools"]
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_model))
     weights = 4 * sum(p.numel() for p in model.parameters())
     assert found["device_bytes"] == 24 * GIB
@@ -25,6 +26,18 @@ def test_the_plan_has_the_roles_of_the_run_with_their_bytes(engine, sft_run, tin
     assert found["roles"]["actor"]["kept"]["weights"] == weights
     assert found["roles"]["actor"]["idle"]["optimizer"] == 2 * weights
     assert list(found["phases"]) == ["train"]
+    assert plan["tokens"] == {"step": 4 * 4096, "run": 8 * 4096, "steps": 2}
+
+
+@pytest.mark.parametrize("settings", [[], ["--set", "actor.lora.rank=4"]])
+def test_the_bytes_of_a_checkpoint_are_those_of_its_files(engine, sft_run, tmp_path, settings):
+    planned = json.loads(engine("plan", "run.toml", "--memory", "24", "--json", *settings).out)["disk"]
+    assert engine("train", "run.toml", *settings).code == 0
+    files = [*(tmp_path / "runs/first/checkpoints/step_00000002/actor").glob("*.safetensors")]
+    headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
+    steps = planned["checkpoint_bytes"] - (sum(file.stat().st_size for file in files) - headers)
+    assert -4 * 200 <= steps <= 0  # AdamW's step counts
+    assert planned["kept"] == 2
 
 
 def test_a_sampler_without_an_estimate_is_said_to_be_unknown(engine, rl_run):
@@ -32,7 +45,8 @@ def test_a_sampler_without_an_estimate_is_said_to_be_unknown(engine, rl_run):
     assert answer.code == 0, answer.err
     assert "rollout  all" in answer.out
     assert "unknown" in answer.out
-    assert answer.out.rstrip().endswith("fits")
+    assert "\nfits\n" in answer.out
+    assert "disk: a checkpoint is " in answer.out
 
 
 def test_what_does_not_fit_names_the_phase_and_ends_with_2(engine, sft_run):

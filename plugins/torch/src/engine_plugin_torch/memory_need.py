@@ -43,9 +43,12 @@ def memory_need(
     if held is None:
         return None
     held = dataclasses.replace(held, weights=held.weights - saved)
+    stored = sum(p.nbytes for p in module.parameters() if p.requires_grad or config.lora is None)
+    stored += Held.of(module, trained).optimizer
     shape = Decoder.of(module)
     if shape is None:
-        return MemoryNeed(_kept(held), _idle(held), {"gradients": held.gradients}, unknown=("activations",))
+        gradients = {"gradients": held.gradients}
+        return MemoryNeed(_kept(held), _idle(held), gradients, saved=stored, unknown=("activations",))
     compiled = options.compile is True or (options.compile == "auto" and not method)
     half = types.compute in (torch.float16, torch.bfloat16)
     act = activations(shape, budget.settings_of(module, options, types, role, compiled, half))
@@ -69,6 +72,7 @@ def memory_need(
         working,
         moving=_moving(module, options, config.lora is not None or question.ranks > 1),
         reserve=int(used * memory.RESERVE / (1 - memory.RESERVE)),
+        saved=stored,
         chosen=chosen | ({"activation_checkpointing": again} if how == "auto" else {}),
     )
 

@@ -15,10 +15,12 @@ from engine_core.cli.output import print_json, print_table
 from engine_core.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from engine_core.config import EngineConfig
     from engine_core.contracts.runtime import Role
+    from engine_core.train.run import TrainingRun
+    from engine_plugin_tools.memory_plan import MemoryPlan
 
 GIB = 2**30
 DEVICES = {
@@ -42,7 +44,7 @@ def plan(
     allow_code: AllowCode = False,
     as_json: Json = False,
 ) -> int:
-    """Print the memory of each role and phase of a device, whether it fits, and the nearest change that does.
+    """Print the memory of each role and phase of a device, whether it fits, and the nearest change that does; disk; tokens.
 
     No model is built and no device is used. Default: the devices of this machine. Exit code 2 when it does not fit.
     Raises an error if a plugin builds the model, whose memory is unknown then.
@@ -53,7 +55,7 @@ def plan(
 
     config = read([file], sets=sets, allow_code=allow_code)
     device_bytes, count = find_devices(devices, memory)
-    found, fits = [], True
+    found, fits, plans = [], True, []
     with closing(trainer_of(config)) as trainer, placing(config):
         trainer.load_inputs()
         if trainer.builds_model:
@@ -63,16 +65,44 @@ def plan(
             roles.pop("ref", None)
         for label, ranks, inside in pools(config, roles, count, trainer.plugins):
             made = plan_device(config, trainer.plugins, inside, ranks, device_bytes)
-            fits = fits and made.fits
+            fits, plans = fits and made.fits, [*plans, made]
             change = "" if made.fits else nearest_change(config, trainer.plugins, inside, ranks, device_bytes)
             found.append({"pool": label, **made.as_json(), "change": change})
             if not as_json:
                 print(f"{label}: " + ("one device" if ranks == 1 else f"{ranks} devices, numbers of each"))
                 print_table(made.table())
                 print("fits" if made.fits else too_small(made, change))
+        stored, tokens = checkpoint_bytes(trainer, plans), most_tokens(trainer)
+    disk = {"checkpoint_bytes": stored, "kept": config.checkpoint.keep_last}
     if as_json:
-        print_json(found)
+        print_json({"pools": found, "disk": disk, "tokens": tokens})
+    else:
+        size = "unknown" if stored is None else f"{stored / GIB:.2f} GiB"
+        print(f"disk: a checkpoint is {size}; {disk['kept']} are kept, and one more while it is written")
+        if tokens:
+            print(f"tokens: at most {tokens['step']:,} a step, {tokens['run']:,} in {tokens['steps']} steps")
     return 0 if fits else ConfigError.exit_code
+
+
+def checkpoint_bytes(trainer: TrainingRun, plans: Sequence[MemoryPlan]) -> int | None:
+    """Return the bytes of a checkpoint: weights and optimizer of the roles that are saved; None if a part is unknown."""
+    needs = [plan.needs[name] for plan in plans for name, role in plan.roles.items() if role.saved]
+    sizes = [need.saved if need else None for need in needs]
+    return None if None in sizes else sum(filter(None, sizes))
+
+
+def most_tokens(trainer: TrainingRun) -> dict[str, int] | None:
+    """Return the tokens of a step and of the run, if every sequence has the maximum length; None if that is unknown."""
+    from engine_plugin_tools.memory_plan import longest
+
+    config = trainer.config
+    length = (
+        config.options.max_tokens if config.trainer == "sft" else longest(config) if trainer.samples else None
+    )
+    if length is None:
+        return None
+    rows = config.data.prompts_per_step * (config.rollout.group_size if trainer.samples else 1)
+    return {"step": rows * length, "run": trainer.total_steps * rows * length, "steps": trainer.total_steps}
 
 
 def find_devices(devices: str | None, memory: float | None) -> tuple[int, int]:
