@@ -47,6 +47,9 @@ def manifest(
     secrets. Write it on the machine of the run, before code and packages change.
 
     Example: engine manifest latest -o run.json
+
+    Raises:
+        ConfigError: the file exists.
     """
     from engine_plugin_tools.manifest import describe
 
