@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from engine_core import load_config
-from engine_core.errors import ConfigError
+from engine_core.errors import ConfigError, EnvironmentProblem
 from engine_plugin_testing.imports import HEAVY
 from engine_plugin_vllm_rollout import installed
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
@@ -97,6 +97,17 @@ def test_older_releases_of_vllm_are_refused(monkeypatch, version, fits):
     assert fits or installed.problem().startswith(
         f"vLLM {version} is installed; the plugin works with 0.25.1 or newer, and was tested up to 0.32."
     )
+
+
+def test_the_health_of_vllm_is_its_version_and_build_or_what_to_install(monkeypatch):
+    monkeypatch.setattr(installed, "version", lambda: "0.25.1")
+    monkeypatch.setattr(installed, "for_cpus", lambda: False)
+    assert installed.health() == "vLLM 0.25.1, the build for GPUs"
+    monkeypatch.setattr(installed, "version", lambda: "0.9.2")
+    with pytest.raises(
+        EnvironmentProblem, match=r"vLLM 0\.9\.2 is installed; the plugin works with 0\.25\.1"
+    ):
+        installed.health()
 
 
 @pytest.mark.parametrize(

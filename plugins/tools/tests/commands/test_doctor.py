@@ -26,9 +26,14 @@ NAMES = [
 
 def expected_names():
     """Return ``NAMES``, with a line before "plugins" for each installed train engine that reports on the machine."""
-    installed = sorted(known_names("train_engines"))
-    plugins = PluginSet.load({"train_engines": installed})
-    told = [f"train_engine {name}" for name in installed if plugins.spec("train_engines", name).health]
+    kinds = ("rollout_engines", "train_engines")
+    plugins = PluginSet.load({kind: sorted(known_names(kind)) for kind in kinds})
+    told = [
+        f"{kind.removesuffix('s')} {name}"
+        for kind in kinds
+        for name in sorted(known_names(kind))
+        if plugins.spec(kind, name).health
+    ]
     end = NAMES.index("plugins")
     return [*NAMES[:end], *told, *NAMES[end:]]
 

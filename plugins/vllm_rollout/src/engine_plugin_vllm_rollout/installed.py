@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine_core.errors import did_you_mean
+from engine_core.errors import EnvironmentProblem, did_you_mean
 from engine_core.runs.machine import check_release
 
 OLDEST = (0, 25, 1)
@@ -41,6 +41,17 @@ def problem() -> str:
     if not supported(found):
         return f"vLLM {found} is installed; the plugin works with {RANGE}. {INSTALL}"
     return ""
+
+
+def health() -> str:
+    """Return the version and the build of vLLM, for ``engine doctor``.
+
+    Raises:
+        EnvironmentProblem: vLLM is not installed, or too old.
+    """
+    if found := problem():
+        raise EnvironmentProblem(found)
+    return f"vLLM {version()}, the build for {'CPUs' if for_cpus() else 'GPUs'}"
 
 
 def supported(release: str) -> bool:

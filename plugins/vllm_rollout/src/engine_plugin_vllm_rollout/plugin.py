@@ -157,6 +157,7 @@ def engine_rollout_engines() -> Mapping[str, RolloutBackend]:
         "vllm": RolloutBackend(
             load="engine_plugin_vllm_rollout.engine:VLLMRolloutEngine",
             config=VLLMOptions,
+            health="engine_plugin_vllm_rollout.installed:health",
             families="engine_plugin_vllm_rollout.families:FAMILIES",
             capabilities=frozenset({"pause", "sleep", "support", "partial"}),
         ),
