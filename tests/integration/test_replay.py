@@ -204,6 +204,11 @@ def test_the_command_prints_both_numbers_and_where_it_began(run_file, capsys):
     assert main(["replay", "latest", "--step", "3", "--set", "actor.optim.max_grad_norm=0.5", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["changed"] == ["actor.optim.max_grad_norm: 1.0 -> 0.5"]
+    assert (
+        main(["replay", "latest", "--step", "3", "--set", "algorithm.loss_aggregation=seq-mean-token-sum"])
+        == 0
+    )
+    assert "The first part that differs: advantages or loss (actor/loss: " in capsys.readouterr().out
     assert content(run_file) == before
 
 

@@ -14,7 +14,7 @@ import math
 import platform
 import subprocess
 import tomllib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import distributions
 from pathlib import Path
@@ -27,11 +27,13 @@ from engine_core.config.read import key_text
 from engine_core.errors import ConfigError, DataError
 from engine_core.redaction import REDACTED, Redactor
 from engine_core.runs.checkpoint import MANIFEST, Checkpoints, problems
+from engine_core.runs.rollout_files import read_rollouts
 from engine_plugin_tools.replaying import NOT_OF_A_STEP
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
     from engine_core.runs.tracking import RunFolder
+    from engine_core.types import Rollout
 
 LARGEST = 16 * 2**20  # bytes of a file whose content is kept
 LARGEST_MANIFEST = 256 * 2**20
@@ -68,6 +70,7 @@ class Manifest(BaseModel):
         source: ``git diff`` of the run's project, if it has changed files.
         inputs: files by key of the config and by name; a file that is named directly has the name "".
         steps: metrics by step, without those that depend on the machine.
+        tokens: SHA-256 of the sampled tokens, by step, where rollouts were stored.
         weights: SHA-256 of the files with weights, by step of the checkpoint.
         band: largest relative difference of a metric between repeated runs; 0 for metrics that are not named.
     """
@@ -82,6 +85,7 @@ class Manifest(BaseModel):
     source: str | None = None
     inputs: dict[str, dict[str, StoredFile]]
     steps: dict[int, dict[str, float]]
+    tokens: dict[int, str] = {}
     weights: dict[int, dict[str, str]]
     band: dict[str, float] = {}
 
@@ -139,6 +143,11 @@ def describe(folder: RunFolder, steps: int, data: bool, repeats: Sequence[RunFol
             for key, files in inputs_of(tomllib.loads(text)).items()
         },
         steps=recorded,
+        tokens={
+            step: hash_tokens(read_rollouts(file))
+            for step in recorded
+            if (file := folder.rollout_file(step)).is_file()
+        },
         weights={step: hashes_of(path) for step, path in good.items() if not problems(path, deep=False)},
         band=_band(recorded, repeats),
     )
@@ -187,6 +196,12 @@ def hashes_of(checkpoint: Path) -> dict[str, str]:
     """Return the SHA-256 of each file with weights of a checkpoint, from its manifest."""
     files = json.loads((checkpoint / MANIFEST).read_text("utf-8"))["files"]
     return {name: entry["sha256"] for name, entry in files.items() if _has_weights(name)}
+
+
+def hash_tokens(rollouts: Iterable[Rollout]) -> str:
+    """Return the SHA-256 of the tokens of rollouts, in whatever order."""
+    parts = sorted((r.prompt.id, r.index, str(r.token_ids.tolist())) for r in rollouts)
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 def hash_weights(folder: Path) -> dict[str, str]:

@@ -10,6 +10,7 @@ Left out on purpose: sampling again. A replay learns from the rollouts that were
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,19 @@ if TYPE_CHECKING:
     from engine_core.train.run import TrainingRun
 
 log = logging.getLogger("engine")
+
+PARTS = {
+    "samples": ("rollouts", "response_length/", "sampling/", "async/", "environment/", "greedy/", "tokens/"),
+    "rewards": ("reward/", "stage/"),
+    "log-probs": ("mismatch/", "correction/", "teacher/", "logps/", "actor/entropy", "actor/ratio_mean", "actor/kl", "actor/approx_kl"),
+    "advantages or loss": ("actor/loss", "actor/nll", "critic/loss", "critic/", "rewards/", "actor/clip_fraction", "actor/divergence"),
+    "gradient": ("actor/grad_norm", "actor/skipped_steps"),
+    "update": ("actor/lr", "actor/weights", "critic/weights"),
+}  # fmt: skip
+"""The parts of a step in their order, and the prefixes of the numbers that each computes first."""
+
+ROUNDING = 1e-4
+"""Largest relative difference, of log-probs absolute difference in nats, that the rounding of float32 explains."""
 
 NOT_OF_A_STEP = ("time", "throughput/", "memory/", "sync/")
 """Prefixes of metrics that depend on the machine."""
@@ -144,3 +158,27 @@ def check_step(step: int, folder: RunFolder) -> None:
 
 def _steps(numbers: Sequence[int]) -> str:
     return f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
+
+
+def first_difference(pairs: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return a sentence on the first part of a step that differs; "" if all numbers are equal.
+
+    Args:
+        pairs: recorded and present value by name, of one step: numbers, or hashes as text.
+    """
+    for part, prefixes in PARTS.items():
+        named = {name: pair for name, pair in pairs.items() if name.startswith(prefixes)}
+        sizes = {name: _size(name, *pair) for name, pair in named.items() if pair[0] != pair[1]}
+        if sizes:
+            name = max(sizes, key=lambda each: sizes[each])
+            why = "as much as rounding explains" if sizes[name] <= ROUNDING else "more than rounding explains"
+            was, now = (each if isinstance(each, str) else f"{each:.6g}" for each in named[name])
+            return f"The first part that differs: {part} ({name}: {was}, now {now}, {why})."
+    return ""
+
+
+def _size(name: str, was: Any, now: Any) -> float:
+    """Return the difference in nats of a number of log-probs, else relative to the larger number; infinite for hashes."""
+    if isinstance(was, str):
+        return math.inf
+    return abs(was - now) / (1.0 if name.startswith("mismatch/") else max(abs(was), abs(now)))

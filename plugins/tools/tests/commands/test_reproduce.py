@@ -41,9 +41,10 @@ def test_a_run_with_other_settings_differs_with_the_numbers_of_its_first_differi
     assert answer.code == 7
     found = json.loads(answer.out)
     assert found["steps"] == 2
-    assert {"step": "2", "number": "actor/weights.safetensors"}.items() <= found["differences"][-1].items()
-    names = {row["number"] for row in found["differences"] if row["step"] == "1"}
+    assert {"step": 2, "number": "actor/weights.safetensors"}.items() <= found["differences"][-1].items()
+    names = {row["number"] for row in found["differences"] if row["step"] == 1}
     assert names == {"actor/lr", "actor/weights.safetensors"}
+    assert found["first"].startswith("The first part that differs: update (actor/weights.safetensors: ")
 
 
 def test_weights_that_are_not_as_recorded_are_found_although_the_metrics_are_equal(engine, manifest):
@@ -52,6 +53,55 @@ def test_weights_that_are_not_as_recorded_are_found_although_the_metrics_are_equ
     assert answer.code == 7
     assert "step 1: equal\nstep 2: 1 numbers differ" in answer.out
     assert "2     actor/weights.safetensors  000000000000" in answer.out
+
+
+GRPO = """
+extends = ["run.toml"]
+trainer = "rl"
+[rollout]
+group_size = 4
+max_response_tokens = 8
+[algorithm]
+loss = "reinforce"
+[[reward]]
+name = "python"
+[reward.python]
+path = "reward.py"
+function = "digits"
+allow_local_code = true
+"""
+
+
+CHANGES = {
+    "rollout.temperature=0.7": "samples",
+    "run.seed=5": "samples",
+    "model.seed=5": "samples",
+    "rollout.max_response_tokens=7": "samples",
+    "reward.python.weight=0.5": "rewards",
+    "reward.python.python.function=letters": "rewards",
+    "actor.torch.param_dtype=bf16": "log-probs",
+    "algorithm.advantage=rloo": "advantages or loss",
+    "algorithm.loss_aggregation=seq-mean-token-sum": "advantages or loss",
+    "algorithm.entropy_coef=0.1": "advantages or loss",
+    "actor.optim.max_grad_norm=1e-6": "update",
+    "actor.optim.lr=0.3": "update",
+    "actor.optim.weight_decay=0.5": "update",
+}
+
+
+def test_a_changed_part_is_named_as_the_first_that_differs(engine, sft_run, tmp_path):
+    (tmp_path / "grpo.toml").write_text(GRPO)
+    (tmp_path / "reward.py").write_text(
+        "def digits(completions):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n\n\n"
+        "def letters(completions):\n    return [sum(c.isalpha() for c in text) / 8 for text in completions]\n"
+    )
+    assert engine("train", "grpo.toml", "--set", "run.name=first").code == 0
+    assert engine("manifest", "first", "-o", "run.json").code == 0
+    for setting, part in CHANGES.items():
+        answer = engine("reproduce", "run.json", "--steps", "1", "--set", setting, "--json")
+        assert answer.code == 7, setting
+        first = json.loads(answer.out)["first"]
+        assert f"The first part that differs: {part} (" in first, setting
 
 
 def test_a_band_allows_twice_the_difference_between_repeats(engine, manifest):

@@ -34,7 +34,7 @@ def replay(
 
     Example: engine replay latest --step 12 --set algorithm.loss=cispo
     """
-    from engine_plugin_tools.replaying import check_step, find_start
+    from engine_plugin_tools.replaying import check_step, find_start, first_difference
     from engine_plugin_tools.replaying import replay as do_again
 
     folder = RunFolder.open(run)
@@ -53,6 +53,8 @@ def replay(
     for difference in changed:
         print(f"changed: {difference}")
     print_table([_row(*row) for row in done.rows()], header=("METRIC", "RECORDED", "AGAIN", ""))
+    if said := first_difference({name: (then, now) for name, then, now in done.rows() if then is not None}):
+        print(said)
 
 
 def _row(name: str, then: float | None, now: float) -> tuple[str, str, str, str]:

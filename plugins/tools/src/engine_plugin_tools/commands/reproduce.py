@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -17,13 +17,16 @@ from engine_core.runs.folders import writing
 from engine_core.runs.tracking import RunFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from engine_core.config import EngineConfig
+    from engine_core.types import Rollout
     from engine_plugin_tools.manifest import Manifest
 
 DIFFERS = 7
 """Exit code of a run whose numbers are not as recorded."""
+TOKENS = "rollouts/tokens"
+"""Name of the hash of a step's tokens among its numbers."""
 MORE = 2.0  # a repeat may differ by so many times the band
 
 Out = Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The file to write (JSON).")]
@@ -82,6 +85,7 @@ def reproduce(
     """
     from engine_core.config.assemble import load_config
     from engine_plugin_tools.manifest import changed, read_manifest, settings_of
+    from engine_plugin_tools.replaying import first_difference
 
     recorded = read_manifest(file)
     given = {setting.partition("=")[0].strip() for setting in sets or ()}
@@ -91,55 +95,68 @@ def reproduce(
     if not as_json:
         print_table(rows, header=("ITEM", "RECORDED", "HERE"))
         print(f"{len(rows)} items are not as recorded." if rows else "Everything is as recorded.", flush=True)
-    differences: list[tuple[str, str, str, str]] = []
-    trained = 0
+    differing: dict[int, dict[str, Any]] = {}
     if not check:
         for step, found in train_again(recorded, config, steps):
-            trained, differences = step, [*differences, *found]
+            differing[step] = found
             if not as_json:
                 print(f"step {step}: {f'{len(found)} numbers differ' if found else 'equal'}", flush=True)
+    step, found = next(((step, found) for step, found in differing.items() if found), (0, {}))
+    said = first_difference(found)
     if as_json:
-        keys = ("item", "recorded", "here"), ("step", "number", "recorded", "here")
-        tables = [
-            [dict(zip(key, row, strict=True)) for row in part]
-            for key, part in zip(keys, (rows, differences), strict=True)
+        items = [dict(zip(("item", "recorded", "here"), row, strict=True)) for row in rows]
+        numbers = [
+            {"step": step, "number": name, "recorded": was, "here": now}
+            for step, found in differing.items()
+            for name, (was, now) in found.items()
         ]
-        print_json({"changed": tables[0], "steps": trained, "differences": tables[1]})
-    elif differences:
-        first = [row for row in differences if row[0] == differences[0][0]]
-        print_table(first, header=("STEP", "NUMBER", "RECORDED", "HERE"))
-    return DIFFERS if differences else 0
+        print_json({"changed": items, "steps": len(differing), "differences": numbers, "first": said})
+    elif found:
+        print_table(
+            [(str(step), name, str(was), str(now)) for name, (was, now) in found.items()],
+            header=("STEP", "NUMBER", "RECORDED", "HERE"),
+        )
+        print(said)
+    return DIFFERS if found else 0
 
 
 def train_again(
     recorded: Manifest, config: EngineConfig, steps: int | None
-) -> Iterator[tuple[int, list[tuple[str, str, str, str]]]]:
-    """Train the recorded steps, and yield each with step, name, recorded and present value of what differs.
+) -> Iterator[tuple[int, dict[str, tuple[Any, Any]]]]:
+    """Train the recorded steps, and yield each with the recorded and the present value of what differs, by name.
 
     Numbers must be equal, or within twice the band of the manifest. Weights are compared in steps with a recorded checkpoint.
     """
-    from engine_plugin_tools.manifest import hash_weights, measured, relative
+    from engine_plugin_tools.manifest import hash_tokens, hash_weights, measured, relative
 
-    last = steps or max(recorded.steps)
     with closing(trainer_of(config)) as trainer:
         trainer.setup(training=True)
-        for step in range(1, last + 1):
+        sampled: list[Rollout] = []
+        emit = trainer.emit
+
+        def listen(event: str, data: Mapping[str, Any]) -> list[str]:
+            """Keep the rollouts of the step."""
+            sampled[:] = data.get("rollouts", sampled)
+            return cast("list[str]", emit(event, data))
+
+        trainer.emit = listen
+        for step in range(1, (steps or max(recorded.steps)) + 1):
             trainer.begin_step(step)
-            now: dict[str, Any] = measured(trainer.step(step))
+            now, was = measured(trainer.step(step)), recorded.steps.get(step, {})
             trainer.step_done = step
-            was = recorded.steps.get(step, {})
-            found = [
-                (str(step), name, repr(was[name]), repr(now[name]))
+            found: dict[str, tuple[Any, Any]] = {
+                name: (was[name], now[name])
                 for name in was
                 if name in now and relative(was[name], now[name]) > MORE * recorded.band.get(name, 0.0)
-            ]
-            if weights := {} if recorded.band else recorded.weights.get(step, {}):
+            }
+            if not recorded.band:
+                hashes = dict(recorded.weights.get(step, {}))
                 with tempfile.TemporaryDirectory() as folder:
-                    trainer.save_roles(Path(folder))
+                    if hashes:
+                        trainer.save_roles(Path(folder))
                     here = hash_weights(Path(folder))
-                found += [
-                    (str(step), name, hashed[:12], here.get(name, "-")[:12])
-                    for name, hashed in weights.items()
-                    if here.get(name) != hashed
-                ]
+                if step in recorded.tokens:
+                    hashes[TOKENS], here[TOKENS] = recorded.tokens[step], hash_tokens(sampled)
+                pairs = {name: (hashed[:12], here.get(name, "-")[:12]) for name, hashed in hashes.items()}
+                found |= {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
             yield step, found
