@@ -208,7 +208,7 @@ def test_the_command_prints_both_numbers_and_where_it_began(run_file, capsys):
         main(["replay", "latest", "--step", "3", "--set", "algorithm.loss_aggregation=seq-mean-token-sum"])
         == 0
     )
-    assert "The first part that differs: advantages or loss (actor/loss: " in capsys.readouterr().out
+    assert "The first part that differs: the loss or an update (actor/loss: " in capsys.readouterr().out
     assert content(run_file) == before
 
 

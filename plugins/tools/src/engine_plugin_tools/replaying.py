@@ -31,12 +31,14 @@ log = logging.getLogger("engine")
 PARTS = {
     "samples": ("rollouts", "response_length/", "sampling/", "async/", "environment/", "greedy/", "tokens/"),
     "rewards": ("reward/", "stage/"),
-    "log-probs": ("mismatch/", "correction/", "teacher/", "logps/", "actor/entropy", "actor/ratio_mean", "actor/kl", "actor/approx_kl"),
-    "advantages or loss": ("actor/loss", "actor/nll", "critic/loss", "critic/", "rewards/", "actor/clip_fraction", "actor/divergence"),
-    "gradient": ("actor/grad_norm", "actor/skipped_steps"),
-    "update": ("actor/lr", "actor/weights", "critic/weights"),
-}  # fmt: skip
-"""The parts of a step in their order, and the prefixes of the numbers that each computes first."""
+    "log-probs": ("mismatch/", "correction/", "teacher/", "logps/"),
+    "advantages or loss": ("actor/loss", "actor/nll", "critic/loss", "rewards/"),
+    "gradient": ("actor/grad_norm", "critic/grad_norm"),
+    "update": ("actor/", "critic/"),
+}
+"""The parts of a step in their order, and the prefixes of the numbers that show each; the last stands for the rest."""
+
+LEARNED = ("advantages or loss", "gradient", "update")
 
 ROUNDING = 1e-4
 """Largest relative difference, of log-probs absolute difference in nats, that the rounding of float32 explains."""
@@ -160,11 +162,12 @@ def _steps(numbers: Sequence[int]) -> str:
     return f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
 
 
-def first_difference(pairs: Mapping[str, tuple[Any, Any]]) -> str:
+def first_difference(pairs: Mapping[str, tuple[Any, Any]], updates: int) -> str:
     """Return a sentence on the first part of a step that differs; "" if all numbers are equal.
 
     Args:
         pairs: recorded and present value by name, of one step: numbers, or hashes as text.
+        updates: optimizer steps of a step. After the first, numbers of the loss also show the updates before.
     """
     for part, prefixes in PARTS.items():
         named = {name: pair for name, pair in pairs.items() if name.startswith(prefixes)}
@@ -172,6 +175,8 @@ def first_difference(pairs: Mapping[str, tuple[Any, Any]]) -> str:
         if sizes:
             name = max(sizes, key=lambda each: sizes[each])
             why = "as much as rounding explains" if sizes[name] <= ROUNDING else "more than rounding explains"
+            if updates > 1 and part in LEARNED:
+                part = "the loss or an update"
             was, now = (each if isinstance(each, str) else f"{each:.6g}" for each in named[name])
             return f"The first part that differs: {part} ({name}: {was}, now {now}, {why})."
     return ""

@@ -45,7 +45,7 @@ def replay(
         print(
             f"step {step} of {folder.path}, {start}", file=sys.stderr if as_json else sys.stdout, flush=True
         )
-        done = do_again(trainer, folder, step, start)
+        done, updates = do_again(trainer, folder, step, start), trainer.optimizer_steps_per_step
     changed = _changed(folder, config)
     if as_json:
         print_json(_plain(folder, step, done, changed))
@@ -53,7 +53,8 @@ def replay(
     for difference in changed:
         print(f"changed: {difference}")
     print_table([_row(*row) for row in done.rows()], header=("METRIC", "RECORDED", "AGAIN", ""))
-    if said := first_difference({name: (then, now) for name, then, now in done.rows() if then is not None}):
+    pairs = {name: (then, now) for name, then, now in done.rows() if then is not None}
+    if said := first_difference(pairs, updates):
         print(said)
 
 

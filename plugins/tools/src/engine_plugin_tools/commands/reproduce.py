@@ -85,7 +85,6 @@ def reproduce(
     """
     from engine_core.config.assemble import load_config
     from engine_plugin_tools.manifest import changed, read_manifest, settings_of
-    from engine_plugin_tools.replaying import first_difference
 
     recorded = read_manifest(file)
     given = {setting.partition("=")[0].strip() for setting in sets or ()}
@@ -96,13 +95,13 @@ def reproduce(
         print_table(rows, header=("ITEM", "RECORDED", "HERE"))
         print(f"{len(rows)} items are not as recorded." if rows else "Everything is as recorded.", flush=True)
     differing: dict[int, dict[str, Any]] = {}
+    said = ""
     if not check:
-        for step, found in train_again(recorded, config, steps):
-            differing[step] = found
+        for step, found, first in train_again(recorded, config, steps):
+            differing[step], said = found, said or first
             if not as_json:
                 print(f"step {step}: {f'{len(found)} numbers differ' if found else 'equal'}", flush=True)
     step, found = next(((step, found) for step, found in differing.items() if found), (0, {}))
-    said = first_difference(found)
     if as_json:
         items = [dict(zip(("item", "recorded", "here"), row, strict=True)) for row in rows]
         numbers = [
@@ -122,12 +121,13 @@ def reproduce(
 
 def train_again(
     recorded: Manifest, config: EngineConfig, steps: int | None
-) -> Iterator[tuple[int, dict[str, tuple[Any, Any]]]]:
-    """Train the recorded steps, and yield each with the recorded and the present value of what differs, by name.
+) -> Iterator[tuple[int, dict[str, tuple[Any, Any]], str]]:
+    """Train the recorded steps, and yield each with the two values of what differs, by name, and the part that differs first.
 
     Numbers must be equal, or within twice the band of the manifest. Weights are compared in steps with a recorded checkpoint.
     """
     from engine_plugin_tools.manifest import hash_tokens, hash_weights, measured, relative
+    from engine_plugin_tools.replaying import first_difference
 
     with closing(trainer_of(config)) as trainer:
         trainer.setup(training=True)
@@ -159,4 +159,4 @@ def train_again(
                     hashes[TOKENS], here[TOKENS] = recorded.tokens[step], hash_tokens(sampled)
                 pairs = {name: (hashed[:12], here.get(name, "-")[:12]) for name, hashed in hashes.items()}
                 found |= {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-            yield step, found
+            yield step, found, first_difference(found, trainer.optimizer_steps_per_step)
