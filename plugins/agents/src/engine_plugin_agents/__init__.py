@@ -13,5 +13,15 @@ Not supported: untrusted code. Episodes run in the controller's process.
 from engine_plugin_agents.calls import ToolCall, find_tag, json_calls
 from engine_plugin_agents.episode import Episode, LimitReached
 from engine_plugin_agents.policy import Turn
+from engine_plugin_agents.policy_endpoint import EndpointEnvironment, endpoint
 
-__all__ = ["Episode", "LimitReached", "ToolCall", "Turn", "find_tag", "json_calls"]
+__all__ = [
+    "EndpointEnvironment",
+    "Episode",
+    "LimitReached",
+    "ToolCall",
+    "Turn",
+    "endpoint",
+    "find_tag",
+    "json_calls",
+]

@@ -131,6 +131,7 @@ def check_rollout(label: str, made: Any, episode: Episode) -> Rollout:
         raise PluginError(
             f"{label} returned {length} tokens; at most {episode.policy.limits.tokens} are allowed (environment.max_tokens)."
         )
+    made.prompt = episode.prompt
     made.extras["turns"] = _check_sampled(label, made, episode)
     return made
 
@@ -146,21 +147,25 @@ def _check_sampled(label: str, made: Rollout, episode: Episode) -> Tensor:
     """
     token_ids = made.token_ids.tolist()
     left, turns = made.loss_mask.bool().clone(), made.policy_versions.new_zeros(len(token_ids))
+    problems: list[tuple[int, int, str]] = []  # first token, end, text; another turn may have the same tokens
     for turn in episode.policy.turns:
         start, end = len(turn.before), len(turn.before) + len(turn.token_ids)
         if token_ids[:end] != turn.before + turn.token_ids:
             continue
         learned = made.loss_mask[start:end].bool()
         if not bool((made.rollout_log_probs[start:end] == turn.log_probs)[learned].all()):
-            raise PluginError(
-                f"{label} gave turn {turn.number} log-probs that are not those it was sampled with."
-            )
-        if not bool((made.policy_versions[start:end] == turn.policy_versions)[learned].all()):
-            raise PluginError(f"{label} gave turn {turn.number} policy versions that are not its own.")
-        left[start:end] = False
-        turns[start:] = turn.number
+            problem = f"{label} gave turn {turn.number} log-probs that are not those it was sampled with."
+            problems.append((start, end, problem))
+        elif not bool((made.policy_versions[start:end] == turn.policy_versions)[learned].all()):
+            problem = f"{label} gave turn {turn.number} policy versions that are not its own."
+            problems.append((start, end, problem))
+        else:
+            left[start:end] = False
+            turns[start:] = turn.number
     if bool(left.any()):
         at = int(left.nonzero()[0])
+        for problem in (text for start, end, text in problems if start <= at < end):
+            raise PluginError(problem)
         raise PluginError(
             f"{label} marks token {at} ({episode.tokenizer.decode(token_ids[at : at + 1])!r}) in loss_mask, which the "
             "policy did not sample there. Text must not be encoded again, and answers of tools are not learned; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections import Counter
@@ -95,6 +96,20 @@ class Episode:
         self._turns.append((start, turn))
         self.messages.append({"role": "assistant", "content": turn.text})
         return turn
+
+    def follow(self, turns: Sequence[Turn], messages: Sequence[dict[str, str]]) -> None:
+        """Replace the sequence by another one that the policy sampled.
+
+        Args:
+            turns: at least one turn of ``policy.sample``, each of which continues the one before it. The tokens before
+                the first one become the prompt's.
+            messages: the texts after the prompt.
+        """
+        first, last = turns[0], turns[-1]
+        self.prompt = dataclasses.replace(self.prompt, token_ids=first.before)
+        self.token_ids = [*last.before, *last.token_ids]
+        self._turns = [(len(turn.before), turn) for turn in turns]
+        self.messages = [*messages]
 
     def append(self, text: str, role: str = "tool", *, control_tokens: bool = False) -> None:
         """Append a text that the policy did not sample, without the chat template.

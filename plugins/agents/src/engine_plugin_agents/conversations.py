@@ -1,0 +1,200 @@
+"""The conversations of one episode whose harness talks to the policy endpoint: a tree of sampled turns.
+
+A request whose messages begin with an earlier conversation, the policy's answer included, continues the tokens of that
+conversation: the sampled ones stay as sampled, and only the messages after the answer are rendered. Any other request
+begins a branch, whose messages are rendered from the start. So a harness may repeat a request, send several at once, or
+rewrite its history: each answer continues the conversation that its request shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from engine_core.data.rows import BadRow
+from engine_core.errors import DataError
+from engine_plugin_agents.calls import ToolCall, json_calls
+from engine_plugin_agents.policy import LimitReached, Turn
+
+if TYPE_CHECKING:
+    from engine_plugin_agents.episode import Episode
+
+Message = dict[str, Any]
+
+LIMITS = ("turn_limit_reached", "context_length_exceeded")
+"""Codes of the errors of an episode that has no turn left, or no token for this request."""
+
+
+class Refused(Exception):
+    """A request that is answered with an HTTP error.
+
+    Args:
+        status: the HTTP status.
+        code: a name of the error, for programs.
+        message: what is wrong and what to do.
+    """
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request for one answer, in the terms of chat templates, whatever its protocol."""
+
+    messages: Sequence[Message]  # "role", "content", perhaps "tool_calls" or "tool_call_id"
+    tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas
+    max_tokens: int | None = None
+    stop: Sequence[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A sampled turn, as a harness reads it."""
+
+    turn: Turn
+    content: str  # the text before any tool call, without the end of the turn and the stop string
+    calls: Sequence[tuple[str, ToolCall]] = ()  # id and call
+    finish_reason: str = "stop"  # "stop", "length", "tool_calls"
+
+    def message(self) -> Message:
+        """Return the answer as a message of a conversation."""
+        calls = [
+            {"id": id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for id, call in self.calls
+        ]
+        return {"role": "assistant", "content": self.content} | ({"tool_calls": calls} if calls else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """A conversation up to a sampled turn."""
+
+    turns: tuple[Turn, ...] = ()  # each continues the one before it
+    messages: tuple[dict[str, str], ...] = ()  # after those of the first request, for rewards and logs
+
+
+def read_calls(text: str) -> tuple[str, list[ToolCall]]:
+    """Return the text before the tool calls of a turn, and the calls; a call that cannot be read makes all of it text."""
+    calls = json_calls(text)
+    if not calls or any(call.problem for call in calls):
+        return text, []
+    return text.partition("<tool_call>")[0].strip(), calls
+
+
+class Conversations:
+    """The tree of conversations of an episode.
+
+    The episode's sequence is the branch with the most turns, the newest among equals: this branch is trained.
+
+    Args:
+        episode: the episode, whose policy answers.
+    """
+
+    def __init__(self, episode: Episode) -> None:
+        self.episode = episode
+        self._branches: dict[bytes, Branch] = {}  # by the messages that they show
+        self._ends: set[bytes] = set()  # of them, those that no request has continued
+        self._trained = 0  # turns of the trained branch
+        self._calls = 0  # tool calls so far, for their ids
+        episode.counts.update(branches=0, untrained_turns=0, reencoded_tokens=0)
+
+    async def answer(self, question: Question) -> Answer:
+        """Sample the answer to a request.
+
+        Raises:
+            Refused: the episode has no turn or token left, or the chat template refuses the messages.
+        """
+        start, key, count = self._find(question)
+        branch = self._branches.get(start, Branch())
+        policy = self.episode.policy
+        try:
+            before = self._render(question, branch, count) if policy.turns_left > 0 else []
+            turn = await policy.sample(before, max_tokens=question.max_tokens, stop=question.stop)
+        except (BadRow, DataError) as error:
+            raise Refused(400, "messages_refused", f"The messages cannot be rendered: {error}") from error
+        except LimitReached as error:
+            code = LIMITS[policy.turns_left > 0]
+            raise Refused(400, code, f"The episode's budget is used up: {error}.") from error
+        answer = self._read(question, turn)
+        shown = [*question.messages[count:]] if branch.turns else []
+        texts = [{"role": m["role"], "content": m["content"]} for m in shown]
+        said = {"role": "assistant", "content": turn.text}
+        branch = Branch((*branch.turns, turn), (*branch.messages, *texts, said))
+        self._keep(start, _digest(key, _identity(answer.message())), branch)
+        return answer
+
+    def _find(self, question: Question) -> tuple[bytes, bytes, int]:
+        """Return the key of the longest branch that a request continues, that of the request, and the branch's messages."""
+        key = _digest(b"", question.tools or [])
+        start, count = b"", 0
+        for i, message in enumerate(question.messages, 1):
+            key = _digest(key, _identity(message))
+            if key in self._branches:
+                start, count = key, i
+        return start, key, count
+
+    def _render(self, question: Question, branch: Branch, count: int) -> list[int]:
+        """Return the tokens before the answer, and count those of the policy's messages that had to be rendered."""
+        chat, new, tools = self.episode.chat, list(question.messages[count:]), question.tools
+        for message in (message for message in new if message["role"] == "assistant"):
+            calls = message.get("tool_calls")
+            text = message["content"] + (json.dumps(calls) if calls else "")
+            self.episode.counts["reencoded_tokens"] += len(chat.text(text))
+        if not branch.turns:
+            return chat.prompt(new, tools).token_ids
+        last, stops = branch.turns[-1], self.episode.policy.request.sampling.stop_token_ids
+        before = [*last.before, *last.token_ids]
+        return before + chat.following(new, before, tools, stops)
+
+    def _read(self, question: Question, turn: Turn) -> Answer:
+        tokenizer, text = self.episode.tokenizer, turn.text
+        ends = {*tokenizer.all_special_ids, *self.episode.policy.request.sampling.stop_token_ids}
+        if turn.token_ids[-1:] and turn.token_ids[-1] in ends:
+            text = tokenizer.decode(turn.token_ids[:-1], skip_special_tokens=False)
+        cuts = [at for stop in question.stop or () if (at := text.find(stop)) >= 0]
+        text = text[: min(cuts)] if cuts else text
+        text, calls = read_calls(text) if question.tools else (text, [])
+        self.episode.counts["tool_calls"] += len(calls)
+        named = []
+        for call in calls:
+            self._calls += 1
+            named.append((f"call{self._calls:05d}", call))  # Mistral's templates accept ids of nine letters
+        reason = "length" if turn.finish_reason != "stop" else "tool_calls" if calls else "stop"
+        return Answer(turn, text, named, reason)
+
+    def _keep(self, start: bytes, key: bytes, branch: Branch) -> None:
+        """Add a branch that continues that of ``start``; the episode follows it if it is the longest."""
+        counts, turns = self.episode.counts, len(branch.turns)
+        counts["branches"] += start not in self._ends
+        self._ends = (self._ends - {start}) | {key}
+        self._branches[key] = branch
+        if turns >= self._trained:
+            self._trained = turns
+            self.episode.follow(branch.turns, branch.messages)
+        counts["untrained_turns"] = len(self.episode.policy.turns) - self._trained
+
+
+def _identity(message: Message) -> list[Any]:
+    """Return what two messages must share to be the same; clients change white space, ids and the form of arguments."""
+    calls = [_call(call.get("function", call)) for call in message.get("tool_calls") or ()]
+    role, content = message["role"], message["content"]
+    own = role == "assistant"
+    return [role, content.strip() if own else content, calls, "" if own else message.get("tool_call_id")]
+
+
+def _call(function: Mapping[str, Any]) -> list[Any]:
+    arguments = function.get("arguments")
+    with contextlib.suppress(ValueError):  # a text that is not JSON is compared as it is
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return [function.get("name"), arguments]
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True)
+    return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
