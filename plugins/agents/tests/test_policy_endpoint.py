@@ -2,6 +2,7 @@
 
 import textwrap
 import time
+import zlib
 
 import pytest
 
@@ -444,3 +445,31 @@ def test_a_stream_gives_the_whole_turn_and_is_continued(harness, scripted, reque
     play(runner, engine, requests(1, max_response_tokens=100))
     metrics = runner.metrics()
     assert (metrics["environment/branches"], metrics["environment/reencoded_tokens"]) == (1, 0)
+
+
+def test_a_thousand_sessions_at_once_lose_and_double_no_turn(harness, scripted, requests, play):
+    source = """
+import zlib, aiohttp
+
+async def solve(row, base_url, api_key):
+    messages, heard = [{"role": "user", "content": row["prompt"]}], ""
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as client:
+        for number in range(3):
+            async with client.post(base_url + "/chat/completions", json={"messages": messages}) as found:
+                message = (await found.json())["choices"][0]["message"]
+            heard += message["content"]
+            messages += [message, {"role": "user", "content": str(number)}]
+    return {"good": float(zlib.crc32(heard.encode()))}
+"""
+    engine, runner = scripted(per_step=64), harness(source, on_error="fail", timeout_seconds=300)
+    rollouts = play(runner, engine, requests(1000, max_response_tokens=12))
+    assert engine.most > 500  # the sessions were in progress at the same time
+    asked = [request.id for request in engine.asked]
+    assert len(asked) == len(set(asked)) == 3000
+    for rollout in rollouts:
+        said = [m["content"] for m in rollout.messages if m["role"] == "assistant"]
+        assert rollout.rewards["good"] == zlib.crc32("".join(said).encode())
+        assert rollout.extras["turns"].max() == 3
+    metrics = runner.metrics()
+    assert metrics["environment/branches"] == 1000
+    assert metrics["environment/reencoded_tokens"] == metrics["environment/untrained_turns"] == 0

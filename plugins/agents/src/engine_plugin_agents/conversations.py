@@ -61,6 +61,7 @@ class Answer:
     content: str  # the text before any tool call, without the end of the turn and the stop string
     calls: Sequence[tuple[str, ToolCall]] = ()  # id and call
     finish_reason: str = "stop"  # "stop", "length", "tool_calls"
+    stop: str | None = None  # the stop string that ended the turn
 
     def message(self) -> Message:
         """Return the answer as a message of a conversation."""
@@ -157,8 +158,11 @@ class Conversations:
         ends = {*tokenizer.all_special_ids, *self.episode.policy.request.sampling.stop_token_ids}
         if turn.token_ids[-1:] and turn.token_ids[-1] in ends:
             text = tokenizer.decode(turn.token_ids[:-1], skip_special_tokens=False)
-        cuts = [at for stop in question.stop or () if (at := text.find(stop)) >= 0]
-        text = text[: min(cuts)] if cuts else text
+        found = min(
+            ((at, stop) for stop in question.stop or () if (at := text.find(stop)) >= 0), default=None
+        )
+        at, stop = found or (len(text), None)
+        text = text[:at]
         text, calls = read_calls(text) if question.tools else (text, [])
         self.episode.counts["tool_calls"] += len(calls)
         named = []
@@ -166,7 +170,7 @@ class Conversations:
             self._calls += 1
             named.append((f"call{self._calls:05d}", call))  # Mistral's templates accept ids of nine letters
         reason = "length" if turn.finish_reason != "stop" else "tool_calls" if calls else "stop"
-        return Answer(turn, text, named, reason)
+        return Answer(turn, text, named, reason, stop)
 
     def _keep(self, start: bytes, key: bytes, branch: Branch) -> None:
         """Add a branch that continues that of ``start``; the episode follows it if it is the longest."""

@@ -10,17 +10,16 @@ import hmac
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 from pydantic import ValidationError
 
+from engine_plugin_agents.anthropic_messages import MessagesRequest
 from engine_plugin_agents.chat_completions import ChatRequest, error_body
 from engine_plugin_agents.conversations import LIMITS, Answer, Conversations, Question, Refused
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from engine_plugin_agents.episode import Episode
 
 MAX_BODY_BYTES = 16 * 2**20
@@ -30,25 +29,14 @@ MAX_REFUSED = 100
 """Requests of one session that may be refused; the next one ends the episode."""
 BACKLOG = 4096
 CLOSE_SECONDS = 0.5
-PATHS = ("/v1/models", "/v1/chat/completions")
+FORMS: dict[str, type[ChatRequest | MessagesRequest]] = {
+    "/v1/chat/completions": ChatRequest,
+    "/v1/messages": MessagesRequest,
+}
+MODELS = "/v1/models"
 
 log = logging.getLogger("engine")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class Form(Protocol):
-    """A request of one protocol, as pydantic has read it."""
-
-    stream: bool
-
-    def question(self) -> Question:
-        """Return the request in the terms of chat templates."""
-
-    def whole(self, answer: Answer) -> dict[str, object]:
-        """Return the body of the response."""
-
-    def events(self, answer: Answer) -> Iterator[str]:
-        """Yield the response as server-sent events."""
 
 
 class Session:
@@ -147,8 +135,9 @@ class EndpointServer:
             if self._runner is not None:
                 return
             app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[_errors])
-            app.router.add_get("/v1/models", self._models)
-            app.router.add_post("/v1/chat/completions", self._answering(ChatRequest))
+            app.router.add_get(MODELS, self._models)
+            for path, form in FORMS.items():
+                app.router.add_post(path, self._answering(form))
             # a client that disconnects cancels its turn
             self._runner = web.AppRunner(
                 app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS
@@ -196,7 +185,7 @@ class EndpointServer:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "engine"}
         return web.json_response({"object": "list", "data": [model]})
 
-    def _answering(self, form: type[ChatRequest]) -> Handler:
+    def _answering(self, form: type[ChatRequest | MessagesRequest]) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             """Answer a request of one protocol."""
             session = self._session(request)
@@ -205,9 +194,11 @@ class EndpointServer:
         return handle
 
 
-async def _answered(session: Session, request: web.Request, form: type[ChatRequest]) -> web.StreamResponse:
+async def _answered(
+    session: Session, request: web.Request, form: type[ChatRequest | MessagesRequest]
+) -> web.StreamResponse:
     try:
-        asked: Form = form.model_validate_json(await request.read())
+        asked = form.model_validate_json(await request.read())
     except ValidationError as error:
         problems = error.errors(include_url=False, include_input=False)
         found = max(
@@ -236,7 +227,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPException as error:
         status, code, message = error.status, error.reason.lower().replace(" ", "_"), error.text or ""
         if status == 404:
-            message = f"{request.path} is not served. The endpoint serves {', '.join(PATHS)}."
+            message = f"{request.path} is not served. The endpoint serves {', '.join((MODELS, *FORMS))}."
     except Exception as error:  # of a session, which ends its episode with this error
         log.debug("A request to the policy endpoint failed", exc_info=error)
         status, code, message = 500, "server_error", f"{type(error).__name__}: {error}"
