@@ -65,7 +65,7 @@ def test_the_sampled_tokens_of_a_client_are_learned_as_they_were_sampled(
         assert [m["role"] for m in rollout.messages] == ["assistant", "user", "assistant"]
         assert rollout.finish_reason == "stop"
     metrics = runner.metrics()
-    assert metrics["environment/reencoded_tokens"] == metrics["environment/untrained_turns"] == 0
+    assert metrics["environment/reencoded_tokens"] == 0
     assert metrics["environment/branches"] == 4
 
 
@@ -79,7 +79,7 @@ def said_by(tokenizer, rollout):
     return tokenizer.decode(rollout.token_ids[rollout.loss_mask])
 
 
-def test_a_changed_history_begins_a_branch_and_the_longest_branch_is_learned(
+def test_a_changed_history_begins_a_branch_and_all_branches_are_learned(
     harness, scripted, requests, play, tokenizer
 ):
     source = """
@@ -100,11 +100,16 @@ def test_a_changed_history_begins_a_branch_and_the_longest_branch_is_learned(
     engine = scripted(lambda request: (next(texts) + "<|im_end|>", "stop"))
     rollout = one(play(runner, engine, requests(1, max_response_tokens=50)))
     assert said_by(tokenizer, rollout) == "one<|im_end|>five<|im_end|>"
+    others = [said_by(tokenizer, branch) for branch in rollout.branches]
+    assert others == ["two<|im_end|>", "three<|im_end|>", "four<|im_end|>"]  # "one" is learned once
+    shared = rollout.branches[1]
+    assert tokenizer.decode(shared.token_ids).count("one<|im_end|>") == 1
+    assert not shared.rollout_log_probs[~shared.loss_mask].any()
+    assert {branch.prompt.id for branch in rollout.branches} == {rollout.prompt.id}
     assert rollout.extras["turns"][rollout.loss_mask].unique().tolist() == [1, 5]
     assert rollout.rewards["good"] == len("three")
     metrics = runner.metrics()
     assert metrics["environment/branches"] == 4
-    assert metrics["environment/untrained_turns"] == 3
     assert metrics["environment/reencoded_tokens"] == len("I said")
 
 
@@ -472,4 +477,4 @@ async def solve(row, base_url, api_key):
         assert rollout.extras["turns"].max() == 3
     metrics = runner.metrics()
     assert metrics["environment/branches"] == 1000
-    assert metrics["environment/reencoded_tokens"] == metrics["environment/untrained_turns"] == 0
+    assert metrics["environment/reencoded_tokens"] == 0

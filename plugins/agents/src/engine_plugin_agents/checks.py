@@ -104,7 +104,7 @@ def check_columns(config: EnvironmentConfig, spec: Environment, columns: Collect
 
 
 def check_rollout(label: str, made: Any, episode: Episode) -> Rollout:
-    """Check the return value of an environment and set ``extras["turns"]``.
+    """Check the return value of an environment and its branches, and set ``extras["turns"]``.
 
     Args:
         label: the names of the environment and its plugin, for messages.
@@ -121,18 +121,19 @@ def check_rollout(label: str, made: Any, episode: Episode) -> Rollout:
     if not isinstance(made, Rollout):
         shown = f"{made!r:.60} ({type(made).__name__})"
         raise PluginError(f"{label} must return a Rollout, such as episode.rollout(); it returned {shown}.")
-    length, prompt = len(made.token_ids), episode.prompt.token_ids
+    length, prompt = len(made.token_ids), made.prompt.token_ids
     for column in ("loss_mask", "rollout_log_probs", "policy_versions"):
         if len(getattr(made, column)) != length:
             raise PluginError(f"{label} gave {len(getattr(made, column))} {column} for {length} tokens.")
-    if made.token_ids[: len(prompt)].tolist() != prompt:
+    if made.prompt.id != episode.prompt.id or made.token_ids[: len(prompt)].tolist() != prompt:
         raise PluginError(f"{label} returned a rollout that does not begin with its prompt's tokens.")
     if length > episode.policy.limits.tokens:
         raise PluginError(
             f"{label} returned {length} tokens; at most {episode.policy.limits.tokens} are allowed (environment.max_tokens)."
         )
-    made.prompt = episode.prompt
     made.extras["turns"] = _check_sampled(label, made, episode)
+    for branch in made.branches:
+        check_rollout(label, branch, episode)
     return made
 
 

@@ -21,6 +21,7 @@ from engine_plugin_agents.calls import ToolCall, json_calls
 from engine_plugin_agents.policy import LimitReached, Turn
 
 if TYPE_CHECKING:
+    from engine_core.types import Rollout
     from engine_plugin_agents.episode import Episode
 
 Message = dict[str, Any]
@@ -72,7 +73,7 @@ class Answer:
         return {"role": "assistant", "content": self.content} | ({"tool_calls": calls} if calls else {})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Branch:
     """A conversation up to a sampled turn."""
 
@@ -91,7 +92,7 @@ def read_calls(text: str) -> tuple[str, list[ToolCall]]:
 class Conversations:
     """The tree of conversations of an episode.
 
-    The episode's sequence is the branch with the most turns, the newest among equals: this branch is trained.
+    The episode's sequence is the branch with the most turns, the newest among equals.
 
     Args:
         episode: the episode, whose policy answers.
@@ -100,10 +101,10 @@ class Conversations:
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
         self._branches: dict[bytes, Branch] = {}  # by the messages that they show
-        self._ends: set[bytes] = set()  # of them, those that no request has continued
-        self._trained = 0  # turns of the trained branch
+        self._ends: list[Branch] = []  # those that no request has continued
+        self._longest = Branch()
         self._calls = 0  # tool calls so far, for their ids
-        episode.counts.update(branches=0, untrained_turns=0, reencoded_tokens=0)
+        episode.counts.update(branches=0, reencoded_tokens=0)
 
     async def answer(self, question: Question) -> Answer:
         """Sample the answer to a request.
@@ -111,11 +112,10 @@ class Conversations:
         Raises:
             Refused: the episode has no turn or token left, or the chat template refuses the messages.
         """
-        start, key, count = self._find(question)
-        branch = self._branches.get(start, Branch())
+        begun, key, count = self._find(question)
         policy = self.episode.policy
         try:
-            before = self._render(question, branch, count) if policy.turns_left > 0 else []
+            before = self._render(question, begun, count) if policy.turns_left > 0 else []
             turn = await policy.sample(before, max_tokens=question.max_tokens, stop=question.stop)
         except (BadRow, DataError) as error:
             raise Refused(400, "messages_refused", f"The messages cannot be rendered: {error}") from error
@@ -123,22 +123,36 @@ class Conversations:
             code = LIMITS[policy.turns_left > 0]
             raise Refused(400, code, f"The episode's budget is used up: {error}.") from error
         answer = self._read(question, turn)
-        shown = [*question.messages[count:]] if branch.turns else []
-        texts = [{"role": m["role"], "content": m["content"]} for m in shown]
+        new = question.messages[count:] if begun.turns else ()
         said = {"role": "assistant", "content": turn.text}
-        branch = Branch((*branch.turns, turn), (*branch.messages, *texts, said))
-        self._keep(start, _digest(key, _identity(answer.message())), branch)
+        messages = (*begun.messages, *({name: m[name] for name in ("role", "content")} for m in new), said)
+        self._keep(begun, _digest(key, _identity(answer.message())), Branch((*begun.turns, turn), messages))
         return answer
 
-    def _find(self, question: Question) -> tuple[bytes, bytes, int]:
-        """Return the key of the longest branch that a request continues, that of the request, and the branch's messages."""
+    def others(self) -> list[Rollout]:
+        """Return the rollouts of all branches but the episode's sequence; each turn is learned in one of them only."""
+        learned, made = {turn.number for turn in self._longest.turns}, []
+        for branch in (branch for branch in self._ends if branch is not self._longest):
+            self.episode.follow(branch.turns, branch.messages)
+            rollout = self.episode.rollout()
+            for turn in (turn for turn in branch.turns if turn.number in learned):
+                part = slice(len(turn.before), len(turn.before) + len(turn.token_ids))
+                rollout.loss_mask[part], rollout.rollout_log_probs[part] = False, 0.0
+            learned |= {turn.number for turn in branch.turns}
+            made.append(rollout)
+        if made:
+            self.episode.follow(self._longest.turns, self._longest.messages)
+        return made
+
+    def _find(self, question: Question) -> tuple[Branch, bytes, int]:
+        """Return the longest branch that a request continues, the request's key, and the number of known messages."""
         key = _digest(b"", question.tools or [])
-        start, count = b"", 0
+        found, count = Branch(), 0
         for i, message in enumerate(question.messages, 1):
             key = _digest(key, _identity(message))
             if key in self._branches:
-                start, count = key, i
-        return start, key, count
+                found, count = self._branches[key], i
+        return found, key, count
 
     def _render(self, question: Question, branch: Branch, count: int) -> list[int]:
         """Return the tokens before the answer, and count those of the policy's messages that had to be rendered."""
@@ -172,16 +186,14 @@ class Conversations:
         reason = "length" if turn.finish_reason != "stop" else "tool_calls" if calls else "stop"
         return Answer(turn, text, named, reason, stop)
 
-    def _keep(self, start: bytes, key: bytes, branch: Branch) -> None:
-        """Add a branch that continues that of ``start``; the episode follows it if it is the longest."""
-        counts, turns = self.episode.counts, len(branch.turns)
-        counts["branches"] += start not in self._ends
-        self._ends = (self._ends - {start}) | {key}
+    def _keep(self, begun: Branch, key: bytes, branch: Branch) -> None:
+        """Add a branch that continues ``begun``; the episode follows it if it is the longest."""
+        self._ends = [*(end for end in self._ends if end is not begun), branch]
         self._branches[key] = branch
-        if turns >= self._trained:
-            self._trained = turns
+        self.episode.counts["branches"] = len(self._ends)
+        if len(branch.turns) >= len(self._longest.turns):
+            self._longest = branch
             self.episode.follow(branch.turns, branch.messages)
-        counts["untrained_turns"] = len(self.episode.policy.turns) - self._trained
 
 
 def _identity(message: Message) -> list[Any]:

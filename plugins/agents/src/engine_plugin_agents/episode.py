@@ -49,6 +49,9 @@ class Episode:
         self.token_ids: list[int] = list(self.prompt.token_ids)  #: the sequence so far
         self.messages: list[dict[str, str]] = []  #: the same after the prompt, as text
         self.counts: Counter[str] = Counter()  #: tool_calls, tool_errors, tool_timeouts
+        self.branches: list[
+            Rollout
+        ] = []  #: further sequences, which are learned with the rewards of this one
         self._names = names
         self._turns: list[tuple[int, Turn]] = []  # position of its first token, and the turn
 
@@ -244,6 +247,7 @@ class Episode:
             rewards={name: _number(name, value, self._names) for name, value in (rewards or {}).items()},
             messages=[dict(message) for message in self.messages],
             extras={**extras, "turns": turns},
+            branches=[*self.branches],
         )
 
 

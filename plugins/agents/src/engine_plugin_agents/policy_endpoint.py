@@ -49,7 +49,7 @@ class EndpointEnvironment:
             ) from error
 
     async def __call__(self, episode: Episode) -> Rollout:
-        """Run the harness of one episode and return the trained branch of its conversations.
+        """Run the harness of one episode and return its conversations.
 
         Raises:
             LimitReached: the harness failed after no turn or token was left.
@@ -66,6 +66,7 @@ class EndpointEnvironment:
             raise
         finally:
             self._server.end(session)
+            episode.branches = session.conversations.others()
         if not episode.policy.turns and not session.limited:
             raise RuntimeError(SILENT)
         return episode.rollout(rewards)

@@ -37,7 +37,7 @@ COUNTS = (
     "environment/tool_errors",
     "environment/tool_timeouts",
 )
-ENDPOINT_COUNTS = ("environment/branches", "environment/untrained_turns", "environment/reencoded_tokens")
+ENDPOINT_COUNTS = ("environment/branches", "environment/reencoded_tokens")
 
 HELD_OUT = "0:"
 """Beginning of the ids of requests outside of training, which belong to no step."""

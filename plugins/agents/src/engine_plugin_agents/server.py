@@ -49,6 +49,7 @@ class Session:
 
     Attributes:
         ended: raises the error that ends the episode before its harness does.
+        conversations: what the harness and the policy said.
         limited: whether a request was refused because no turn or token was left.
     """
 
@@ -56,7 +57,7 @@ class Session:
         self.url, self.key = url, key  #: constructor argument
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.limited = False
-        self._conversations = Conversations(episode)
+        self.conversations = Conversations(episode)
         self._closed = False
         self._refused = 0
         self._tasks: set[asyncio.Task[web.StreamResponse]] = set()
@@ -95,7 +96,7 @@ class Session:
             Refused: the request cannot be answered.
         """
         try:
-            return await self._conversations.answer(question)
+            return await self.conversations.answer(question)
         except Refused as error:
             self.limited |= error.code in LIMITS
             raise
