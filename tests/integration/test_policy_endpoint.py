@@ -87,9 +87,14 @@ def test_all_branches_of_an_agent_are_trained_and_recorded(tiny):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_reward_of_the_pages_agent_rises(tiny):
-    for name, language in (("agent.py", "python"), ("agent.toml", "toml")):
-        (tiny / name).write_text(block("reference/endpoint.md", f"{language} tiny/{name}"))
+@pytest.mark.parametrize(("name", "needs"), [("agent.py", "openai"), ("swe_agent.py", "minisweagent")])
+def test_the_reward_of_the_pages_agents_rises(tiny, monkeypatch, name, needs):
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no download
+    pytest.importorskip(needs)
+    page = "reference/endpoint.md"
+    agent = block(page, "python tiny/agent.py") if name == "agent.py" else block(page, "py")
+    (tiny / "agent.py").write_text(agent)
+    (tiny / "agent.toml").write_text(block(page, "toml tiny/agent.toml"))
     assert main(["train", "tiny/agent.toml", "--steps", "25", "--set", "run.name=agent"]) == 0
     lines = [json.loads(line) for line in Path("runs/agent/metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "environment/branches" in line]
