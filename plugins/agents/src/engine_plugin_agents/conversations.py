@@ -120,8 +120,10 @@ class Conversations:
         except (BadRow, DataError) as error:
             raise Refused(400, "messages_refused", f"The messages cannot be rendered: {error}") from error
         except LimitReached as error:
-            code = LIMITS[policy.turns_left > 0]
-            raise Refused(400, code, f"The episode's budget is used up: {error}.") from error
+            status, code = (
+                (400, LIMITS[1]) if policy.turns_left > 0 else (403, LIMITS[0])
+            )  # neither is retried
+            raise Refused(status, code, f"The episode's budget is used up: {error}.") from error
         answer = self._read(question, turn)
         new = question.messages[count:] if begun.turns else ()
         said = {"role": "assistant", "content": turn.text}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,6 @@ FORMS: dict[str, type[ChatRequest | MessagesRequest]] = {
 }
 MODELS = "/v1/models"
 
-log = logging.getLogger("engine")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -102,7 +100,7 @@ class Session:
             raise
         except Exception as error:
             self._end(error)
-            raise
+            raise Refused(500, "server_error", f"{type(error).__name__}: {error}") from error
 
     def close(self) -> None:
         """Answer the requests in flight with an error and accept no other one."""
@@ -174,10 +172,11 @@ class EndpointServer:
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")
         key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
         number = key.split("-")[1] if key.count("-") > 1 else ""
-        session = self._sessions.get(int(number)) if number.isdecimal() and len(number) < 20 else None
-        if session is not None and hmac.compare_digest(session.key.encode(), key.encode()):
-            return session
-        if session is None and number.isdecimal() and len(number) < 20 and int(number) < self._count:
+        found = int(number) if number.isdecimal() and len(number) < 20 else self._count
+        if session := self._sessions.get(found):
+            if hmac.compare_digest(session.key.encode(), key.encode(errors="surrogateescape")):
+                return session
+        elif found < self._count:
             raise _over()
         raise Refused(401, "invalid_api_key", "The API key is not that of an episode in progress.")
 
@@ -201,10 +200,8 @@ async def _answered(
     try:
         asked = form.model_validate_json(await request.read())
     except ValidationError as error:
-        problems = error.errors(include_url=False, include_input=False)
-        found = max(
-            problems, key=lambda problem: len(problem["loc"])
-        )  # of a union, the alternative that fits most
+        # of a union, the alternative that fits most
+        found = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
         where = ".".join(map(str, found["loc"]))
         raise Refused(400, "invalid_request", f"{where or 'body'}: {found['msg']}") from error
     answer = await session.answer(asked.question())
@@ -229,13 +226,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         status, code, message = error.status, error.reason.lower().replace(" ", "_"), error.text or ""
         if status == 404:
             message = f"{request.path} is not served. The endpoint serves {', '.join((MODELS, *FORMS))}."
-    except Exception as error:  # of a session, which ends its episode with this error
-        log.debug("A request to the policy endpoint failed", exc_info=error)
-        status, code, message = 500, "server_error", f"{type(error).__name__}: {error}"
     return web.json_response(error_body(status, code, message), status=status)
 
 
 def _over() -> Refused:
+    # 401, because clients send a request with another error again
     return Refused(
-        410, "session_over", "The episode of this API key is over. A key is valid for one episode."
+        401, "session_over", "The episode of this API key is over. A key is valid for one episode."
     )
