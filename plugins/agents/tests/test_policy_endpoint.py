@@ -478,3 +478,14 @@ async def solve(row, base_url, api_key):
     metrics = runner.metrics()
     assert metrics["environment/branches"] == 1000
     assert metrics["environment/reencoded_tokens"] == 0
+
+
+def test_equal_answers_to_equal_requests_keep_their_own_log_probs(harness, scripted, requests, play):
+    source = "for _ in range(3):\n        client.chat.completions.create(model='', messages=messages)"
+    runner, engine = harness(ASK % source, on_error="fail"), scripted(lambda request: ("ab", "stop"))
+    rollout = one(play(runner, engine, requests(1)))
+    sequences = [rollout, *rollout.branches]
+    assert [int(sequence.extras["turns"].max()) for sequence in sequences] == [3, 1, 2]
+    found = [sequence.rollout_log_probs[sequence.loss_mask].tolist() for sequence in sequences]
+    expected = [engine.answer(request).rollout_log_probs[-2:].tolist() for request in engine.asked]
+    assert found == [expected[2], expected[0], expected[1]]
