@@ -1,5 +1,6 @@
 """Harnesses that are commands: what a process receives and gives, and what of one that fails, floods or stays."""
 
+import asyncio
 import json
 import os
 import sys
@@ -10,6 +11,7 @@ import pytest
 from engine_core.config.models import EnvironmentConfig
 from engine_core.errors import ConfigError
 from engine_core.plugins.plugin_set import PluginSet
+from engine_plugin_agents import commands
 from engine_plugin_agents.runner import EnvironmentRunner
 
 ASK = """
@@ -99,6 +101,19 @@ def test_a_flood_of_output_is_not_kept(command, scripted, requests, play):
     source = "for _ in range(400): print('x' * 100_000); print('e' * 1000, file=sys.stderr)\nprint(0.5)"
     [rollout] = play(command(source, "Hi", reward="stdout"), scripted(), requests(1))
     assert rollout.rewards == {"harness": 0.5}
+
+
+def test_only_the_end_of_an_output_is_kept():
+    async def fed():
+        tail = commands._Tail()
+        for _ in range(100):
+            tail.data_received(b"x" * 10_000)
+        tail.data_received(b"end\n")
+        return tail.text
+
+    text = asyncio.run(fed())
+    assert text.endswith("xend")
+    assert len(text) == commands.TAIL_BYTES - 1
 
 
 def test_children_of_a_command_end_with_it(command, scripted, requests, play, folder):

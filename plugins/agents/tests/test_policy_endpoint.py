@@ -6,6 +6,8 @@ import zlib
 
 import pytest
 
+from engine_core.errors import PluginError
+
 HEAD = """
 import httpx
 from openai import OpenAI, AsyncOpenAI
@@ -333,6 +335,19 @@ def test_a_harness_without_budget_left_is_truncated_if_it_fails(
     assert runner.metrics()["environment/truncated"] == (not catches)
 
 
+def test_a_first_request_that_is_too_long_truncates_the_episode(environment, scripted, requests, play):
+    source = """
+    try:
+        client.chat.completions.create(model="", messages=[{"role": "user", "content": "H" * 300}])
+    except Exception as error:
+        assert error.body["code"] == "context_length_exceeded"
+"""
+    runner = environment(HEAD + ASK % source.strip() + TAIL, max_tokens=200)
+    rollout = one(play(runner, scripted(), requests(1)))
+    assert (rollout.failure, rollout.finish_reason, rollout.rewards) == ("", "length", {"good": 0.0})
+    assert runner.metrics()["environment/truncated"] == 1
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -352,6 +367,14 @@ def test_a_harness_that_fails_is_an_error_of_its_episode(
     rollouts = play(runner, scripted(), requests(4))
     assert [r.failure for r in rollouts] == ["", "", "error", "error"]
     assert message in caplog.text
+
+
+def test_a_harness_with_other_arguments_is_refused_before_the_run(harness):
+    message = (
+        r"harness 'solve' must be callable as solve\(row=, base_url=, api_key=\): missing a required.*'url'"
+    )
+    with pytest.raises(PluginError, match=message):
+        harness("def solve(row, url, api_key): pass")
 
 
 def test_a_harness_that_never_asks_is_an_error(harness, scripted, requests, play, caplog):

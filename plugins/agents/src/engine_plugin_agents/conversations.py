@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
-LIMITS = ("turn_limit_reached", "context_length_exceeded")
-"""Codes of the errors of an episode that has no turn left, or no token for this request."""
-
 
 class Refused(Exception):
     """A request that is answered with an HTTP error.
@@ -120,10 +117,10 @@ class Conversations:
         except (BadRow, DataError) as error:
             raise Refused(400, "messages_refused", f"The messages cannot be rendered: {error}") from error
         except LimitReached as error:
-            status, code = (
-                (400, LIMITS[1]) if policy.turns_left > 0 else (403, LIMITS[0])
-            )  # neither is retried
-            raise Refused(status, code, f"The episode's budget is used up: {error}.") from error
+            no_turn = policy.turns_left < 1
+            code = "turn_limit_reached" if no_turn else "context_length_exceeded"
+            # statuses after which clients do not try again
+            raise Refused(403 if no_turn else 400, code, f"The budget is used up: {error}.") from error
         answer = self._read(question, turn)
         new = question.messages[count:] if begun.turns else ()
         said = {"role": "assistant", "content": turn.text}

@@ -40,19 +40,21 @@ class EndpointEnvironment:
         from engine_plugin_agents.server import EndpointServer  # brings aiohttp
 
         self.options, self._server = options, EndpointServer()
+        given = dict.fromkeys(("row", "base_url", "api_key", *options))
         try:
-            given = dict.fromkeys(("row", "base_url", "api_key", *options))
             inspect.signature(self.harness).bind(**given)
         except TypeError as error:
+            name = getattr(self.harness, "__qualname__", repr(self.harness))
+            shown = ", ".join(f"{argument}=" for argument in given)
             raise PluginError(
-                f"A harness is called with {', '.join(given)}, as keywords: {error}."
+                f"The harness '{name}' must be callable as {name}({shown}): {error}."
             ) from error
 
     async def __call__(self, episode: Episode) -> Rollout:
         """Run the harness of one episode and return its conversations.
 
         Raises:
-            LimitReached: the harness failed after no turn or token was left.
+            LimitReached: the harness failed after no turn or token was left, or nothing was sampled for that reason.
             RuntimeError: the harness sent no request, or too many bad ones.
             Exception: the harness's.
         """
@@ -67,8 +69,8 @@ class EndpointEnvironment:
         finally:
             self._server.end(session)
             episode.branches = session.conversations.others()
-        if not episode.policy.turns and not session.limited:
-            raise RuntimeError(SILENT)
+        if not episode.policy.turns:
+            raise LimitReached("the first request was too long") if session.limited else RuntimeError(SILENT)
         return episode.rollout(rewards)
 
     async def _play(self, episode: Episode, session: Session) -> Mapping[str, float | None]:

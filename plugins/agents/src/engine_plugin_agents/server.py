@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from engine_plugin_agents.anthropic_messages import MessagesRequest
 from engine_plugin_agents.chat_completions import ChatRequest, error_body
-from engine_plugin_agents.conversations import LIMITS, Answer, Conversations, Question, Refused
+from engine_plugin_agents.conversations import Answer, Conversations, Question, Refused
+from engine_plugin_agents.policy import LimitReached
 
 if TYPE_CHECKING:
     from engine_plugin_agents.episode import Episode
@@ -96,7 +97,7 @@ class Session:
         try:
             return await self.conversations.answer(question)
         except Refused as error:
-            self.limited |= error.code in LIMITS
+            self.limited |= isinstance(error.__cause__, LimitReached)
             raise
         except Exception as error:
             self._end(error)
