@@ -18,6 +18,7 @@ from engine_plugin_agents.anthropic_messages import MessagesRequest
 from engine_plugin_agents.chat_completions import ChatRequest, error_body
 from engine_plugin_agents.conversations import Answer, Conversations, Question, Refused
 from engine_plugin_agents.policy import LimitReached
+from engine_plugin_agents.responses import ResponsesRequest
 
 if TYPE_CHECKING:
     from engine_plugin_agents.episode import Episode
@@ -29,8 +30,10 @@ MAX_REFUSED = 100
 """Requests of one session that may be refused; the next one ends the episode."""
 BACKLOG = 4096
 CLOSE_SECONDS = 0.5
-FORMS: dict[str, type[ChatRequest | MessagesRequest]] = {
+Form = type[ChatRequest | MessagesRequest | ResponsesRequest]
+FORMS: dict[str, Form] = {
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
 }
 MODELS = "/v1/models"
@@ -186,7 +189,7 @@ class EndpointServer:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "engine"}
         return web.json_response({"object": "list", "data": [model]})
 
-    def _answering(self, form: type[ChatRequest | MessagesRequest]) -> Handler:
+    def _answering(self, form: Form) -> Handler:
         async def handle(request: web.Request) -> web.StreamResponse:
             """Answer a request of one protocol."""
             session = self._session(request)
@@ -195,9 +198,7 @@ class EndpointServer:
         return handle
 
 
-async def _answered(
-    session: Session, request: web.Request, form: type[ChatRequest | MessagesRequest]
-) -> web.StreamResponse:
+async def _answered(session: Session, request: web.Request, form: Form) -> web.StreamResponse:
     try:
         asked = form.model_validate_json(await request.read())
     except ValidationError as error:
