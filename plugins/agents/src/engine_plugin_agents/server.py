@@ -202,8 +202,9 @@ async def _answered(session: Session, request: web.Request, form: Form) -> web.S
     try:
         asked = form.model_validate_json(await request.read())
     except ValidationError as error:
-        # of a union, the alternative that fits most
-        found = max(error.errors(include_url=False, include_input=False), key=lambda each: len(each["loc"]))
+        # of a union the alternative that fits most, a list rather than a text
+        problems = error.errors(include_url=False, include_input=False)
+        found = max(problems, key=lambda problem: (len(problem["loc"]), problem["type"] != "string_type"))
         where = ".".join(map(str, found["loc"]))
         raise Refused(400, "invalid_request", f"{where or 'body'}: {found['msg']}") from error
     answer = await session.answer(asked.question())
