@@ -145,6 +145,8 @@ class Rollout:
     #: "support_ids" [T_i, K] int32, the tokens that were kept, padded with -1; a row is all -1 if
     #: nothing was sampled or cut, or if more than `Sampling.max_support` tokens were kept.
     extras: dict[str, Tensor] = field(default_factory=dict)
+    #: of an episode: further sequences of its turns, learned with its rewards; see ``sequences_of``
+    branches: list[Rollout] = field(default_factory=list)
 
     @property
     def prompt_length(self) -> int:
@@ -160,6 +162,23 @@ class Rollout:
     def sampled_length(self) -> int:
         """The number of tokens that the policy sampled."""
         return int(self.loss_mask.count_nonzero())
+
+
+BRANCH = "branch"
+"""Column [B] bool of a batch with branches of episodes: True on the sequence of a branch."""
+OF_EPISODE = ("group_id", "index", "reward", "rewards", "greedy_reward", "answers", "valid", "failure")
+"""Fields of a rollout that the branches of its episode share."""
+
+
+def sequences_of(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """Return the rollouts, each followed by its branches with its group, rewards and id (``4:0:1/1``, ``4:0:1/2``)."""
+    found = []
+    for rollout in rollouts:
+        found.append(rollout)
+        for number, branch in enumerate(rollout.branches, 1):
+            shared = {name: getattr(rollout, name) for name in OF_EPISODE}
+            found.append(dataclasses.replace(branch, request_id=f"{rollout.request_id}/{number}", **shared))
+    return found
 
 
 def repeated(values: Tensor, lengths: Tensor, total: int | None = None) -> Tensor:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core import faults
 from engine_core.errors import DataError
-from engine_core.types import Prompt, Rollout
+from engine_core.types import Prompt, Rollout, sequences_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -84,7 +84,7 @@ def write_rollouts(
     target = path if path.suffix == ".parquet" else rollout_path(path, step)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.tmp")
-    table = _table(step, rollouts).replace_schema_metadata(
+    table = _table(step, sequences_of(rollouts)).replace_schema_metadata(
         {ABOUT: json.dumps({**(about or {}), "format": FORMAT})}
     )
     try:
@@ -98,12 +98,15 @@ def write_rollouts(
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
-    """Read a file that ``write_rollouts`` wrote.
+    """Read a file that ``write_rollouts`` wrote; branches are put back into their rollouts.
 
     Raises:
         DataError: the file is missing, is not Parquet, lacks a column or has another format.
     """
-    return RolloutFile(path).rollouts()
+    found = list[Rollout]()
+    for rollout in RolloutFile(path).rollouts():
+        (found[-1].branches if found and "/" in rollout.request_id else found).append(rollout)
+    return found
 
 
 class RolloutFile:

@@ -27,7 +27,7 @@ from engine_core.runs.rollout_files import read_rollouts, write_rollouts
 from engine_core.runs.state_files import plain_state
 from engine_core.specs import RefillOptions
 from engine_core.tables import Distribution
-from engine_core.types import TIMEOUT, Request, Sampling, StageState
+from engine_core.types import TIMEOUT, Request, Sampling, StageState, sequences_of
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -271,7 +271,7 @@ class Rounds:
         """
         metrics = combined(self.scored) | dict(described) | self.staged | self.greedy
         metrics["time/reward_overlap"] = self.overlapped
-        metrics["tokens/total"] = float(sum(len(r.token_ids) for r in self.kept))
+        metrics["tokens/total"] = float(sum(len(r.token_ids) for r in sequences_of(self.kept)))
         if self.greedy:
             metrics["tokens/generated"] += self.greedy["greedy/tokens"]
         return self.kept, metrics

@@ -35,7 +35,7 @@ from engine_core.train.evaluation import set_metrics
 from engine_core.train.models import held_tokens, model_length
 from engine_core.train.rollouts import Rounds, Sampler, Stages
 from engine_core.train.run import TrainingRun
-from engine_core.types import CUT, Batch, sampled_tokens
+from engine_core.types import BRANCH, CUT, Batch, sampled_tokens, sequences_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -275,14 +275,15 @@ class SampledRun(TrainingRun):
 
     def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return metrics of a step's rollouts: counts, lengths, timeouts, turns."""
+        sequences = sequences_of(rollouts)
         lengths = [r.response_length for r in rollouts] or [0]
         self._note_cut(rollouts)
         timeouts, self.sampler.timeouts = self.sampler.timeouts, 0
         limited = self.config.rollout.request_timeout_seconds and not self.environment
         return {
             "rollouts": float(len(rollouts)),
-            "tokens/total": float(sum(r.token_ids.numel() for r in rollouts)),
-            "tokens/generated": float(sampled_tokens(rollouts)),
+            "tokens/total": float(sum(r.token_ids.numel() for r in sequences)),
+            "tokens/generated": float(sampled_tokens(sequences)),
             "response_length/mean": sum(lengths) / len(lengths),
             "response_length/max": float(max(lengths)),
             "response_length/truncated_share": sum(r.finish_reason in CUT for r in rollouts) / len(lengths),
@@ -307,18 +308,21 @@ class SampledRun(TrainingRun):
             )  # fmt: skip
 
     def batch(self, rollouts: Sequence[Rollout]) -> Batch:
-        """Pack rollouts into a batch and add the columns that only the run knows.
+        """Pack rollouts and their branches into a batch and add the columns that only the run knows.
 
         The added columns are float32: ``reward_term/NAME`` [B], the clipped value of each reward with a weight
         (NaN where the reward does not apply), ``reward_weight/NAME`` [B], and ``greedy_rewards`` [B] if greedy
-        responses are sampled (NaN where one has no reward). With `algorithm.mask_truncated` the ``loss_mask`` of
-        truncated rollouts is False; their rewards still count in their group. ``rollout_log_probs`` is left out
-        if the step did not ask for it (`rollout.log_probs_every_steps`).
+        responses are sampled (NaN where one has no reward). ``branch`` [B] bool exists if a rollout has branches.
+        With `algorithm.mask_truncated` the ``loss_mask`` of truncated rollouts is False; their rewards still count
+        in their group. ``rollout_log_probs`` is left out if the step did not ask for it
+        (`rollout.log_probs_every_steps`).
         """
         config = self.config_now
+        is_branch = [flag for r in rollouts for flag in (False, *(True for _ in r.branches))]
+        rollouts = sequences_of(rollouts)
         batch = Batch.from_rollouts(rollouts, config.rollout.temperature, self.replays_support)
         self._check_ids(batch)
-        columns: dict[str, torch.Tensor] = {}
+        columns = {BRANCH: torch.tensor(is_branch)} if any(is_branch) else {}
         for name, weight, clipped in (term for term in self.reward_terms() if term[1]):
             values = [r.rewards.get(name) for r in rollouts]
             terms = [math.nan if value is None else clipped(value) for value in values]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from engine_core.algorithms.branches import advantages_of
 from engine_core.algorithms.regularizers import kl_estimate
 from engine_core.contracts.runtime import Role
 from engine_core.errors import TrainingFailed
@@ -142,7 +143,7 @@ class Trainer(SampledRun):
             TrainingFailed: a value is not finite; no weight has changed.
         """
         options = self.config_now.algorithm.advantage_options
-        made = self.advantage(batch, **(options.model_dump() if options else {}))
+        made = advantages_of(self.advantage, batch, options.model_dump() if options else {})
         columns = dict(made) if isinstance(made, Mapping) else {"advantages": made}
         check_columns(self.config.algorithm.advantage, columns, batch.num_tokens)
         if not all(map(_all_finite, columns.values())):

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine_core.types import Batch, Prompt, Request, Rollout, Sampling
+from engine_core.types import Batch, Prompt, Request, Rollout, Sampling, sequences_of
 
 
 def rollout(prompt, response, reward=0.0, **changes):
@@ -139,3 +139,16 @@ def test_each_token_gets_the_value_of_its_sequence_bit_for_bit(dtype, learned):
     assert found.dtype is dtype
     assert found.requires_grad == values.requires_grad
     assert torch.equal(found, values[torch.tensor([0, 0, 2, 2, 2])])
+
+
+def test_branches_follow_their_rollout_and_share_its_verdict():
+    branches = [rollout([5], [8]), rollout([6], [8, 8])]
+    whole = rollout([5], [7], 2.0, rewards={"a": 2.0}, group_id=3, valid=False, branches=branches)
+    found = sequences_of([whole, rollout([5], [7])])
+    assert found[0] is whole
+    assert [len(r.token_ids) for r in found] == [2, 2, 3, 2]
+    assert [r.request_id.partition("/")[2] for r in found] == ["", "1", "2", ""]
+    assert [(r.reward, r.rewards, r.group_id, r.valid) for r in found[:3]] == [
+        (2.0, {"a": 2.0}, 3, False)
+    ] * 3
+    assert branches[0].reward == 0.0  # unchanged

@@ -210,3 +210,23 @@ def play():
         return rollouts
 
     return run
+
+
+ENDPOINT = """
+import httpx
+from openai import OpenAI, AsyncOpenAI
+from engine_plugin_agents import endpoint
+
+SPEC = {"rewards": frozenset({"good"})}
+
+"""
+
+
+@pytest.fixture
+def harness(environment):
+    """harness(source, **settings): the runner of an environment whose source defines the harness ``solve``."""
+
+    def make(source, max_tokens=4000, **settings):
+        return environment(f"{ENDPOINT}{source}\nmine = endpoint(solve)\n", max_tokens=max_tokens, **settings)
+
+    return make

@@ -1,5 +1,6 @@
 """What a checkpoint holds of groups that are queued, and what a run under other settings makes of it."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -69,6 +70,22 @@ def test_what_is_there_stays_with_its_prompt_and_the_rest_is_asked_for_again(sav
     assert after.queue.groups[0].prompt.columns == {"answer": "13"}
     assert after.queue.groups[1].rollouts["4:2:1"].rewards == {"solved": 0.5, "unknown": None}
     assert (after.admitted, after.resampled, list(after.returned)) == (16, 3, [])
+
+
+def test_an_episode_keeps_the_prompt_and_the_branches_that_its_environment_gave_it(tmp_path):
+    before, prompt = ahead_of(), Prompt("train:13", [1], "", {"answer": "13"})
+    before.queue.admit(Group(13, prompt), step=4)
+    own = Prompt("train:13", [1, 5], "", prompt.columns)
+    branches = [rollout("", own), rollout("", prompt)]
+    before.queue.groups[0].rollouts = {"4:1:0": dataclasses.replace(rollout("4:1:0", own), branches=branches)}
+    (tmp_path / FILE).parent.mkdir(exist_ok=True)
+    before.files(ABOUT)[FILE](tmp_path / FILE)
+    after = ahead_of()
+    after.load(before.state(), tmp_path, 3)
+    found = after.queue.groups[0].rollouts
+    assert list(found) == ["4:1:0"]
+    assert found["4:1:0"].prompt.token_ids == [1, 5]
+    assert [branch.prompt.token_ids for branch in found["4:1:0"].branches] == [[1, 5], [1]]
 
 
 @pytest.mark.parametrize("other", [{"per_step": 2}, {"staleness": 2}, {"temperature": 0.7}])

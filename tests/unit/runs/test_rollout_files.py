@@ -10,8 +10,8 @@ import torch
 
 from engine_core.errors import DataError
 from engine_core.runs import rollout_files
-from engine_core.runs.rollout_files import read_rollouts, write_rollouts
-from engine_core.types import Prompt, Rollout
+from engine_core.runs.rollout_files import RolloutFile, read_rollouts, write_rollouts
+from engine_core.types import Prompt, Rollout, sequences_of
 
 
 def rollout(index: int = 0, response: tuple[int, ...] = (7, 1), **changes) -> Rollout:
@@ -150,6 +150,17 @@ def test_a_writing_that_fails_leaves_the_old_file(tmp_path):
     with pytest.raises(Exception, match="seven"):
         write_rollouts(tmp_path, 1, [rollout(1, reward="seven")])
     assert [r.index for r in read_rollouts(tmp_path / "step_000001.parquet")] == [0]
+
+
+def test_branches_are_rows_of_a_file_and_return_to_their_rollouts(tmp_path):
+    branched = rollout(0, branches=[rollout(1, response=(8,), reward=0.0), rollout(2, response=(9,))])
+    file = write_rollouts(tmp_path, 1, [branched, rollout(3)])
+    assert [r.request_id for r in RolloutFile(file).rollouts()] == ["r0", "r0/1", "r0/2", "r3"]
+    first, second = read_rollouts(file)
+    assert [len(r.branches) for r in (first, second)] == [2, 0]
+    for read, expected in zip(sequences_of([first]), sequences_of([branched]), strict=True):
+        read.branches = expected.branches = []
+        assert_same(read, expected)
 
 
 def test_columns_that_json_does_not_know_become_text(tmp_path):

@@ -13,6 +13,16 @@ Not supported: untrusted code. Episodes run in the controller's process.
 from engine_plugin_agents.calls import ToolCall, find_tag
 from engine_plugin_agents.episode import Episode, LimitReached
 from engine_plugin_agents.policy import Turn
+from engine_plugin_agents.policy_endpoint import EndpointEnvironment, endpoint
 from engine_plugin_agents.tables import ToolFormat
 
-__all__ = ["Episode", "LimitReached", "ToolCall", "ToolFormat", "Turn", "find_tag"]
+__all__ = [
+    "EndpointEnvironment",
+    "Episode",
+    "LimitReached",
+    "ToolCall",
+    "ToolFormat",
+    "Turn",
+    "endpoint",
+    "find_tag",
+]

@@ -140,7 +140,7 @@ def check_tools(label: str, spec: Environment, chat: ChatFormat, shown: bool) ->
 
 
 def check_rollout(label: str, made: Any, episode: Episode) -> Rollout:
-    """Check the return value of an environment and set ``extras["turns"]``.
+    """Check the return value of an environment and its branches, and set ``extras["turns"]``.
 
     Args:
         label: the names of the environment and its plugin, for messages.
@@ -157,17 +157,19 @@ def check_rollout(label: str, made: Any, episode: Episode) -> Rollout:
     if not isinstance(made, Rollout):
         shown = f"{made!r:.60} ({type(made).__name__})"
         raise PluginError(f"{label} must return a Rollout, such as episode.rollout(); it returned {shown}.")
-    length, prompt = len(made.token_ids), episode.prompt.token_ids
+    length, prompt = len(made.token_ids), made.prompt.token_ids
     for column in ("loss_mask", "rollout_log_probs", "policy_versions"):
         if len(getattr(made, column)) != length:
             raise PluginError(f"{label} gave {len(getattr(made, column))} {column} for {length} tokens.")
-    if made.token_ids[: len(prompt)].tolist() != prompt:
+    if made.prompt.id != episode.prompt.id or made.token_ids[: len(prompt)].tolist() != prompt:
         raise PluginError(f"{label} returned a rollout that does not begin with its prompt's tokens.")
     if length > episode.policy.limits.tokens:
         raise PluginError(
             f"{label} returned {length} tokens; at most {episode.policy.limits.tokens} are allowed (environment.max_tokens)."
         )
     made.extras["turns"] = _check_sampled(label, made, episode)
+    for branch in made.branches:
+        check_rollout(label, branch, episode)
     return made
 
 
@@ -182,21 +184,25 @@ def _check_sampled(label: str, made: Rollout, episode: Episode) -> Tensor:
     """
     token_ids = made.token_ids.tolist()
     left, turns = made.loss_mask.bool().clone(), made.policy_versions.new_zeros(len(token_ids))
+    problems: list[tuple[int, int, str]] = []  # first token, end, text; another turn may have the same tokens
     for turn in episode.policy.turns:
         start, end = len(turn.before), len(turn.before) + len(turn.token_ids)
         if token_ids[:end] != turn.before + turn.token_ids:
             continue
         learned = made.loss_mask[start:end].bool()
         if not bool((made.rollout_log_probs[start:end] == turn.log_probs)[learned].all()):
-            raise PluginError(
-                f"{label} gave turn {turn.number} log-probs that are not those it was sampled with."
-            )
-        if not bool((made.policy_versions[start:end] == turn.policy_versions)[learned].all()):
-            raise PluginError(f"{label} gave turn {turn.number} policy versions that are not its own.")
-        left[start:end] = False
-        turns[start:] = turn.number
+            problem = f"{label} gave turn {turn.number} log-probs that are not those it was sampled with."
+            problems.append((start, end, problem))
+        elif not bool((made.policy_versions[start:end] == turn.policy_versions)[learned].all()):
+            problem = f"{label} gave turn {turn.number} policy versions that are not its own."
+            problems.append((start, end, problem))
+        else:
+            left[start:end] = False
+            turns[start:] = turn.number
     if bool(left.any()):
         at = int(left.nonzero()[0])
+        for problem in (text for start, end, text in problems if start <= at < end):
+            raise PluginError(problem)
         raise PluginError(
             f"{label} marks token {at} ({episode.tokenizer.decode(token_ids[at : at + 1])!r}) in loss_mask, which the "
             "policy did not sample there. Text must not be encoded again, and answers of tools are not learned; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -56,6 +57,9 @@ class Episode:
         self.token_ids: list[int] = list(self.prompt.token_ids)  #: the sequence so far
         self.messages: list[dict[str, str]] = []  #: the same after the prompt, as text
         self.counts: Counter[str] = Counter()  #: tool_calls, tool_errors, tool_timeouts
+        self.branches: list[
+            Rollout
+        ] = []  #: further sequences, which are learned with the rewards of this one
         self._names = names
         self._turns: list[tuple[int, Turn]] = []  # position of its first token, and the turn
 
@@ -103,6 +107,20 @@ class Episode:
         self._turns.append((start, turn))
         self.messages.append({"role": "assistant", "content": turn.text})
         return turn
+
+    def follow(self, turns: Sequence[Turn], messages: Sequence[dict[str, str]]) -> None:
+        """Replace the sequence by another one that the policy sampled.
+
+        Args:
+            turns: at least one turn of ``policy.sample``, each of which continues the one before it. The tokens before
+                the first one become the prompt's.
+            messages: the texts after the prompt.
+        """
+        first, last = turns[0], turns[-1]
+        self.prompt = dataclasses.replace(self.prompt, token_ids=first.before)
+        self.token_ids = [*last.before, *last.token_ids]
+        self._turns = [(len(turn.before), turn) for turn in turns]
+        self.messages = [*messages]
 
     def append(self, text: str, role: str = "tool", *, control_tokens: bool = False) -> None:
         """Append a text that the policy did not sample, without the chat template.
@@ -254,6 +272,7 @@ class Episode:
             rewards={name: _number(name, value, self._names) for name, value in (rewards or {}).items()},
             messages=[dict(message) for message in self.messages],
             extras={**extras, "turns": turns},
+            branches=[*self.branches],
         )
 
 

@@ -38,6 +38,7 @@ COUNTS = (
     "environment/tool_errors",
     "environment/tool_timeouts",
 )
+ENDPOINT_COUNTS = ("environment/branches", "environment/reencoded_tokens")
 
 HELD_OUT = "0:"
 """Beginning of the ids of requests outside of training, which belong to no step."""
@@ -162,7 +163,8 @@ class EnvironmentRunner:
             held_out: those outside of training, instead of those of steps.
         """
         counts, self._counts[held_out] = self._counts[held_out], Counter()
-        counted = {name: float(counts[name.partition("/")[2]]) for name in COUNTS}
+        names = (*COUNTS, *(name for name in ENDPOINT_COUNTS if name.partition("/")[2] in counts))
+        counted = {name: float(counts[name.partition("/")[2]]) for name in names}
         turns = {"environment/turns": counts["turns"] / counts["episodes"]} if counts["episodes"] else {}
         return turns | counted
 
@@ -201,12 +203,11 @@ class EnvironmentRunner:
         """
         request, rollout = end.request, end.rollout
         counts = self._counts[request.id.startswith(HELD_OUT)]
-        counts += end.counts
+        counts.update(end.counts)
         counts["episodes"] += 1
         counts["turns"] += int(rollout.extras["turns"].max())
         counts["truncated"] += end.limited
-        rollout.request_id, rollout.prompt = request.id, request.prompt
-        rollout.group_id, rollout.index = request.group_id, request.index
+        rollout.request_id, rollout.group_id, rollout.index = request.id, request.group_id, request.index
         if end.failure:
             counts[f"{end.failure}s"] += 1
             self._failed(end)

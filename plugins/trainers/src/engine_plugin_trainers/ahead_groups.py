@@ -262,7 +262,8 @@ class AheadGroups:
         for group in groups:
             group.rollouts = held.get(group.number, {})
             for rollout in group.rollouts.values():
-                rollout.prompt = group.prompt
+                if rollout.prompt.token_ids == group.prompt.token_ids:  # else an environment has changed them
+                    rollout.prompt = group.prompt
         self.queue.groups = list(groups)
 
 

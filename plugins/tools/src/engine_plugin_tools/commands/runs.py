@@ -17,6 +17,7 @@ from engine_core.errors import DataError, did_you_mean
 from engine_core.redaction import harmless
 from engine_core.runs.checkpoint import Checkpoints
 from engine_core.runs.tracking import RunFolder, read_rollouts
+from engine_core.types import sequences_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +52,7 @@ def rollouts(
     """
     folder = RunFolder.open(run)
     files = _evaluation_files(folder, step) if held_out else [_rollout_file(folder, step)]
-    shown = [rollout for file in files for rollout in read_rollouts(file)]
+    shown = sequences_of(rollout for file in files for rollout in read_rollouts(file))
     if as_json:
         print_json([_plain(rollout) for rollout in shown[:limit]])
         return
