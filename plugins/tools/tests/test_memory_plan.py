@@ -191,6 +191,16 @@ def test_a_sampler_that_can_free_its_weights_is_a_change_alone_and_with_the_othe
     assert made.rollout.options.sleep_level == 1
 
 
+def test_a_lower_share_of_the_sampler_is_tried():
+    made = config()
+    made.rollout.options = Sampling(gpu_memory_utilization=0.6)
+    key = f"rollout.{made.rollout.backend}.gpu_memory_utilization"
+    found = {said: other.rollout.options.gpu_memory_utilization for said, other in memory_plan.changes(made)}
+    assert found[f"{key} = 0.5"] == 0.5
+    assert found[f"{key} = 0.35"] == 0.35
+    assert f"{key} = 0.7" not in found
+
+
 def test_a_supervised_run_has_one_phase():
     made = config()
     made.trainer, made.options = "sft", SFTOptions()

@@ -101,7 +101,7 @@ def test_auto_takes_the_tokens_that_a_run_would_take(model_folder):
     assert found.working["activations"] == 2560 * act.token(False)
     assert sum(found.working.values()) + held - found.working["gradients"] + found.reserve <= ask.free
     scarce = need_of(path, ask, tokens="auto", activation_checkpointing="auto")
-    assert scarce.chosen["activation_checkpointing"] is True
+    assert scarce.chosen["torch.activation_checkpointing"] is True
     assert scarce.chosen["max_tokens_per_rank"] > 2560
 
 

@@ -106,6 +106,7 @@ def test_a_dry_run_refuses_a_pool_that_cannot_have_the_sampler(engine, tmp_path)
         "run.toml:9: rollout.backend = 'vllm' runs in one process, and the sampler's pool has 2."
         in refused.err
     )
+    assert engine("plan", "run.toml", "--memory", "24").err == refused.err
     for settings in (*APART, *CUT, "runtime.torchrun.processes=1"):
         assert engine("train", "run.toml", "--dry-run", "--set", settings).code == 0
 

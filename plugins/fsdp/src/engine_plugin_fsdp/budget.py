@@ -26,6 +26,7 @@ class FSDPBudget(SharedBudget):
     """The memory budget of a rank that holds a part of the model."""
 
     engine: FSDPEngine
+    RECOMPUTATION = ("none", "full")
 
     @classmethod
     def held_by(

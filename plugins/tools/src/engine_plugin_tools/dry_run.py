@@ -36,7 +36,11 @@ def dry_run(run: TrainingRun) -> list[str]:
     """
     refuse(errors_of([partial(check_free, run.config), partial(_make_trackers, run), run.load_inputs]))
     lines = [*run.derived(), *_layout(run)]
-    refuse(errors_of([partial(_check_engines, run), lambda: lines.extend(_rewards(run))]))
+    refuse(
+        errors_of(
+            [partial(_check_machine, run), partial(check_engines, run), lambda: lines.extend(_rewards(run))]
+        )
+    )
     return lines
 
 
@@ -61,15 +65,23 @@ def _make_trackers(run: TrainingRun) -> None:
         make_tracker(name, run.config, run.plugins)
 
 
-def _check_engines(run: TrainingRun) -> None:
-    """Check that the engines fit their models and pools, and, if they run in this process, this machine."""
+def _check_machine(run: TrainingRun) -> None:
+    """Check that the engines of this process can serve their options on this machine."""
+    if run.config.runtime.backend == "local":
+        runtime: Any = run.plugins.resolve("runtimes", "local")(run.config, run.plugins, run.live)
+        runtime.host.check(run.roles(training=True))
+
+
+def check_engines(run: TrainingRun) -> None:
+    """Check that the engines fit their models and pools, on any machine.
+
+    Raises:
+        ConfigError: an engine cannot serve its pool, or its options do not fit the model.
+    """
     from engine_core.local.engine_host import check_ranks, check_sampler
 
     config, roles = run.config, run.roles(training=True)
     local = config.runtime.backend == "local"
-    if local:
-        runtime: Any = run.plugins.resolve("runtimes", "local")(config, run.plugins, run.live)
-        runtime.host.check(roles)
     together = 1 if local else getattr(config.runtime.options, "processes", 1)
     for name, role in roles.items():
         pools = {} if local else config.placement.pools

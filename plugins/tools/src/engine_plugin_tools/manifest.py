@@ -183,8 +183,8 @@ def attempt_of_first_step(folder: RunFolder) -> Path:
 
 
 def measured(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a step that do not depend on the machine or on evaluation."""
-    left_out = (*NOT_OF_A_STEP, "eval/", "plugins/", "step")
+    """Return the metrics of a step that do not depend on the machine, on timing or on evaluation."""
+    left_out = (*NOT_OF_A_STEP, "async/", "eval/", "plugins/", "step")
     return {
         name: value
         for name, value in row.items()

@@ -248,6 +248,10 @@ def longest(config: EngineConfig) -> int | None:
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
+SHARES = (0.7, 0.5, 0.35)
+"""Shares of the device that are tried for a sampler."""
+
+
 def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
     """Yield changes of a run file that need less memory, with the changed config: single ones, then all together."""
     wanted: list[tuple[str, tuple[str, ...], Any]] = []
@@ -271,6 +275,12 @@ def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
     if most and getattr(config.rollout.options, "max_model_len", 0) is None:
         key = f"rollout.{config.rollout.backend}.max_model_len = {most}"
         wanted.append((key, ("rollout", "options", "max_model_len"), most))
+    share = getattr(config.rollout.options, "gpu_memory_utilization", None)
+    key = f"rollout.{config.rollout.backend}.gpu_memory_utilization"
+    for less in (each for each in SHARES if isinstance(share, float) and each < share):
+        yield f"{key} = {less}", _with(config, ("rollout", "options", "gpu_memory_utilization"), less)
+    if isinstance(share, float) and share > SHARES[-1]:
+        wanted.append((f"{key} = {SHARES[-1]}", ("rollout", "options", "gpu_memory_utilization"), SHARES[-1]))
     for said, path, value in wanted:
         yield said, _with(config, path, value)
     together = config

@@ -53,6 +53,10 @@ class MemoryBudget:
     """
 
     engine: TorchEngine
+    RECOMPUTATION: tuple[Any, Any] = (
+        False,
+        True,
+    )  #: values of `activation_checkpointing` without and with it
 
     def __init__(self, engine: TorchEngine) -> None:
         self.engine = weakref.proxy(engine)

@@ -65,7 +65,9 @@ def memory_need(
     tokens = _micro_batch(most, question)
     working = _working(held, act, share, tokens // sharers, trained, tokens < (question.tokens or 1 << 62))
     used = act.constant + tokens // sharers * (act.token(share) if trained else act.passing)
-    chosen = {"max_tokens_per_rank": most} if asked == "auto" else {}
+    chosen: dict[str, Any] = {"max_tokens_per_rank": most} if asked == "auto" else {}
+    if how == "auto":
+        chosen[f"{config.backend}.activation_checkpointing"] = budget.RECOMPUTATION[again]
     return MemoryNeed(
         _kept(held),
         _idle(held),
@@ -73,7 +75,7 @@ def memory_need(
         moving=_moving(module, options, config.lora is not None or question.ranks > 1),
         reserve=int(used * memory.RESERVE / (1 - memory.RESERVE)),
         saved=stored,
-        chosen=chosen | ({"activation_checkpointing": again} if how == "auto" else {}),
+        chosen=chosen,
     )
 
 

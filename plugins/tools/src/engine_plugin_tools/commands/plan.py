@@ -51,6 +51,7 @@ def plan(
 
     Example: engine plan run.toml --devices h200x2
     """
+    from engine_plugin_tools.dry_run import check_engines
     from engine_plugin_tools.memory_plan import nearest_change, plan_device, too_small
 
     config = read([file], sets=sets, allow_code=allow_code)
@@ -60,6 +61,7 @@ def plan(
         trainer.load_inputs()
         if trainer.builds_model:
             raise ConfigError("A plugin builds the model of this run, so its memory is unknown.")
+        check_engines(trainer)
         roles = trainer.roles(training=True)
         if config.ref_is_base:
             roles.pop("ref", None)
