@@ -124,7 +124,7 @@ def test_the_custom_models_pass_their_own_tests_as_an_installed_wheel(custom_mod
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert re.search(r"\b([5-9]\d|1\d\d) passed", done.stdout), done.stdout  # the conformance kit among them
+    assert re.search(r"\b([5-9]\d|\d{3}) passed", done.stdout), done.stdout  # the conformance kit among them
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_the_backends_pass_the_conformance_kit():
         check=False,
     )
     assert done.returncode == 0, done.stdout
-    assert re.search(r"\b([5-9]\d|1\d\d) passed", done.stdout), done.stdout
+    assert re.search(r"\b([5-9]\d|\d{3}) passed", done.stdout), done.stdout
 
 
 # The demo as it is, and runs that differ from it in a word of the run file: all of them after its one warm start. With
