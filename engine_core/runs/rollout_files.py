@@ -105,7 +105,9 @@ def read_rollouts(path: Path) -> list[Rollout]:
     """
     found = list[Rollout]()
     for rollout in RolloutFile(path).rollouts():
-        (found[-1].branches if found and "/" in rollout.request_id else found).append(rollout)
+        last = found[-1] if found else rollout
+        is_branch = rollout.request_id == f"{last.request_id}/{len(last.branches) + 1}"
+        (last.branches if is_branch else found).append(rollout)
     return found
 
 

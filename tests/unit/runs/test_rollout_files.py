@@ -163,6 +163,11 @@ def test_branches_are_rows_of_a_file_and_return_to_their_rollouts(tmp_path):
         assert_same(read, expected)
 
 
+def test_ids_with_a_slash_that_are_not_of_a_branch_are_rollouts(tmp_path):
+    rows = [dataclasses.replace(rollout(i), request_id=f"gsm8k/{i}") for i in range(3)]
+    assert len(read_rollouts(write_rollouts(tmp_path, 1, rows))) == 3
+
+
 def test_columns_that_json_does_not_know_become_text(tmp_path):
     odd = Prompt("p", [5, 9], "", {"when": __import__("datetime").date(2026, 1, 2)})
     (read,) = read_rollouts(write_rollouts(tmp_path, 1, [rollout(prompt=odd)]))
