@@ -18,10 +18,11 @@ ROWS = [
     {"prompt": f"{number}+1=", "response": str(number + 1), "answer": str(number + 1)} for number in range(16)
 ]
 CHAT = (
+    "{% if tools %}{{ tools | tojson }}<eos>{% endif %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""A chat template whose turns end with the tokenizer's end token."""
+"""A chat template that shows tools, and whose turns end with the tokenizer's end token."""
 MEASURED = re.compile(r"^(time$|time/|throughput/|memory/|gpu/)|seconds")
 """Metrics of the machine, which differ from run to run."""
 
