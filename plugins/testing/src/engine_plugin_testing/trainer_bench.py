@@ -69,6 +69,7 @@ class TrainerBench(Bench):
         settings = {
             "trainer": self.trainer,
             "plugins": files,
+            "plugin": self.settings["plugin_options"],
             "model.path": self.model(),
             "data.prompts_per_step": 2,
             "actor.optim.lr": 1e-3,
@@ -138,7 +139,7 @@ class EnvironmentBench(TrainerBench):
 
         folder = self.place.cache / "chat-model"
         if not folder.exists():
-            write_model(folder, {}, seed=0, tied=True)
+            write_model(folder, {"max_position_embeddings": 4096}, seed=0, tied=True)  # schemas of tools are long
             made = tokenizer()
             made.chat_template = CHAT
             made.save_pretrained(folder)
