@@ -139,7 +139,9 @@ class EnvironmentBench(TrainerBench):
 
         folder = self.place.cache / "chat-model"
         if not folder.exists():
-            write_model(folder, {"max_position_embeddings": 4096}, seed=0, tied=True)  # schemas of tools are long
+            write_model(
+                folder, {"max_position_embeddings": 4096}, seed=0, tied=True
+            )  # schemas of tools are long
             made = tokenizer()
             made.chat_template = CHAT
             made.save_pretrained(folder)
