@@ -1,5 +1,6 @@
 """How Sphinx builds the site: `make docs`. The pages are plain Markdown, readable without it."""
 
+import builtins
 import os
 import re
 import shutil
@@ -119,6 +120,13 @@ def example_links(app, tree):
             link.replace_self(addnodes.download_reference("", "", *shown, refuri=uri))
 
 
+def builtin_types(app, tree):
+    """Take the links from types of Python itself: `bytes` would link to an attribute of this name."""
+    for link in list(tree.findall(addnodes.pending_xref)):
+        if link.get("refdomain") == "py" and hasattr(builtins, link["reftarget"]):
+            link.replace_self(link.children)
+
+
 def write_examples(app, error):
     """Write a zip file of each example, with the paths of the repository; the same files make the same bytes."""
     out = Path(app.outdir, "_static", "examples")
@@ -143,4 +151,5 @@ def setup(app):
     app.connect("object-description-transform", short_values)
     app.connect("source-read", file_names)
     app.connect("doctree-read", example_links)
+    app.connect("doctree-read", builtin_types)
     app.connect("build-finished", write_examples)

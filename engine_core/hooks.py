@@ -201,9 +201,9 @@ def engine_build_optimizer(
         the run file has 0, the engine puts the run's length there, and leaves 0 only if that length is unknown.
     :param options: the options of the role's backend.
     :param plugin_options: the plugin's options, ``[plugin.NAME]``, see ``engine_options``.
-    :returns: ``(optimizer, lr_scheduler)``. The optimizer must hold every parameter that requires gradients. Its groups may have
-        different rates, the largest of which is ``optim_config.lr``. After each optimizer step that was not skipped, the engine
-        steps the scheduler once. If the scheduler is None, the rates stay constant.
+    :returns: ``(optimizer, lr_scheduler)``. They replace everything that ``optim_config`` sets, except ``max_grad_norm`` and
+        ``max_skipped_steps``. The optimizer must hold every parameter that requires gradients. The highest rate of its groups is
+        ``optim_config.lr``. After each optimizer step that was not skipped, the engine steps the scheduler once; None: constant rates.
 
     Stops at the first answer. Default: AdamW, with the schedule that ``optim_config`` names.
 

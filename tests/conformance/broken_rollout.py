@@ -90,6 +90,12 @@ class BeforeTheCut(Changed):
         return rollout
 
 
+class NoMass(Changed):
+    def change(self, rollout):
+        rollout.extras.pop("support_log_mass", None)
+        return rollout
+
+
 class OtherSupport(Changed):
     def change(self, rollout):
         if "support_ids" in rollout.extras:

@@ -43,7 +43,18 @@ class Counter:
         return episode.rollout({"solved": float(self.played)})
 
 
+SCHEMA = {"type": "function", "function": {"name": "double", "description": "Doubles.", "parameters": {}}}
+
+
+async def calculator(episode):
+    turn = await episode.sample(max_tokens=4)
+    while episode.goes_on and await episode.answer_calls(turn, {"double": lambda: 2}):
+        turn = await episode.sample(max_tokens=4)
+    return episode.rollout({})
+
+
 @hookimpl
 def engine_environments():
     made = {"guess": guess, "again": again, "greedy_reader": greedy_reader, "dice": dice, "counter": Counter}
-    return {name: Environment(load=load, rewards=frozenset({"solved"})) for name, load in made.items()}
+    offered = {name: Environment(load=load, rewards=frozenset({"solved"})) for name, load in made.items()}
+    return {**offered, "calculator": Environment(load=calculator, tools=(SCHEMA,))}

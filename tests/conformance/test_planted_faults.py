@@ -132,6 +132,7 @@ FAULTS = [
     (Rollout, "AtOne", "log-probs reported at temperature 1", "log_probs_are_at_the_temperature"),
     (Rollout, "BeforeTheCut", "log-probs before top-p and top-k", "log_probs_are_of_what_top_p_and_top_k_left"),
     (Rollout, "WiderTopP", "a token too many left by top-p", "log_probs_are_of_what_top_p_and_top_k_left"),
+    (Rollout, "NoMass", "the mass of what top-p and top-k left not returned", "log_probs_with_the_mass_kept_are_over_the_vocabulary"),
     (Rollout, "NoTemperature", "temperature ignored in sampling", "samples_follow_the_distribution"),
     (Rollout, "NoTopK", "top-k ignored in sampling", "samples_follow_the_distribution"),
     (Rollout, "NoStop", "stop strings ignored", "a_stop_string_ends_a_response"),

@@ -1,5 +1,7 @@
 """The suites as pytest sees them: names, promises, gaps that are declared."""
 
+from pathlib import Path
+
 import pytest
 
 from engine_plugin_testing import RewardSuite, RolloutEngineSuite, TrainEngineSuite
@@ -109,7 +111,7 @@ def test_what_cannot_be_used_is_one_short_failure(pytester, base, attribute, lin
 def test_a_misspelt_attribute_is_refused_with_the_nearest_name(attribute, known):
     base = TrainEngineSuite if known == "tolerance" else RewardSuite
     with pytest.raises(
-        TypeError, match=rf"Mine\.{attribute} is no attribute of a suite. Did you mean '{known}'"
+        TypeError, match=rf"Mine\.{attribute} is no attribute that this suite reads\. Did you mean '{known}'"
     ):
         type("Mine", (base,), {attribute: 1})
 
@@ -121,9 +123,46 @@ def test_a_function_is_refused_where_its_address_is_expected():
         type("Mine", (TrainEngineSuite,), {"gradients": close})
 
 
-def test_a_suite_may_have_attributes_and_methods_of_its_own():
-    mine = {"column": "a", "samples": [1], "option": lambda self: None, "exampl": property(lambda self: 1)}
-    assert type("Mine", (RewardSuite,), mine).samples == [1]
+@pytest.mark.parametrize(
+    ("base", "name"), [(TrainEngineSuite, "keys"), (RewardSuite, "roles"), (RolloutEngineSuite, "lora")]
+)
+def test_an_attribute_of_another_suite_is_refused(base, name):
+    with pytest.raises(TypeError, match=rf"Mine\.{name} is no attribute that this suite reads"):
+        type("Mine", (base,), {name: {}})
+
+
+def test_a_suite_may_have_methods_and_private_attributes_of_its_own():
+    mine = {"_samples": [1], "option": lambda self: None, "exampl": property(lambda self: 1)}
+    assert type("Mine", (RewardSuite,), {**mine, "pytestmark": []})._samples == [1]
+
+
+GRADIENT = "test_the_gradient_is_that_of_the_global_sum"
+FREEZING = """
+from engine_plugin_testing import TrainEngineSuite
+
+class TestFreezing(TrainEngineSuite):
+    plugins = [{plugin!r}]
+    plugin_options = {options}
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "passed", "line"),
+    [
+        ({"freezing": {"freeze": False}}, 1, "*1 passed*"),
+        ({}, 0, "*model.embed_tokens.weight*"),
+        ({"freezing": {"freese": False}}, 0, "*plugin.freezing.freese: unknown key. Did you mean 'freeze'?*"),
+        ({"frezing": {}}, 0, "`plugin_options` has 'frezing'. Did you mean 'freezing'? Known: freezing."),
+    ],
+)
+def test_a_step_hook_gets_the_plugin_options_of_the_suite(pytester, options, passed, line):
+    plugin = pytester.makepyfile(freezing=Path(__file__).with_name("freezing.py").read_text("utf-8")).name
+    pytester.makepyfile(test_freezing=FREEZING.format(plugin=plugin, options=options))
+    result = pytester.runpytest_inprocess(
+        "-p", "no:cacheprovider", f"test_freezing.py::TestFreezing::{GRADIENT}"
+    )
+    result.assert_outcomes(passed=passed, failed=1 - passed)
+    result.stdout.fnmatch_lines([line])
 
 
 def test_a_capability_that_is_not_declared_is_a_skip_and_a_declared_one_is_required():

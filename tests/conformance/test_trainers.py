@@ -1,8 +1,11 @@
 """Trainers and environments of this repository keep the contracts of the kit."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from engine_plugin_testing import EnvironmentSuite, TrainerSuite
+from engine_core.errors import ConfigError
+from engine_plugin_testing import EnvironmentSuite, TrainerSuite, trainer_bench
 
 SAMPLING = {"rollout.group_size": 4, "rollout.max_response_tokens": 8}
 
@@ -42,3 +45,25 @@ class TestAgain(EnvironmentSuite):
     name = "again"
     plugins = ["guess.py"]
     chat = True
+
+
+class Calculator(EnvironmentSuite):
+    """An environment with tools; docs/environments.md runs a whole suite of one."""
+
+    name = "calculator"
+    plugins = ["guess.py"]
+    chat = True
+
+
+def test_an_environment_with_tools_runs_with_the_kits_template_and_not_with_one_that_hides_them(
+    tmp_path, monkeypatch
+):
+    def bench(name):
+        (tmp_path / name).mkdir()
+        place = SimpleNamespace(folder=tmp_path / name, cache=tmp_path / name)
+        return trainer_bench.EnvironmentBench(Calculator.settings(), place)
+
+    assert [line["environment/errors"] for line in bench("shown").train("run", 1)] == [0]
+    monkeypatch.setattr(trainer_bench, "CHAT", trainer_bench.CHAT.replace("{% if tools %}", "{% if false %}"))
+    with pytest.raises(ConfigError, match="shows no tools in prompts"):
+        bench("hidden").train("run", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import re
 import runpy
@@ -98,6 +99,18 @@ def test_no_signature_or_value_of_the_api_pages_shows_the_text_of_an_object(site
         for signature in re.findall(r"<dt class=\"sig .*?</dt>", page.read_text("utf-8"), re.DOTALL):
             text = unescape(re.sub(r"<[^>]+>", "", signature))
             assert not re.search(r" at 0x|<(class|function|built-in) ", text), f"{page.name}: {text}"
+
+
+def test_no_type_of_python_is_linked_to_an_attribute_of_its_name(site):
+    """`bytes` was linked to `SyncResult.bytes`."""
+    checked = 0
+    for page in (site / "reference" / "api").glob("*.html"):
+        for signature in re.findall(r"<dt class=\"sig .*?</dt>", page.read_text("utf-8"), re.DOTALL):
+            for link in re.findall(r'<a class="reference internal".*?</a>', signature, re.DOTALL):
+                text = re.sub(r"<[^>]+>", "", link)
+                assert not hasattr(builtins, text), f"{page.name}: {link}"
+                checked += 1
+    assert checked > 100
 
 
 def test_the_api_pages_show_the_attributes_that_plugins_use(site):

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 def table(suite: type[Suite]) -> str:
     """Return a table with a row for each contract: its test, its promise, what it runs for, the planted faults that it catches.
 
-    The column "runs for" names a capability, a role or an option. A suite whose contracts always run has no such column.
+    The column "runs for" names a capability, a role, an option or sampling options. A suite whose contracts always run has no such column.
     """
     contracts = suite.contracts.values()
-    limited = any(made.capability or made.role or made.option for made in contracts)
+    limited = any(map(_runs_for, contracts))
     titles = ["test", "what it promises", *(["runs for"] if limited else []), "catches"]
     rows = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for made in contracts:
@@ -29,9 +29,11 @@ def table(suite: type[Suite]) -> str:
 
 
 def _runs_for(made: Contract) -> str:
-    """Return the capability, option and role that the contract needs, or "" if it always runs."""
-    needed = {"capability": made.capability, "option": made.option, "role": made.role}
-    return ", ".join(f"{kind} `{name}`" for kind, name in needed.items() if name)
+    """Return the capability, options and role that the contract needs, or "" if it always runs."""
+    needed = [("capability", made.capability), ("option", made.option), ("role", made.role)]
+    found = [f"{kind} `{name}`" for kind, name in needed if name]
+    sampling = " or ".join(f"`{name}`" for name in sorted(made.options))
+    return ", ".join([*found, *([f"sampling {sampling}"] if sampling else [])])
 
 
 def main() -> None:

@@ -59,8 +59,8 @@ class Bench:
     def load_plugins(self, **more: str) -> PluginSet:
         """Load the plugin under test, and names of other kinds: ``losses="ppo_clip"``."""
         names = {self.kind: self.name, **more}
-        plugins = tuple(self.settings["plugins"])
-        return _load(tuple(sorted(names.items())), plugins, Path(self.settings["root"]))
+        plugins, tables = tuple(self.settings["plugins"]), json.dumps(self.settings["plugin_options"])
+        return _load(tuple(sorted(names.items())), plugins, Path(self.settings["root"]), tables)
 
     def checked_options(self, plugins: PluginSet, more: Mapping[str, Any] | None = None) -> Any:
         """Validate the suite's options, and ``more``, by the plugin's own model, as the loader of a run file does."""
@@ -71,8 +71,8 @@ class Bench:
 
 
 @functools.lru_cache(maxsize=64)
-def _load(names: Iterable[tuple[str, str]], modules: tuple[str, ...], root: Path) -> PluginSet:
-    return PluginSet.load({kind: {name} for kind, name in names}, modules, root)
+def _load(names: Iterable[tuple[str, str]], modules: tuple[str, ...], root: Path, tables: str) -> PluginSet:
+    return PluginSet.load({kind: {name} for kind, name in names}, modules, root, tables=json.loads(tables))
 
 
 class EngineBench(Bench):

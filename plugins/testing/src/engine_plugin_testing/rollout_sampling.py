@@ -64,6 +64,24 @@ def log_probs_are_of_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
         _compared(bench, **sampling)
 
 
+@contract(options=tables.CUTTING, catches=("the mass of what top-p and top-k left not returned",))
+def log_probs_with_the_mass_kept_are_over_the_vocabulary(bench: RolloutBench) -> None:
+    """With top-p and top-k, ``rollout_log_probs + support_log_mass`` are the log-probs over the whole vocabulary.
+
+    The trainer needs the extra ``support_log_mass`` wherever it does not compute over ``support_ids``.
+    """
+    module = bench.reference()
+    for sampling in bench.supported(*CUTTING):
+        for request, rollout in _pairs(bench.engine(), bench.requests(group=2, **sampling)):
+            mass = rollout.extras.get("support_log_mass")
+            assert mass is not None, f"'{request.id}' with {sampling} lacks the extra support_log_mass [T]."
+            whole = Sampling(temperature=request.sampling.temperature)
+            expected, _ = expected_log_probs(module, rollout, whole, bench.tolerance)
+            found = (rollout.rollout_log_probs + mass)[rollout.prompt_length :]
+            what = f"rollout_log_probs + support_log_mass of '{request.id}' with {sampling}"
+            close(found, expected, bench.tolerance, what)
+
+
 @contract(capability="support", options=tables.CUTTING, catches=("the support of another token",))
 def the_support_is_what_top_p_and_top_k_left(bench: RolloutBench) -> None:
     """With ``Sampling.max_support``, ``support_ids`` has the tokens from which each token was drawn.

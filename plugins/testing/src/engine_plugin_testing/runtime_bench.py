@@ -44,14 +44,22 @@ class RuntimeBench:
         backend: name of the runtime.
         options: its table.
         plugins: files and names of plugins that offer it.
+        plugin_options: their options, the tables ``[plugin.NAME]`` by name.
         world_size: number of ranks of the pool.
         root: folder of the test's file.
     """
 
     def __init__(
-        self, backend: str, options: Mapping[str, Any], plugins: list[str], world_size: int, root: str
+        self,
+        backend: str,
+        options: Mapping[str, Any],
+        plugins: list[str],
+        plugin_options: Mapping[str, Any],
+        world_size: int,
+        root: str,
     ) -> None:
         self.backend, self.options, self.plugins = backend, dict(options), plugins
+        self.plugin_options = plugin_options
         self.world_size, self.root = world_size, root
         self.folder = Path(tempfile.mkdtemp(prefix="engine-runtime-"))
         self.tokenizer = reference.tokenizer()
@@ -119,6 +127,7 @@ class RuntimeBench:
         """Build a runtime without starting it."""
         settings = {
             "plugins": [*self.plugins, runtime_probe.__file__],
+            "plugin": self.plugin_options,
             "model.path": str(self.folder / "model"),
             "actor.backend": "probe",
             "actor.probe": {"folder": str(journal)},

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from engine_core.config.validate import check_table
-from engine_core.errors import EngineError, did_you_mean
+from engine_core.errors import ConfigError, EngineError, did_you_mean
 from engine_core.plugins.metadata import known_names, split
 from engine_core.plugins.plugin_set import PluginSet
 from engine_plugin_testing.contracts import Contract, contracts_of
@@ -36,6 +36,7 @@ class Suite:
     Attributes:
         plugins: as in a run file: names of the group ``engine.plugins``, and ``.py`` files relative to
             the folder of the test's file.
+        plugin_options: options of ``plugins``, the tables ``[plugin.NAME]`` by name: ``{"frozen_head": {"freeze": False}}``.
         unsupported: contracts that this plugin does not keep, with the reason: ``{"test_x": "reason"}``.
         world_size: ranks.
         resumes_on: other numbers of ranks that must load what ``world_size`` ranks saved; none: not tested.
@@ -53,6 +54,7 @@ class Suite:
     contracts: ClassVar[Mapping[str, Contract]] = {}
 
     plugins: Sequence[str] = ()
+    plugin_options: Mapping[str, Mapping[str, Any]] = {}
     unsupported: Mapping[str, str] = {}
     world_size: int = 1
     resumes_on: Sequence[int] = ()
@@ -75,7 +77,7 @@ class Suite:
             cls.contracts = {made.name: made for made in contracts_of(*modules)}
             for made in cls.contracts.values():
                 setattr(cls, made.name, _test_of(made))
-        else:
+        elif cls.contracts:
             cls._check_attributes()
         for name, reason in cls.unsupported.items():
             if not callable(getattr(cls, name, None)) or not name.startswith("test_"):
@@ -89,19 +91,25 @@ class Suite:
 
     @classmethod
     def _check_attributes(cls) -> None:
-        """Raise TypeError for a misspelled name that no suite reads, such as ``option``, and for a function as a value."""
+        """Raise TypeError for a value that the suite does not read, such as ``option``, and for a function as a value."""
         known = [name for base in cls.__mro__[1:] for name in vars(base) if not name.startswith("_")]
         for name, value in vars(cls).items():
             if name in cls.fields and callable(value):
                 address = f"'FILE.py:{value.__name__}'"
                 raise TypeError(f"{cls.__name__}.{name} is a function. Name it as text, {address}.")
-            if name.startswith("_") or name in known or callable(value) or hasattr(value, "__get__"):
+            if (
+                name.startswith(("_", "pytest"))
+                or name in known
+                or callable(value)
+                or hasattr(value, "__get__")
+            ):
                 continue
-            if match := difflib.get_close_matches(name, known, n=1, cutoff=0.82):
-                raise TypeError(
-                    f"{cls.__name__}.{name} is no attribute of a suite. Did you mean '{match[0]}'? "
-                    "If it is your own, choose a name that is less like it."
-                )
+            match = difflib.get_close_matches(name, known, n=1, cutoff=0.82)
+            hint = f"Did you mean '{match[0]}'? " if match else ""
+            raise TypeError(
+                f"{cls.__name__}.{name} is no attribute that this suite reads. {hint}"
+                f"If it is your own, name it '_{name}'."
+            )
 
     @classmethod
     def setup_class(cls) -> None:
@@ -109,6 +117,11 @@ class Suite:
         cls._problem, cls._told = "", False
         try:
             plugins = PluginSet.load({cls.kind: {cls.offered()}}, cls.plugins, cls.root())
+            tables = {Path(split(entry)[1]).stem: plugins.spec("plugins", entry) for entry in cls.plugins}
+            for name, table in cls.plugin_options.items():
+                if name not in tables:
+                    raise ConfigError(f"`plugin_options` has '{name}'.{did_you_mean(name, tables)}")
+                check_table(tables[name], ("plugin", name), table, cls.root())
             spec = plugins.spec(cls.kind, cls.offered())
             check_table(spec, cls.table(), cls.settings().get("options", {}), cls.root())
         except EngineError as error:
@@ -163,7 +176,8 @@ class Suite:
     @classmethod
     def settings(cls) -> dict[str, Any]:
         """Return the values that are sent to the workers, as JSON values."""
-        made = {"root": str(cls.root()), **{name: plain(getattr(cls, name)) for name in cls.fields}}
+        fields = ("plugin_options", *cls.fields)
+        made = {"root": str(cls.root()), **{name: plain(getattr(cls, name)) for name in fields}}
         if kind := cls.accelerator():
             made["device"] = kind
             if further := plain(getattr(cls, "on_accelerator", {})):

@@ -18,10 +18,11 @@ ROWS = [
     {"prompt": f"{number}+1=", "response": str(number + 1), "answer": str(number + 1)} for number in range(16)
 ]
 CHAT = (
+    "{% if tools %}{{ tools | tojson }}<eos>{% endif %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""A chat template whose turns end with the tokenizer's end token."""
+"""A chat template that shows tools, and whose turns end with the tokenizer's end token."""
 MEASURED = re.compile(r"^(time$|time/|throughput/|memory/|gpu/)|seconds")
 """Metrics of the machine, which differ from run to run."""
 
@@ -68,6 +69,7 @@ class TrainerBench(Bench):
         settings = {
             "trainer": self.trainer,
             "plugins": files,
+            "plugin": self.settings["plugin_options"],
             "model.path": self.model(),
             "data.prompts_per_step": 2,
             "actor.optim.lr": 1e-3,
@@ -137,7 +139,9 @@ class EnvironmentBench(TrainerBench):
 
         folder = self.place.cache / "chat-model"
         if not folder.exists():
-            write_model(folder, {}, seed=0, tied=True)
+            write_model(
+                folder, {"max_position_embeddings": 4096}, seed=0, tied=True
+            )  # schemas of tools are long
             made = tokenizer()
             made.chat_template = CHAT
             made.save_pretrained(folder)

@@ -42,7 +42,8 @@ class EnvironmentSuite(AlgorithmSuite, modules=(environment_cases,)):
         options: its table, as in ``[environment.NAME]``.
         keys: further keys of the run file: ``{"environment.max_turns": 5}``.
         rows: rows of data; default: sums, with the columns ``prompt`` and ``answer``.
-        chat: the tokenizer has a chat template, and each prompt is a user message; for environments that append messages.
+        chat: the tokenizer has a chat template, which shows tools, and each prompt is a user message; for environments
+            that append messages or declare tools.
     """
 
     kind = "environments"
