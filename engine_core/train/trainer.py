@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from engine_core.algorithms.branches import advantages_of
+from engine_core.algorithms.advantages import advantages_of
 from engine_core.algorithms.regularizers import kl_estimate
 from engine_core.contracts.runtime import Role
 from engine_core.errors import TrainingFailed

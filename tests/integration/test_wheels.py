@@ -136,9 +136,8 @@ def test_a_plugin_alone_beside_the_core_is_told_without_its_library_being_import
     """First with a library that fails when it is imported, then with none."""
     package, library, begins = ALONE[name]
     (tmp_path / "wheels").mkdir()
-    ours = build(tmp_path / "wheels", [ROOT, ROOT / "plugins" / "torch", ROOT / "plugins" / name]).glob(
-        "*.whl"
-    )
+    plugins = [ROOT / "plugins" / plugin for plugin in ("torch", "tools", name)]
+    ours = build(tmp_path / "wheels", [ROOT, *plugins]).glob("*.whl")
     metadata = f"{library.replace('-', '_')}-{importlib.metadata.version(library)}.dist-info"
     folder = environment(tmp_path / "venv", ours, without=[package, metadata])
     broken = folder / "others" / package
@@ -154,7 +153,7 @@ def test_a_plugin_alone_beside_the_core_is_told_without_its_library_being_import
 
     listed = json.loads(told("plugins", "--check", "--json"))
     entries = {entry["name"]: entry for entry in listed}
-    distributions = {"engine-core-rl", "engine-plugin-torch", f"engine-plugin-{name}"}
+    distributions = {"engine-core-rl", *(f"engine-plugin-{plugin}" for plugin in ("torch", "tools", name))}
     assert {e["distribution"] for e in listed} == distributions
     assert entries[name]["healthy"]
     assert begins.format(importlib.metadata.version(library)) in entries[name]["health"]

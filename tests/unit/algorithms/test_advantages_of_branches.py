@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from engine_core.algorithms.advantages import dr_grpo, grpo, rloo
-from engine_core.algorithms.branches import advantages_of
+from engine_core.algorithms.advantages import advantages_of, dr_grpo, grpo, rloo
 from engine_core.types import BRANCH, Batch
 
 REWARDS = [1.0, 0.0, 3.0]  # of three episodes of a group
