@@ -42,6 +42,9 @@ def data(
     The output for one set is a part of a run file: comments with license, revision and number of rows, then the keys.
 
     Example: engine data ultrafeedback
+
+    Raises:
+        ConfigError: no data set has this name.
     """
     if not name:
         print_table([line(name, chosen) for name, chosen in SETS.items()], HEADER)
