@@ -44,7 +44,7 @@ class MemoryNeed:
         reserve: bytes to leave unused while the role works, against fragmentation.
         saved: bytes of the role in a checkpoint, of all ranks together; None: unknown.
         unknown: parts that the backend cannot estimate.
-        chosen: keys with ``"auto"`` and their values, by name in the role's table, such as ``fsdp.offload``.
+        chosen: keys with ``"auto"`` and their values, by name in the role's table, such as ``fsdp.activation_checkpointing``.
     """
 
     kept: Mapping[str, int] = field(default_factory=dict)

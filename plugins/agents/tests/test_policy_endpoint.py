@@ -145,6 +145,25 @@ def test_tool_calls_are_returned_and_answered_without_encoding_them_again(
     assert metrics["environment/reencoded_tokens"] == 0
 
 
+def test_calls_before_a_stop_string_count_and_the_text_before_them_is_whole(
+    harness, scripted, requests, play
+):
+    source = """
+    def solve(row, base_url, api_key):
+        tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+        client = OpenAI(base_url=base_url, api_key=api_key)
+        asked = {"model": "", "messages": [{"role": "user", "content": "Add"}], "tools": tools, "stop": ["END"]}
+        choice = client.chat.completions.create(**asked).choices[0]
+        [call] = choice.message.tool_calls
+        return {"good": float((choice.message.content, call.function.name) == ("Of {2, 3}:", "add"))}
+    """
+    text = 'Of {2, 3}: <tool_call>{"name":"add","arguments":{}}</tool_call>END'
+    late = '<tool_call>{"name":"late","arguments":{}}</tool_call>'
+    engine = scripted(lambda request: (text + late, "stop"))
+    runner = harness(textwrap.dedent(source))
+    assert one(play(runner, engine, requests(1, max_response_tokens=200))).rewards["good"] == 1.0
+
+
 def test_a_call_that_cannot_be_read_stays_text(harness, scripted, requests, play):
     runner = harness("import json\n" + TOOLS)
     engine = scripted(lambda request: ("<tool_call>{add}</tool_call>", "stop"))

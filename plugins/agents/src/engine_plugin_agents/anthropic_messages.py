@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, PositiveInt, model_validator
+from pydantic import BaseModel, Field, PositiveInt
 
-from engine_plugin_agents.chat_completions import TextPart
+from engine_plugin_agents.chat_completions import Asking, TextPart
 from engine_plugin_agents.conversations import Answer, Message, Question
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -71,7 +71,7 @@ class Tool(BaseModel):
         return {"type": "function", "function": function}
 
 
-class MessagesRequest(BaseModel):
+class MessagesRequest(Asking):
     """A request. Fields that are not listed here, such as ``temperature`` or ``thinking``, have no effect."""
 
     model: str = "policy"
@@ -81,12 +81,6 @@ class MessagesRequest(BaseModel):
     max_tokens: PositiveInt | None = None
     stop_sequences: list[str] | None = None
     stream: bool = False
-
-    @model_validator(mode="after")
-    def _ends_with_a_question(self) -> MessagesRequest:
-        if self.messages[-1].role == "assistant":
-            raise ValueError("the last message must not be the assistant's")
-        return self
 
     def question(self) -> Question:
         """Return the request in the terms of chat templates."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, Field, PositiveInt, model_validator
 
@@ -66,7 +66,19 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class ChatRequest(BaseModel):
+class Asking(BaseModel):
+    """A request whose last message is not the assistant's."""
+
+    messages: Any
+
+    @model_validator(mode="after")
+    def _ends_with_a_question(self) -> Self:
+        if self.messages[-1].role == "assistant":
+            raise ValueError("the last message must not be the assistant's")
+        return self
+
+
+class ChatRequest(Asking):
     """A request. Fields that are not listed here, such as ``temperature``, have no effect."""
 
     model: str = "policy"
@@ -79,12 +91,6 @@ class ChatRequest(BaseModel):
     response_format: TextFormat | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-
-    @model_validator(mode="after")
-    def _ends_with_a_question(self) -> ChatRequest:
-        if self.messages[-1].role == "assistant":
-            raise ValueError("the last message must not be the assistant's")
-        return self
 
     def question(self) -> Question:
         """Return the request in the terms of chat templates."""

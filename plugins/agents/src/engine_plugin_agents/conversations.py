@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 CALLS_BEGIN = re.compile(
-    r"<tool_call>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>|```(?:json|tool_call)|\[?\s*\{"
+    r"<tool_call>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>|```(?:json|tool_call)|\[?\s*\{\s*\"(?:name|type)\"\s*:"
 )
 """The beginning of calls in the text of a turn that has some; the text before it is the answer's content."""
 
@@ -179,8 +179,9 @@ class Conversations:
         )
         at, stop = found or (len(text), None)
         text, calls = text[:at], list[ToolCall]()
-        if question.tools and stop is None:
-            calls = self.episode.reader.read(turn.token_ids, question.tools)
+        if question.tools:
+            said = turn.token_ids if stop is None else tokenizer.encode(text, add_special_tokens=False)
+            calls = self.episode.reader.read(said, question.tools)
         if any(call.problem for call in calls):
             calls = []  # the whole turn is text
         elif calls:

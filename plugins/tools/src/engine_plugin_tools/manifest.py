@@ -1,7 +1,7 @@
 """Manifests: what a run depends on and what its first steps measured, in one file; and what differs here.
 
-A manifest is JSON that may come from anyone. It is checked field by field, its hashes are only compared, and its files are
-written only where the user asks for it.
+A manifest is trusted as a run file is: its config is run. Its fields are checked, and Python files that are absent here are
+written only with the user's permission.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import base64
 import difflib
 import hashlib
 import json
-import math
 import platform
 import subprocess
 import tomllib
@@ -28,7 +27,7 @@ from engine_core.errors import ConfigError, DataError
 from engine_core.redaction import REDACTED, Redactor
 from engine_core.runs.checkpoint import MANIFEST, Checkpoints, problems
 from engine_core.runs.rollout_files import read_rollouts
-from engine_plugin_tools.replaying import NOT_OF_A_STEP
+from engine_plugin_tools.replaying import NOT_OF_A_STEP, relative
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -162,13 +161,6 @@ def _band(recorded: Mapping[int, Mapping[str, float]], repeats: Sequence[RunFold
             for name in metrics.keys() & other.keys():
                 band[name] = max(band.get(name, 0.0), relative(metrics[name], other[name]))
     return {name: value for name, value in band.items() if value}
-
-
-def relative(first: float, second: float) -> float:
-    """Return the difference of two numbers over the larger of them; 0 for two NaN."""
-    if first == second or (math.isnan(first) and math.isnan(second)):
-        return 0.0
-    return abs(first - second) / max(abs(first), abs(second))
 
 
 def attempt_of_first_step(folder: RunFolder) -> Path:

@@ -171,7 +171,7 @@ def first_difference(pairs: Mapping[str, tuple[Any, Any]], updates: int) -> str:
     """
     for part, prefixes in PARTS.items():
         named = {name: pair for name, pair in pairs.items() if name.startswith(prefixes)}
-        sizes = {name: _size(name, *pair) for name, pair in named.items() if pair[0] != pair[1]}
+        sizes = {name: size for name, pair in named.items() if (size := _size(name, *pair))}
         if sizes:
             name = max(sizes, key=lambda each: sizes[each])
             why = "as much as rounding explains" if sizes[name] <= ROUNDING else "more than rounding explains"
@@ -182,8 +182,15 @@ def first_difference(pairs: Mapping[str, tuple[Any, Any]], updates: int) -> str:
     return ""
 
 
+def relative(first: float, second: float) -> float:
+    """Return the difference of two numbers over the larger of them; 0 for two NaN."""
+    if first == second or (math.isnan(first) and math.isnan(second)):
+        return 0.0
+    return abs(first - second) / max(abs(first), abs(second))
+
+
 def _size(name: str, was: Any, now: Any) -> float:
     """Return the difference in nats of a number of log-probs, else relative to the larger number; infinite for hashes."""
     if isinstance(was, str):
-        return math.inf
-    return abs(was - now) / (1.0 if name.startswith("mismatch/") else max(abs(was), abs(now)))
+        return 0.0 if was == now else math.inf
+    return abs(was - now) if name.startswith("mismatch/") and was == was else relative(was, now)

@@ -7,6 +7,8 @@ import shutil
 
 import pytest
 
+from engine_plugin_tools.replaying import first_difference
+
 
 @pytest.fixture
 def manifest(engine, sft_run, tmp_path):
@@ -230,3 +232,10 @@ def test_nothing_is_overwritten_and_a_run_without_steps_has_no_manifest(engine, 
     answer = engine("manifest", "first", "-o", "other.json")
     assert answer.code == 4
     assert "first has not finished a step" in answer.err
+
+
+def test_numbers_that_are_nan_in_both_are_equal_and_one_that_became_nan_is_not():
+    nan = float("nan")
+    assert first_difference({"actor/loss": (nan, nan), "mismatch/kl": (nan, nan)}, 1) == ""
+    assert "advantages or loss (actor/loss: 1, now nan" in first_difference({"actor/loss": (1.0, nan)}, 1)
+    assert "log-probs (mismatch/kl: 0.1, now nan" in first_difference({"mismatch/kl": (0.1, nan)}, 1)

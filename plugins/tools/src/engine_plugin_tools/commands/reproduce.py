@@ -126,8 +126,8 @@ def train_again(
 
     Numbers must be equal, or within twice the band of the manifest. Weights are compared in steps with a recorded checkpoint.
     """
-    from engine_plugin_tools.manifest import hash_tokens, hash_weights, measured, relative
-    from engine_plugin_tools.replaying import first_difference
+    from engine_plugin_tools.manifest import hash_tokens, hash_weights, measured
+    from engine_plugin_tools.replaying import first_difference, relative
 
     with closing(trainer_of(config)) as trainer:
         trainer.setup(training=True)
