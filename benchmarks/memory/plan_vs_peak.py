@@ -244,7 +244,7 @@ def measure(name: str, memory: float, out: Any, dry: bool) -> None:
             error = f"{type(found).__name__}: {found}"[:500]
             row["trace"] = traceback.format_exc()[-3000:]
         watch.ended = True
-        row |= {"error": error, "seconds": time.perf_counter() - start}
+        row |= {"error": error, "seconds": time.perf_counter() - start, "steps": _steps(folder)}
         if cuda:
             live = torch.cuda.max_memory_allocated(0) + watch.others
             sleeps = bool(getattr(config.runtime.options, "offload_idle_roles", False))
@@ -260,6 +260,16 @@ def measure(name: str, memory: float, out: Any, dry: bool) -> None:
         out.send(row)
 
 
+def _steps(folder: Path) -> list[dict[str, float]]:
+    """Return the seconds and tokens of each step, by metric."""
+    files = [f for f in sorted(folder.glob("runs/*/metrics.jsonl")) if not f.parent.is_symlink()]
+    lines = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [
+        {k: v for k, v in line.items() if k.startswith(("time/", "throughput/", "data/", "memory/"))}
+        for line in lines
+    ]
+
+
 def main() -> int:
     """Run the settings one after another; return 1 if one that was said to fit ran out of memory."""
     parser = argparse.ArgumentParser(
@@ -271,6 +281,7 @@ def main() -> int:
     )
     parser.add_argument("--limit", type=float, default=570, help="seconds for all settings")
     parser.add_argument("--each", type=float, default=170, help="seconds for one setting")
+    parser.add_argument("--preload", action="store_true", help="import vLLM once, before the first setting")
     parser.add_argument("--dry", action="store_true", help="plan, run nothing")
     parser.add_argument("--memory", type=float, default=79.2, help="GiB of the device, with --dry")
     arguments = parser.parse_args()
@@ -278,6 +289,10 @@ def main() -> int:
     import transformers  # noqa: F401  # before the fork, so that each setting starts in less time
 
     import engine_plugin_torch.engine  # noqa: F401
+
+    if arguments.preload:
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # no CUDA context before the fork
+        import vllm.v1.engine.llm_engine  # noqa: F401
 
     words = arguments.only.split(",") if arguments.only else [""]
     names = [n for n in SETTINGS if any(w in n for w in words) and (n != "tiny" or "tiny" in words)]
