@@ -9,8 +9,8 @@ full length. A setting with a limit gets that much memory of the device: torch b
 ``set_per_process_memory_fraction``, vLLM by the bytes of its cache. A row is printed as soon as its setting is done.
 
 The measured peak counts live bytes: those that torch has allocated at most, and those that are not torch's (contexts,
-graphs). Where roles sleep, torch counts memory that vLLM has released, so the peak is sampled from the device instead.
-``reserved`` is the most that the device had given away, fragments included.
+graphs). ``reserved`` is the most that the device had given away, fragments included. Roles that sleep are not measured:
+torch counts memory that vLLM has released.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import multiprocessing
 import os
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from contextlib import closing
@@ -74,13 +73,6 @@ SETTINGS: dict[str, Setting] = {
     "sft-4b-recomputed-8k-80": Setting("qwen3-4b", _torch(8192, True, **EAGERLY), 80),
     "sft-4b-bf16-8k-80": Setting("qwen3-4b", _torch(8192, True, torch__param_dtype="bf16", **EAGERLY), 80),
     "fsdp-4b-lora-40": Setting("qwen3-4b", _fsdp(**LORA), 40),
-    "grpo-0.6b-ref-offload": Setting(
-        "qwen3-0.6b",
-        _torch(8192, False, **EAGERLY)
-        | VLLM
-        | {"algorithm.kl_coef": 0.01, "runtime.local.offload_idle_roles": True},
-        trainer="rl",
-    ),
     "grpo-1.7b-ref-auto": Setting(
         "qwen3-1.7b", _torch(**EAGERLY) | VLLM | {"algorithm.kl_coef": 0.01}, trainer="rl"
     ),
@@ -174,27 +166,6 @@ def plan_of(trainer: Any, device_bytes: int) -> Any:
     return plan_device(trainer.config, trainer.plugins, roles, 1, device_bytes)
 
 
-class Watch(threading.Thread):
-    """Samples the live bytes of the device, and the most that it has given away."""
-
-    def __init__(self, device: Any) -> None:
-        super().__init__(daemon=True)
-        self.device, self.live, self.given, self.others, self.ended = device, 0, 0, 0, False
-
-    def run(self) -> None:
-        """Sample until ``ended``."""
-        import torch
-
-        while not self.ended:
-            before = torch.cuda.memory_reserved(self.device)
-            free, total = torch.cuda.mem_get_info(self.device)
-            held = max(before, torch.cuda.memory_reserved(self.device))  # a cache can be released in between
-            used, idle = total - free, held - torch.cuda.memory_allocated(self.device)
-            self.given, self.live = max(self.given, used), max(self.live, used - idle)
-            self.others = max(self.others, used - held)
-            time.sleep(0.003)
-
-
 def measure(name: str, memory: float, out: Any, dry: bool) -> None:
     """Plan a setting and run it; send a row."""
     import torch
@@ -232,10 +203,6 @@ def measure(name: str, memory: float, out: Any, dry: bool) -> None:
                 }
             )
             config.rollout.options = options
-        watch = Watch(0)
-        if cuda:
-            torch.cuda.init()
-            watch.start()
         error = ""
         trainer = trainer_of(setting, config)
         try:
@@ -243,18 +210,12 @@ def measure(name: str, memory: float, out: Any, dry: bool) -> None:
         except BaseException as found:  # the row says it
             error = f"{type(found).__name__}: {found}"[:500]
             row["trace"] = traceback.format_exc()[-3000:]
-        watch.ended = True
         row |= {"error": error, "seconds": time.perf_counter() - start, "steps": _steps(folder)}
         if cuda:
-            live = torch.cuda.max_memory_allocated(0) + watch.others
-            sleeps = bool(getattr(config.runtime.options, "offload_idle_roles", False))
-            row |= {
-                "measured": watch.live if sleeps else live,
-                "sampled": watch.live,
-                "allocated": torch.cuda.max_memory_allocated(0),
-                "others": watch.others,
-                "reserved": watch.given,
-            }
+            free, total = torch.cuda.mem_get_info(0)
+            others = total - free - torch.cuda.memory_reserved(0)
+            row |= {"measured": torch.cuda.max_memory_allocated(0) + others, "others": others}
+            row["reserved"] = torch.cuda.max_memory_reserved(0) + others
         elif not error:
             row["measured"] = 0
         out.send(row)
@@ -281,19 +242,10 @@ def main() -> int:
     )
     parser.add_argument("--limit", type=float, default=570, help="seconds for all settings")
     parser.add_argument("--each", type=float, default=170, help="seconds for one setting")
-    parser.add_argument("--preload", action="store_true", help="import vLLM once, before the first setting")
     parser.add_argument("--dry", action="store_true", help="plan, run nothing")
     parser.add_argument("--memory", type=float, default=79.2, help="GiB of the device, with --dry")
     arguments = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    import transformers  # noqa: F401  # before the fork, so that each setting starts in less time
-
-    import engine_plugin_torch.engine  # noqa: F401
-
-    if arguments.preload:
-        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # no CUDA context before the fork
-        import vllm.v1.engine.llm_engine  # noqa: F401
-
     words = arguments.only.split(",") if arguments.only else [""]
     names = [n for n in SETTINGS if any(w in n for w in words) and (n != "tiny" or "tiny" in words)]
     began, rows = time.perf_counter(), []
@@ -317,7 +269,7 @@ def main() -> int:
 
 def _in_child(name: str, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Measure a setting in a child process, ended after some seconds; return the last row that it sent."""
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # vLLM waits for ever in a fork of a process with threads
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_quietly, args=(name, arguments.memory, sender, arguments.dry))
     child.start()
