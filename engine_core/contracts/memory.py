@@ -20,6 +20,7 @@ class MemoryQuestion:
         free: bytes that other roles leave to this role, by which keys with ``"auto"`` are chosen; None: not known yet.
         tokens: maximum tokens of a mini-batch on one rank; None: not known.
         length: maximum tokens of a sequence; None: not known.
+        sequences: maximum responses that one device samples at the same time; None: not known.
     """
 
     role: str
@@ -30,6 +31,7 @@ class MemoryQuestion:
     free: int | None = None
     tokens: int | None = None
     length: int | None = None
+    sequences: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class MemoryNeed:
         moving: bytes in addition while weights are sent to a sampler.
         reserve: bytes to leave unused while the role works, against fragmentation.
         saved: bytes of the role in a checkpoint, of all ranks together; None: unknown.
+        least: bytes of ``working`` with the smallest values that the role's ``"auto"`` keys allow.
         unknown: parts that the backend cannot estimate.
         chosen: keys with ``"auto"`` and their values, by name in the role's table, such as ``fsdp.activation_checkpointing``.
     """
@@ -53,5 +56,6 @@ class MemoryNeed:
     moving: int = 0
     reserve: int = 0
     saved: int | None = None
+    least: int = 0
     unknown: tuple[str, ...] = ()
     chosen: Mapping[str, Any] = field(default_factory=dict)

@@ -15,6 +15,7 @@ import torch
 from engine_core.contracts.engines import RolloutEngine, TrainEngine, WorkerContext
 from engine_core.contracts.weight_sync import SyncResult, same_process, sends_adapter, stream_of
 from engine_core.errors import ConfigError
+from engine_core.local.device_memory import device_bytes
 from engine_core.local.host_memory import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class EngineHost:
         if self.place.device.type == "cpu":
             keep_freed_memory()
         self.check(roles, total_steps)
+        self._plan_memory(roles)
         try:
             for name, role in roles.items():
                 log.info("Building the role %s.", name)
@@ -136,6 +138,18 @@ class EngineHost:
             else:
                 context = self._train_context(name, role, total_steps)
                 self._train_class(name).check(self.config.role(name), context, trainable=role.trainable)
+
+    def _plan_memory(self, roles: Mapping[str, Role]) -> None:
+        """Set what the part ``memory_plan`` chooses for this accelerator, where the part is installed.
+
+        Raises:
+            ConfigError: nothing that the run file allows fits.
+        """
+        total, given = device_bytes(self.place.device), self.live.get("model") is not None
+        known = total and not given and not self.plugins.overrides("engine_build_model")
+        if known and self.plugins.offered("parts", "memory_plan"):
+            plan = self.plugins.resolve("parts", "memory_plan")
+            self.config = plan(self.config, self.plugins, roles, self.place.world_size, total)
 
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
         """Copy the weights of a train role to the sampler, both in this process."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+
+import pytest
+
 from engine_core.builtin import LocalOptions
 from engine_core.config import EngineConfig
 from engine_core.config.models import EnvironmentConfig
 from engine_core.contracts.memory import MemoryNeed
 from engine_core.contracts.runtime import Role
+from engine_core.errors import ConfigError
 from engine_core.specs import Options, TrainerSpec
 from engine_plugin_tools import memory_plan
-from engine_plugin_tools.memory_plan import CONTEXT, nearest_change, plan_device, too_small
+from engine_plugin_tools.memory_plan import CONTEXT, plan_device, planned
 from engine_plugin_torch.options import TorchOptions
 from engine_plugin_trainers.options import SFTOptions
 
@@ -29,7 +34,7 @@ class Actor:
         work = UNIT if recomputed else max(3 * UNIT, min(free, 8 * UNIT))
         return MemoryNeed(
             {"weights": 2 * UNIT}, {"optimizer": 4 * UNIT}, {"activations": work}, moving=UNIT, reserve=UNIT,
-            chosen={"max_tokens_per_rank": work},
+            least=UNIT if recomputed else 3 * UNIT, chosen={"max_tokens_per_rank": work},
         )  # fmt: skip
 
 
@@ -40,8 +45,10 @@ class Sampler:
     def memory_need(cls, config, model_config, question):
         room = 6 * UNIT if question.free is None else question.free - 2 * UNIT
         cache = max(2 * UNIT, min(room, 6 * UNIT))
+        share = (cache + 2 * UNIT) / question.device_bytes
         return MemoryNeed(
-            {"weights": UNIT}, {"cache": cache}, {"workspace": UNIT}
+            {"weights": UNIT}, {"cache": cache}, {"workspace": UNIT}, least=UNIT,
+            chosen={f"{config.backend}.gpu_memory_utilization": share},
         )  # fmt: skip
 
 
@@ -156,6 +163,8 @@ def test_a_plan_fits_with_its_reserve():
     exact = plan(2 + 4 + 1 + 1 + 2 + 3)
     assert exact.peak == exact.device_bytes
     assert not exact.fits  # nothing is left for the reserve
+    assert not exact.hopeless
+    assert plan(2 + 4 + 1 + 1 + 2 + 2).hopeless
 
 
 def test_unknown_roles_are_said_to_be_unknown():
@@ -165,17 +174,39 @@ def test_unknown_roles_are_said_to_be_unknown():
     assert made.as_json()["roles"]["rollout"] == "unknown"
 
 
-def test_the_nearest_change_is_the_first_with_which_the_run_fits():
-    size = (2 + 4 + 1 + 1 + 2 + 2) * UNIT + CONTEXT  # one short of the smallest micro-batch
-    made = plan(12, activation_checkpointing=False)
-    change = nearest_change(config(activation_checkpointing=False), Plugins(), ROLES, 1, size)
-    assert change == "actor.torch.activation_checkpointing = true"
-    text = too_small(made, change)
-    assert "phase 'train' needs 13.60 GiB and a reserve of 1.00 GiB" in text
-    assert f"It fits with {change}." in text
-    none = nearest_change(config(), Plugins(), ROLES, 1, 4 * UNIT)
-    assert none == ""
-    assert "No change of this run file is known" in too_small(made, none)
+def test_a_run_gets_the_share_of_the_plan_and_its_table_is_logged(caplog):
+    with caplog.at_level(logging.INFO, logger="engine"):
+        made = planned(config(), Plugins(), ROLES, 1, 40 * UNIT)
+    assert made.rollout.options.gpu_memory_utilization == 8 / 40
+    assert "peak" in caplog.text
+    assert "chosen       rollout.hf.gpu_memory_utilization 0.2" in caplog.text
+
+
+def test_nothing_that_fits_is_refused_with_the_nearest_change():
+    size = 2 + 4 + 1 + 1 + 2 + 2  # one short of the smallest micro-batch
+    with pytest.raises(ConfigError) as error:
+        planned(config(activation_checkpointing=False), Plugins(), ROLES, 1, size * UNIT + CONTEXT)
+    assert "phase 'train' needs 13.60 GiB and a reserve of 1.00 GiB" in str(error.value)
+    assert "It fits with actor.torch.activation_checkpointing = true." in str(error.value)
+    with pytest.raises(ConfigError, match="No change of this run file is known"):
+        planned(config(), Plugins(), ROLES, 1, 4 * UNIT)
+
+
+def test_a_step_bounds_the_responses_at_a_time_unless_nothing_is_trained():
+    asked = []
+
+    class Asked(Sampler):
+        @classmethod
+        def memory_need(cls, config, model_config, question):
+            asked.append(question.sequences)
+            return super().memory_need(config, model_config, question)
+
+    made = config()
+    plan_device(made, Plugins(Asked), ROLES, 2, 40 * UNIT)
+    assert set(asked) == {64 * 8 // 2}
+    asked.clear()
+    plan_device(made, Plugins(Asked), {"rollout": Role("rollout")}, 1, 40 * UNIT)
+    assert set(asked) == {None}
 
 
 def test_a_sampler_that_can_free_its_weights_is_a_change_alone_and_with_the_others():
@@ -189,16 +220,6 @@ def test_a_sampler_that_can_free_its_weights_is_a_change_alone_and_with_the_othe
     assert changed[key] == changed[f"runtime.local.offload_idle_roles = true and {key}"] == 2
     assert changed["runtime.local.offload_idle_roles = true"] == 1
     assert made.rollout.options.sleep_level == 1
-
-
-def test_a_lower_share_of_the_sampler_is_tried():
-    made = config()
-    made.rollout.options = Sampling(gpu_memory_utilization=0.6)
-    key = f"rollout.{made.rollout.backend}.gpu_memory_utilization"
-    found = {said: other.rollout.options.gpu_memory_utilization for said, other in memory_plan.changes(made)}
-    assert found[f"{key} = 0.5"] == 0.5
-    assert found[f"{key} = 0.35"] == 0.35
-    assert f"{key} = 0.7" not in found
 
 
 def test_a_supervised_run_has_one_phase():

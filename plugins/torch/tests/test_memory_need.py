@@ -103,6 +103,7 @@ def test_auto_takes_the_tokens_that_a_run_would_take(model_folder):
     scarce = need_of(path, ask, tokens="auto", activation_checkpointing="auto")
     assert scarce.chosen["torch.activation_checkpointing"] is True
     assert scarce.chosen["max_tokens_per_rank"] > 2560
+    assert scarce.least < sum(scarce.working.values())
 
 
 @pytest.mark.parametrize("method", ["int8", "nf4"])

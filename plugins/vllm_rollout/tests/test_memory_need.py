@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from engine_core.config import ModelConfig
 from engine_core.contracts.memory import MemoryQuestion
-from engine_plugin_vllm_rollout.memory_need import GRAPHS, memory_need
+from engine_plugin_vllm_rollout.memory_need import GRAPHS, SLACK, memory_need
 from engine_plugin_vllm_rollout.plugin import VLLMOptions
 
 GIB = 2**30
@@ -22,9 +22,11 @@ TOKEN = 2 * 4 * 2 * 64 * 2  # keys and values, layers, heads, size, bfloat16
 def need_of(tmp_path):
     CONFIG.save_pretrained(tmp_path)
 
-    def need(**options):
-        made = VLLMOptions.model_construct(**options)
-        question = MemoryQuestion("rollout", device_bytes=24 * GIB, length=1024)
+    def need(sequences=64, length=1024, free=None, device=24, **options):
+        made = VLLMOptions.model_construct(**{"gpu_memory_utilization": "auto", **options})
+        question = MemoryQuestion(
+            "rollout", device_bytes=int(device * GIB), free=free, sequences=sequences, length=length
+        )
         return memory_need(made, ModelConfig(path=str(tmp_path)), question)
 
     return need
@@ -37,10 +39,34 @@ def test_weights_are_those_of_the_model_in_its_type(need_of):
     assert need_of(tensor_parallel_size=2).kept["weights"] == count
 
 
+def test_a_chosen_share_holds_a_sequence_for_each_response(need_of):
+    need = need_of()
+    wanted = 64 * 1024 * TOKEN
+    share = need.chosen["vllm.gpu_memory_utilization"]
+    held = sum((*need.kept.values(), *need.working.values()))
+    assert share * 24 * GIB >= held + wanted + SLACK
+    assert (share - 0.005) * 24 * GIB < held + wanted + SLACK
+    assert need.idle["cache"] == int(share * 24 * GIB) - held
+
+
+def test_no_more_sequences_than_vllm_decodes_at_once_count(need_of):
+    few, many = need_of(sequences=1024, max_num_seqs=64), need_of(sequences=64, max_num_seqs=64)
+    assert few.idle == many.idle
+
+
+def test_the_share_shrinks_with_what_the_trainer_leaves_but_holds_one_sequence(need_of):
+    wide = need_of(sequences=4096, length=4096, max_num_seqs=4096, free=12 * GIB)
+    total = sum((*wide.kept.values(), *wide.idle.values(), *wide.working.values()))
+    assert 12 * GIB <= total <= 12 * GIB + 0.005 * 24 * GIB
+    scarce = need_of(sequences=1, length=64, free=0)
+    assert scarce.idle["cache"] >= 4096 * TOKEN
+
+
 def test_a_share_of_the_user_is_taken_whole(need_of):
     need = need_of(gpu_memory_utilization=0.5)
     total = sum((*need.kept.values(), *need.idle.values(), *need.working.values()))
     assert total == 12 * GIB
+    assert need.chosen == {}
 
 
 def test_bytes_of_cache_of_the_user_are_taken(need_of):
@@ -49,7 +75,7 @@ def test_bytes_of_cache_of_the_user_are_taken(need_of):
 
 
 def test_an_8_bit_cache_has_half_the_bytes_and_eager_code_no_graphs(need_of):
-    plain, half = need_of(), need_of(kv_cache_dtype="fp8")
+    plain, half = need_of(free=0, sequences=1), need_of(free=0, sequences=1, kv_cache_dtype="fp8")
     assert plain.kept["graphs"] == GRAPHS
     assert need_of(enforce_eager=True).kept["graphs"] == 0
     assert half.idle["cache"] <= plain.idle["cache"]

@@ -9,6 +9,7 @@ from engine_core.config import EngineConfig
 from engine_core.contracts.engines import Layout, RolloutEngine, TrainEngine
 from engine_core.contracts.runtime import Role
 from engine_core.errors import ConfigError
+from engine_core.local import engine_host
 from engine_core.local.engine_host import EngineHost, RankPlacement
 
 ROLES = {"actor": Role("train"), "rollout": Role("rollout")}
@@ -87,3 +88,61 @@ def test_alone_a_sampler_uses_the_actors_module_unless_it_is_told_not_to_or_cann
     for host in (built(OnRanks, 1, weights="own"), built(OnRanks, 1, sharing=False)):
         assert not host.shared
         assert host.engines["rollout"].trainer is None
+
+
+class Planning(Plugins):
+    """Plugins with the part ``memory_plan``."""
+
+    built = False  # whether a plugin builds the model
+
+    def __init__(self, trainer, plan):
+        super().__init__(trainer)
+        self.plan = plan
+
+    def resolve(self, kind, name):
+        return self.plan if (kind, name) == ("parts", "memory_plan") else super().resolve(kind, name)
+
+    def offered(self, kind, name):
+        return (kind, name) == ("parts", "memory_plan")
+
+    def overrides(self, hook):
+        return self.built
+
+
+@pytest.fixture
+def host_of(monkeypatch):
+    def make(plan, live=None, memory=1000, **facts):
+        monkeypatch.setattr(engine_host, "device_bytes", lambda device: memory)
+        plugins = Planning(OnRanks, plan)
+        vars(plugins).update(facts)
+        return EngineHost(EngineConfig(), plugins, live or {}, RankPlacement(torch.device("cpu")))
+
+    return make
+
+
+def test_the_memory_of_an_accelerator_is_planned_before_a_model_is_built(host_of):
+    def plan(config, plugins, roles, ranks, device_bytes):
+        assert (roles, ranks, device_bytes) == (ROLES, 1, 1000)
+        return config.model_copy(update={"rollout": config.rollout.model_copy(update={"group_size": 3})})
+
+    host = host_of(plan)
+    host.build(ROLES, 1)
+    assert host.engines["rollout"].config.group_size == 3
+
+
+def test_a_run_that_does_not_fit_is_refused_before_a_model_is_built(host_of):
+    def plan(*facts):
+        raise ConfigError("does not suffice")
+
+    host = host_of(plan)
+    with pytest.raises(ConfigError, match="does not suffice"):
+        host.build(ROLES, 1)
+    assert host.engines == {}
+
+
+def test_nothing_is_planned_without_an_accelerator_or_for_a_model_of_a_plugin_or_from_python(host_of):
+    def plan(*facts):
+        raise AssertionError("planned")
+
+    for facts in ({"memory": None}, {"built": True}, {"live": {"model": 1}}):
+        host_of(plan, **facts).build(ROLES, 1)

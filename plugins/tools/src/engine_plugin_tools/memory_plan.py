@@ -6,12 +6,14 @@ a device, what sleeps in which phase, and the context of the device's library.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from engine_core.config.roles import LoRAConfig
 from engine_core.contracts.memory import MemoryNeed, MemoryQuestion
+from engine_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -22,6 +24,8 @@ GIB = 2**30
 CONTEXT = int(0.6 * GIB)  # of a process: CUDA's context, and workspaces of its libraries
 COLLECTIVES = int(0.4 * GIB)  # buffers of NCCL, with several ranks
 UNKNOWN = "unknown"
+
+log = logging.getLogger("engine")
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,13 @@ class MemoryPlan:
             sum(self._in(name)) + max((need.reserve for _, need in self._at_work(name)), default=0)
             <= self.device_bytes
             for name in self.phases
+        )
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether the device is too small for the smallest values that the run file allows, without any reserve."""
+        return any(
+            sum(self._in(name, least=True)) > self.device_bytes for name in ("generate", "log_probs", "train")
         )
 
     @property
@@ -156,7 +167,7 @@ class MemoryPlan:
             if need is not None and kind == phase:
                 yield name, need
 
-    def _in(self, phase: str) -> Iterator[int]:
+    def _in(self, phase: str, least: bool = False) -> Iterator[int]:
         """Yield the bytes that are on the device in a phase."""
         yield self.context
         for name, need in self.needs.items():
@@ -172,7 +183,7 @@ class MemoryPlan:
         at_work = [need for _, need in self._at_work(phase)]
         if self.together and phase != "generate":
             yield max((sum(need.working.values()) for _, need in self._at_work("generate")), default=0)
-        yield max((sum(need.working.values()) for need in at_work), default=0)
+        yield max((need.least if least else sum(need.working.values()) for need in at_work), default=0)
 
 
 def plan_device(
@@ -218,8 +229,12 @@ def _ask(
     table: Any = config.role(name) if role.kind == "train" else config.sampler(name)
     length = longest(config)
     rows = config.algorithm.mini_batch_prompts or config.data.prompts_per_step
+    responses = config.data.prompts_per_step * config.rollout.group_size
+    # evaluation, sampling ahead and surplus responses have as many as the sampler takes
+    bounded = config.trainer == "rl" and not config.eval.during_training and config.rollout.over_sampling == 1
     if config.trainer == "sft":
         length, sampled = config.options.max_tokens, False
+    trains = any(each.kind == "train" and each.trainable for each in roles.values())
     slices = ranks // (getattr(table.options, "sp", 1) * getattr(table.options, "tp", 1)) or 1
     tokens = rows * (length or 0) * (config.rollout.group_size if sampled else 1)
     known = sampled or config.trainer == "sft"
@@ -232,6 +247,7 @@ def _ask(
         free=free,
         tokens=-(-tokens // slices) if known and length else None,
         length=length if known else None,
+        sequences=-(-responses // slices) if bounded and trains else None,
     )
     model = config.model_of(name)
     if role.kind == "train" and table.path:
@@ -248,10 +264,6 @@ def longest(config: EngineConfig) -> int | None:
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
-SHARES = (0.7, 0.5, 0.35)
-"""Shares of the device that are tried for a sampler."""
-
-
 def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
     """Yield changes of a run file that need less memory, with the changed config: single ones, then all together."""
     wanted: list[tuple[str, tuple[str, ...], Any]] = []
@@ -264,6 +276,10 @@ def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
         said = f'"{value}"' if isinstance(value, str) else "true"
         key = f"actor.{config.actor.backend}.activation_checkpointing = {said}"
         wanted.append((key, ("actor", "options", "activation_checkpointing"), value))
+    share = getattr(config.rollout.options, "gpu_memory_utilization", "auto")
+    if share != "auto":
+        key = f'rollout.{config.rollout.backend}.gpu_memory_utilization = "auto"'
+        wanted.append((key, ("rollout", "options", "gpu_memory_utilization"), "auto"))
     if getattr(config.runtime.options, "offload_idle_roles", None) is False:
         key = f"runtime.{config.runtime.backend}.offload_idle_roles = true"
         wanted.append((key, ("runtime", "options", "offload_idle_roles"), True))
@@ -275,12 +291,6 @@ def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
     if most and getattr(config.rollout.options, "max_model_len", 0) is None:
         key = f"rollout.{config.rollout.backend}.max_model_len = {most}"
         wanted.append((key, ("rollout", "options", "max_model_len"), most))
-    share = getattr(config.rollout.options, "gpu_memory_utilization", None)
-    key = f"rollout.{config.rollout.backend}.gpu_memory_utilization"
-    for less in (each for each in SHARES if isinstance(share, float) and each < share):
-        yield f"{key} = {less}", _with(config, ("rollout", "options", "gpu_memory_utilization"), less)
-    if isinstance(share, float) and share > SHARES[-1]:
-        wanted.append((f"{key} = {SHARES[-1]}", ("rollout", "options", "gpu_memory_utilization"), SHARES[-1]))
     for said, path, value in wanted:
         yield said, _with(config, path, value)
     together = config
@@ -314,12 +324,39 @@ def nearest_change(
     return ""
 
 
+def planned(
+    config: EngineConfig, plugins: PluginSet, roles: Mapping[str, Role], ranks: int, device_bytes: int
+) -> EngineConfig:
+    """Log the plan of a device and return the config with the sampler's share; a part that a run calls.
+
+    Args:
+        config: of the run.
+        plugins: of the run.
+        roles: the roles of this process.
+        ranks: processes of its pool.
+        device_bytes: memory of its device.
+
+    Raises:
+        ConfigError: the smallest values that the run file allows do not fit; the nearest change is named.
+    """
+    plan = plan_device(config, plugins, roles, ranks, device_bytes)
+    log.info("Memory plan of one device, by estimate:")
+    for role, part, size in plan.table():
+        log.info("    %-12s %-24s %s", role, part, size)
+    if plan.hopeless:
+        raise ConfigError(too_small(plan, nearest_change(config, plugins, roles, ranks, device_bytes)))
+    if not plan.fits:
+        log.warning("%s", too_small(plan, nearest_change(config, plugins, roles, ranks, device_bytes)))
+    share = plan.chosen.get(f"rollout.{config.rollout.backend}.gpu_memory_utilization")
+    return config if share is None else _with(config, ("rollout", "options", "gpu_memory_utilization"), share)
+
+
 def too_small(plan: MemoryPlan, change: str) -> str:
     """Return the message for a plan that does not fit."""
     advice = f"It fits with {change}." if change else "No change of this run file is known that fits."
     return (
         f"The memory of the device ({_gib(plan.device_bytes)}) does not suffice, by estimate: phase '{plan.largest}' needs "
-        f"{_gib(plan.peak)} and a reserve of {_gib(plan.reserve)}. {advice}"
+        f"{_gib(plan.peak)} and a reserve of {_gib(plan.reserve)}. {advice} `engine plan` prints the table."
     )
 
 

@@ -64,6 +64,9 @@ def memory_need(
     share = budget.share_of(options, again) if trained else 0.0
     tokens = _micro_batch(most, question)
     working = _working(held, act, share, tokens // sharers, trained, tokens < (question.tokens or 1 << 62))
+    fewest = memory.ROUND if asked == "auto" else most
+    last = 1.0 if how == "auto" else share
+    least = _working(held, act, last, min(fewest, tokens) // sharers, trained, True)
     used = act.constant + tokens // sharers * (act.token(share) if trained else act.passing)
     chosen: dict[str, Any] = {"max_tokens_per_rank": most} if asked == "auto" else {}
     if how == "auto":
@@ -75,6 +78,7 @@ def memory_need(
         moving=_moving(module, options, config.lora is not None or question.ranks > 1),
         reserve=int(used * memory.RESERVE / (1 - memory.RESERVE)),
         saved=stored,
+        least=sum(least.values()),
         chosen=chosen,
     )
 

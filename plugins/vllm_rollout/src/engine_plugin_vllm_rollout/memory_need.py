@@ -22,6 +22,10 @@ GIB = 2**30
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 GRAPHS = GIB // 2  # of CUDA graphs, with compiled code
 BATCHED = 2048  # vLLM's default of max_num_batched_tokens for an engine that a program starts
+SHARE_OF_ALL = 0.25  # part of the device that a sampler may take from the trainer's favorite micro-batch
+SLACK = GIB  # in a chosen share, for what the estimate misses; vLLM makes cache of what it does not need
+STEP = 0.005  # gpu_memory_utilization is rounded up to a multiple
+MOST = 0.92  # of the device
 
 
 def memory_need(
@@ -42,9 +46,14 @@ def memory_need(
     model_length = getattr(text, "max_position_embeddings", None) or 8192
     longest = options.max_model_len or model_length
     least = longest * token  # vLLM refuses a cache without room for one sequence
-    bytes_of_cache = options.passed_on().get("kv_cache_memory_bytes")
-    share = int(options.gpu_memory_utilization * question.device_bytes)
-    cache = int(bytes_of_cache or max(least, share - fixed))
+    each = min(question.length or longest, longest)
+    wanted = max(least, min(options.max_num_seqs, question.sequences or options.max_num_seqs) * each * token)
+    device, share, chosen = question.device_bytes, options.gpu_memory_utilization, {}
+    if share == "auto":
+        free = None if question.free is None else question.free - fixed - SLACK
+        share = _share(fixed, least, wanted, free, device)
+        chosen = {"vllm.gpu_memory_utilization": share}
+    cache = int(options.passed_on().get("kv_cache_memory_bytes") or max(least, int(share * device) - fixed))
     parts = {"graphs": graphs, "weights": weights, "cache": cache}
     level = getattr(options, "sleep_level", 0)
     freed = {0: (), 1: ("cache",), 2: ("weights", "cache")}[level]
@@ -52,7 +61,25 @@ def memory_need(
         {name: size for name, size in parts.items() if name not in freed},
         {name: size for name, size in parts.items() if name in freed},
         working,
+        least=working["workspace"],
+        chosen=chosen,
     )
+
+
+def _share(fixed: int, least: int, wanted: int, free: int | None, device: int) -> float:
+    """Return a share of the device: room for the wanted cache, or for what is free, but at least a quarter of the device.
+
+    Args:
+        fixed: bytes of the sampler without its cache.
+        least: bytes of the smallest cache.
+        wanted: bytes of the cache with which no response waits.
+        free: bytes for the cache that other roles leave; None: not known yet.
+        device: bytes of the device.
+    """
+    floor = max(least, min(wanted, int(SHARE_OF_ALL * device) - fixed))
+    cache = min(wanted, max(floor, wanted if free is None else free))
+    steps = -(-(fixed + cache + SLACK) // max(1, int(STEP * device)))
+    return round(min(MOST, steps * STEP), 3)
 
 
 def cache_bytes(text: Any, options: EngineOptions) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
@@ -49,8 +49,8 @@ class EngineOptions(Options):
     """Type of the weights and of the computation."""
     max_model_len: int | None = Field(default=None, gt=1)
     """Maximum number of tokens of prompt and response together; default: the model's maximum. A smaller value leaves more memory for sequences."""
-    gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
-    """Share of the GPU's memory for the sampler's weights, activations and KV cache. The trainer needs the rest."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
+    """Share of the GPU's memory for the sampler's weights, activations and KV cache. The trainer needs the rest. ``auto``: by the memory plan (``engine plan``), the share that the responses of a step need and the trainer leaves; 0.5 where there is no plan."""
     max_num_seqs: int = Field(default=512, gt=0)
     """Maximum number of sequences decoded at the same time."""
     enforce_eager: bool = False

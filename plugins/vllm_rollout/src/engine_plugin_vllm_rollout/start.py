@@ -87,6 +87,9 @@ MEANINGS: tuple[tuple[str, type[ConfigError] | type[EnvironmentProblem], str], .
 """vLLM's text, the class of the error, and what to do. ``{key}`` is the table of vLLM's options, ``{table}`` the one that
 chose vLLM, and ``{name}`` another backend for it."""
 
+WITHOUT_PLAN = 0.5
+"""The meaning of ``gpu_memory_utilization = "auto"`` where no memory plan has chosen a share."""
+
 
 @dataclass(frozen=True)
 class Place:
@@ -219,10 +222,11 @@ def architecture(config: PretrainedConfig, classifies: bool = False) -> dict[str
 
 
 def _arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
+    share = options.gpu_memory_utilization
     made: dict[str, Any] = {
         "dtype": options.dtype,
         "max_model_len": options.max_model_len,
-        "gpu_memory_utilization": options.gpu_memory_utilization,
+        "gpu_memory_utilization": WITHOUT_PLAN if share == "auto" else share,
         "max_num_seqs": options.max_num_seqs,
         "enforce_eager": options.enforce_eager,
         "enable_prefix_caching": options.enable_prefix_caching,
