@@ -327,7 +327,7 @@ def nearest_change(
 def planned(
     config: EngineConfig, plugins: PluginSet, roles: Mapping[str, Role], ranks: int, device_bytes: int
 ) -> EngineConfig:
-    """Log the plan of a device and return the config with the sampler's share; a part that a run calls.
+    """Log the plan of a device and return the config with the sampler's share, if every role has an estimate; a part that a run calls.
 
     Args:
         config: of the run.
@@ -347,6 +347,8 @@ def planned(
         raise ConfigError(too_small(plan, nearest_change(config, plugins, roles, ranks, device_bytes)))
     if not plan.fits:
         log.warning("%s", too_small(plan, nearest_change(config, plugins, roles, ranks, device_bytes)))
+    if plan.unknown:  # what is free for the sampler is not known
+        return config
     share = plan.chosen.get(f"rollout.{config.rollout.backend}.gpu_memory_utilization")
     return config if share is None else _with(config, ("rollout", "options", "gpu_memory_utilization"), share)
 
