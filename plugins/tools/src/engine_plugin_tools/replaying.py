@@ -115,7 +115,9 @@ def find_start(run: TrainingRun, folder: RunFolder, step: int) -> Start:
     return Start(step=start, checkpoint=path, again=between, left_out=[])
 
 
-def replay(run: TrainingRun, folder: RunFolder, step: int, start: Start) -> Replayed:
+def replay(
+    run: TrainingRun, folder: RunFolder, step: int, start: Start, weights: Path | None = None
+) -> Replayed:
     """Replay a step.
 
     Args:
@@ -123,6 +125,7 @@ def replay(run: TrainingRun, folder: RunFolder, step: int, start: Start) -> Repl
         folder: the run's folder, which is only read.
         step: the step to replay, from 1.
         start: the result of ``find_start`` for these.
+        weights: a folder that gets the actor's weights before and after the step, in ``before`` and ``after``.
 
     Raises:
         ConfigError: a changed setting does not fit the checkpoint.
@@ -140,9 +143,13 @@ def replay(run: TrainingRun, folder: RunFolder, step: int, start: Start) -> Repl
     for number in (*start.again, step):
         if number != step:
             log.info("Step %d again.", number)
+        elif weights:
+            run.export(weights / "before")
         run.begin_step(number)
         metrics = run.step(number)
         run.step_done = number
+    if weights:
+        run.export(weights / "after")
     return Replayed(start=start, metrics=metrics, recorded=folder.metrics_of(step))
 
 

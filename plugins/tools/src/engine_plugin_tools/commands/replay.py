@@ -1,9 +1,11 @@
-"""``engine replay``: replays a step of a run and prints its numbers next to the recorded ones."""
+"""``engine replay``: replays a step of a run and prints its numbers next to the recorded ones, or to those of a second replay."""
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,7 +18,10 @@ from engine_core.redaction import Redactor
 from engine_core.runs.tracking import RunFolder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine_core.config import EngineConfig
+    from engine_plugin_tools.layer_updates import LayerUpdate
     from engine_plugin_tools.replaying import Replayed
 
 
@@ -24,38 +29,89 @@ def replay(
     run: Run,
     step: Annotated[int, typer.Option("--step", min=1, metavar="N", help="The step that is done again.")],
     sets: Sets = None,
+    swaps: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--swap",
+            metavar="KEY=VALUE",
+            help="Replay twice, without and with this change, and compare both.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Do one step of a run again from its stored rollouts, and print its metrics next to the recorded ones.
 
     It starts from the newest checkpoint of an earlier step, or from the model, and learns the steps between
     from their rollouts first. With unchanged settings on the same machine the numbers are equal. Nothing is
-    sampled, and nothing is written into RUN.
+    sampled, and nothing is written into RUN. With --swap, the step is replayed twice on this machine; the
+    updates of the weights are compared by layer.
 
-    Example: engine replay latest --step 12 --set algorithm.loss=cispo
+    Example: engine replay latest --step 12 --swap actor.backend=fsdp
     """
-    from engine_plugin_tools.replaying import check_step, find_start, first_difference
-    from engine_plugin_tools.replaying import replay as do_again
+    from engine_plugin_tools.layer_updates import compare_updates
+    from engine_plugin_tools.replaying import Replayed, check_step, first_difference
 
     folder = RunFolder.open(run)
     check_step(step, folder)
     config = read_run(folder, sets)
-    with closing(trainer_of(config)) as trainer:
-        start = find_start(trainer, folder, step)
-        print(
-            f"step {step} of {folder.path}, {start}", file=sys.stderr if as_json else sys.stdout, flush=True
-        )
-        done, updates = do_again(trainer, folder, step, start), trainer.optimizer_steps_per_step
-    changed = _changed(folder, config)
+    layers: list[LayerUpdate] = []
+    if swaps:
+        swapped = read_run(folder, [*(sets or []), *swaps])
+        with tempfile.TemporaryDirectory() as name:
+            first, second = Path(name, "first"), Path(name, "second")
+            before, _ = _again(folder, config, step, as_json, first)
+            done, updates = _again(folder, swapped, step, as_json, second)
+            layers = compare_updates(first, second)
+        done = Replayed(start=done.start, metrics=done.metrics, recorded=before.metrics)
+    else:
+        swapped = config
+        done, updates = _again(folder, config, step, as_json)
+    changed = _changed(folder, swapped)
     if as_json:
-        print_json(_plain(folder, step, done, changed))
+        print_json(_plain(folder, step, done, changed, layers))
         return
     for difference in changed:
         print(f"changed: {difference}")
-    print_table([_row(*row) for row in done.rows()], header=("METRIC", "RECORDED", "AGAIN", ""))
+    header = ("METRIC", "FIRST", "SWAPPED", "") if swaps else ("METRIC", "RECORDED", "AGAIN", "")
+    print_table([_row(*row) for row in done.rows()], header=header)
+    if swaps:
+        rows = [(row.name, f"{row.size:.3g}", f"{row.other:.3g}", f"{row.share:.1e}") for row in layers]
+        print_table(rows, header=("UPDATE OF", "FIRST", "SWAPPED", "DIFFERENCE"))
+        if done.start.again:
+            print(
+                "The steps before it were learned with the change too: a step after a checkpoint shows it alone."
+            )
     pairs = {name: (then, now) for name, then, now in done.rows() if then is not None}
-    if said := first_difference(pairs, updates):
-        print(said)
+    said, where = first_difference(pairs, updates), _where(layers)
+    if where and not said:
+        said = "The first part that differs: update (its metrics are equal)."
+    print("\n".join(line for line in (said, where) if line))
+
+
+def _again(
+    folder: RunFolder, config: EngineConfig, step: int, quiet: bool, weights: Path | None = None
+) -> tuple[Replayed, int]:
+    """Return the replayed step and the optimizer steps of a step; say from which state it starts."""
+    from engine_plugin_tools.replaying import find_start, replay
+
+    with closing(trainer_of(config)) as trainer:
+        start = find_start(trainer, folder, step)
+        print(f"step {step} of {folder.path}, {start}", file=sys.stderr if quiet else sys.stdout, flush=True)
+        return replay(trainer, folder, step, start, weights), trainer.optimizer_steps_per_step
+
+
+def _where(layers: Sequence[LayerUpdate]) -> str:
+    """Return a sentence on the layers whose updates differ by more than float32 rounds; empty if none does."""
+    from engine_plugin_tools.layer_updates import ROUNDING
+
+    differing = [row for row in layers if row.share > ROUNDING]
+    if not differing:
+        return ""
+    names = [row.name for row in differing]
+    last = f" The last in the model is {names[-1]}: in a backward pass, a difference begins there." * (
+        len(names) < len(layers)
+    )
+    return f"The updates of {len(names)} of {len(layers)} layers differ by more than float32 rounds.{last}"
 
 
 def _row(name: str, then: float | None, now: float) -> tuple[str, str, str, str]:
@@ -71,7 +127,9 @@ def _changed(folder: RunFolder, config: EngineConfig) -> list[str]:
     return [f"{d.key}: {d.was} -> {d.now}" for d in differences(hide.tree(was), hide.tree(now))]
 
 
-def _plain(folder: RunFolder, step: int, done: Replayed, changed: list[str]) -> dict[str, Any]:
+def _plain(
+    folder: RunFolder, step: int, done: Replayed, changed: list[str], layers: Sequence[LayerUpdate]
+) -> dict[str, Any]:
     start = done.start
     return {
         "run": str(folder.path),
@@ -81,4 +139,7 @@ def _plain(folder: RunFolder, step: int, done: Replayed, changed: list[str]) -> 
         "left_out": list(start.left_out),
         "changed": changed,
         "metrics": {name: {"recorded": then, "again": now} for name, then, now in done.rows()},
+        "layers": {
+            row.name: {"update": row.size, "swapped": row.other, "difference": row.share} for row in layers
+        },
     }
