@@ -121,8 +121,8 @@ def run(name: str, steps: int, seconds: float) -> dict[str, Any]:
                     first = time.monotonic() - began
             if process.poll() is None:
                 error = f"ended after {seconds:.0f} s"
-                process.terminate()
-            process.wait(60)
+                process.kill()
+            process.wait()
         if process.returncode and not error:
             error = f"exit status {process.returncode}"
         lines = metrics.read_text().splitlines() if metrics.exists() else []
