@@ -6,9 +6,8 @@ The reference model of an actor with a LoRA adapter is the actor itself without 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
@@ -128,21 +127,6 @@ def reward_roles(config: EngineConfig, plugins: PluginSet) -> dict[str, Role]:
     return part.roles(config)
 
 
-def with_roles(
-    roles: Mapping[str, Role], trained: Mapping[str, Role], wanted: Collection[str]
-) -> dict[str, Role]:
-    """Add the wanted roles without an optimizer, for export, to ``roles``.
-
-    Raises:
-        ConfigError: one of them is none of ``trained``, the roles of the run in training, or has no optimizer there.
-    """
-    known = [name for name, role in trained.items() if role.kind == "train" and role.trainable]
-    if missing := [name for name in wanted if name not in known]:
-        raise ConfigError(f"The run trains no role '{missing[0]}'. It trains: {', '.join(known)}.")
-    further = [name for name in wanted if name not in roles]
-    return {**roles, **{name: replace(trained[name], trainable=False) for name in further}}
-
-
 def loaded(groups: Mapping[str, WorkerGroup], role: str) -> WorkerGroup:
     """Return the workers of a role.
 
@@ -151,8 +135,7 @@ def loaded(groups: Mapping[str, WorkerGroup], role: str) -> WorkerGroup:
     """
     if role not in groups:
         raise ConfigError(
-            f"The role '{role}' is not loaded here, only {', '.join(groups)}. Load it from a checkpoint of the run: "
-            f"load_checkpoint(FOLDER, ['{role}'])."
+            f"The role '{role}' is not loaded here, only {', '.join(groups)}. From a checkpoint: engine export --role {role}."
         )
     return groups[role]
 

@@ -89,7 +89,6 @@ class TrainingRun(abc.ABC):
         self.trained = False  #: whether ``train`` has begun
         self.training = False  #: whether it is set up with optimizers, or about to be
         self._restores = False
-        self._further_roles: Sequence[str] = ()  # to load without training
         self.weights_changed = False  # an optimizer step was done in this step, so the step must finish
         self._cleanup = ExitStack()  # workers and data
 
@@ -183,7 +182,7 @@ class TrainingRun(abc.ABC):
         self.runtime = runtime(self.config, self.plugins, {**self.live, "tokenizer": self.tokenizer})
         self._cleanup.callback(self.runtime.close)
         steps = self.total_steps * self.optimizer_steps_per_step if training else 0
-        roles = models.with_roles(self.roles(training), self.roles(training=True), self._further_roles)
+        roles = self.roles(training)
         if "rollout" in roles:
             roles |= models.reward_roles(self.config, self.plugins)
         self.groups |= models.start_groups(self.runtime, self.config, roles, steps)
@@ -259,7 +258,7 @@ class TrainingRun(abc.ABC):
         Args:
             folder: a new folder.
             adapter: write only the LoRA adapter, for peft; else base and adapter are merged.
-            role: a trained role; after ``load_checkpoint``, the actor or a role named there.
+            role: a trained role that is loaded; after ``load_checkpoint``, only the actor is.
 
         Raises:
             ConfigError: the role has no adapter, or is not loaded.
@@ -269,12 +268,9 @@ class TrainingRun(abc.ABC):
         models.loaded(self.groups, role).call("export", folder=Path(folder), **what).result()
         self.tokenizer.save_pretrained(folder)
 
-    def load_checkpoint(self, path: Path, roles: Sequence[str] = ()) -> None:
-        """Load weights and state from a checkpoint folder; in training also optimizers and position in the data.
-
-        ``roles``: trained roles to load without an optimizer, besides those that evaluation needs: ``["critic"]``.
-        """
-        found, self._restores, self._further_roles = Resume.at(path), True, roles
+    def load_checkpoint(self, path: Path) -> None:
+        """Load weights and state from a checkpoint folder; in training also optimizers and position in the data."""
+        found, self._restores = Resume.at(path), True
         self.setup()
         if found.state["tokenizer"] != tokenizer_hash(self.tokenizer):
             log.warning(

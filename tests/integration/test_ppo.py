@@ -11,6 +11,7 @@ from engine_core import Trainer, load_config
 from engine_core.errors import ConfigError, TrainingFailed
 from engine_core.runs.checkpoint import Checkpoints, read_state
 from engine_core.types import Batch
+from engine_plugin_tools.commands.export import write_model
 
 
 def digits(completions):
@@ -124,9 +125,13 @@ def test_a_checkpoint_is_taken_for_evaluation_and_export_without_its_critic(make
 def test_an_exported_critic_starts_another_run_with_its_values(make, tmp_path):
     run = make({"critic.optim.lr": 0.05})
     run.train()
-    again = make()
-    again.load_checkpoint(Checkpoints(run.folder.checkpoints).latest(), ["critic"])
-    again.export(tmp_path / "critic", role="critic")
+    write_model(
+        tmp_path / "critic",
+        Checkpoints(run.folder.checkpoints).latest(),
+        run.config,
+        adapter=False,
+        role="critic",
+    )
     saved = weights(run, "critic")
     assert "score.weight" in saved
     later = make({"critic.path": str(tmp_path / "critic"), "run.name": "later"})
@@ -139,12 +144,12 @@ def test_a_role_that_is_not_trained_or_not_loaded_is_not_exported(make, tmp_path
     run = make({"run.steps": 1, "algorithm.kl_coef": 0.1})
     run.train()
     latest = Checkpoints(run.folder.checkpoints).latest()
-    with pytest.raises(ConfigError, match=r"The run trains no role 'ref'. It trains: actor, critic."):
-        make({"algorithm.kl_coef": 0.1}).load_checkpoint(latest, ["ref"])
+    with pytest.raises(ConfigError, match=r"--role: .* has no role 'ref'. It has: actor, critic."):
+        write_model(tmp_path / "out", latest, run.config, adapter=False, role="ref")
     again = make()
     again.load_checkpoint(latest)
     with pytest.raises(
-        ConfigError, match=r"'critic' is not loaded here, only actor, rollout. .*\['critic'\]"
+        ConfigError, match=r"'critic' is not loaded here, only actor, rollout. .*--role critic"
     ):
         again.export(tmp_path / "out", role="critic")
     with pytest.raises(ConfigError, match=r"it has no \[critic.lora\], so there is no adapter"):

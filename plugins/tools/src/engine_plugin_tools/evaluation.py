@@ -7,7 +7,7 @@ wrote it, and its weights are sent to the sampler.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -84,10 +84,10 @@ class Evaluation(SampledRun):
         """Return no rows: those of the sets are checked when the sets are read."""
         return ()
 
-    def load_checkpoint(self, path: Path, roles: Sequence[str] = ()) -> None:
+    def load_checkpoint(self, path: Path) -> None:
         """Load the actor of a checkpoint of any trainer, and send its weights to the sampler."""
         self._from_checkpoint = True
-        super().load_checkpoint(path, roles)
+        super().load_checkpoint(path)
 
     def load_state(self, state: dict[str, Any], folder: Path) -> None:
         """Send the loaded weights to the sampler; the state of the trainer that wrote the checkpoint is not read."""

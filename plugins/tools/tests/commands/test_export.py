@@ -16,3 +16,12 @@ def test_export_is_a_folder_that_transformers_loads(engine, sft_run):
     again = engine("export", "first", "exported")
     assert again.code == 2
     assert "'exported' exists already" in again.err
+
+
+def test_export_needs_neither_the_data_nor_the_rewards_of_the_run(engine, rl_run, tmp_path):
+    assert engine("train", "rl.toml").code == 0
+    (tmp_path / "rows.jsonl").unlink()
+    answer = engine("export", "first", "exported")
+    assert (answer.code, answer.err) == (0, "")
+    assert "Building the role rollout" not in answer.err
+    assert (tmp_path / "exported" / "model.safetensors").is_file()

@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine_core.cli.loading import read_run, trainer_of
+from engine_core.cli.loading import placing, read_run
 from engine_core.cli.options import Run, Sets
 from engine_core.cli.output import check_new
+from engine_core.config.assemble import plugins_for
+from engine_core.contracts.runtime import Role
+from engine_core.errors import ConfigError
 from engine_core.runs.tracking import RunFolder
+from engine_core.train.checkpointing import Resume
 from engine_plugin_tools.commands.checkpoints import Step, checkpoint_of
 
 if TYPE_CHECKING:
@@ -53,14 +57,34 @@ def export(
 def write_model(out: Path, checkpoint: Path, config: EngineConfig, adapter: bool, role: str) -> int:
     """Write the model of a checkpoint into a new folder; return the checkpoint's step.
 
+    Only the role's model is built: no sampler, no rewards, and no data is read.
+
     Args:
         out: the folder.
         checkpoint: a verified checkpoint.
         config: config of its run.
         adapter: write the LoRA adapter alone.
         role: the trained role.
+
+    Raises:
+        ConfigError: the checkpoint has no such role, or the role has no adapter.
     """
-    with closing(trainer_of(config)) as trainer:
-        trainer.load_checkpoint(checkpoint, [] if role == "actor" else [role])
-        trainer.export(out, adapter, role)
-        return int(trainer.step_done)
+    from engine_core.data.tokenizer import load_tokenizer
+    from engine_core.train.models import export_options
+
+    plugins, found = plugins_for(config), Resume.at(checkpoint)
+    known = sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
+    if role not in known:
+        raise ConfigError(f"--role: {checkpoint} has no role '{role}'. It has: {', '.join(known)}.")
+    what = export_options(config, role, adapter)
+    with placing(config):
+        tokenizer = load_tokenizer(config.model)
+        runtime = plugins.resolve("runtimes", config.runtime.backend)(
+            config, plugins, {"tokenizer": tokenizer}
+        )
+        with closing(runtime):
+            group = runtime.start({role: Role("train", trainable=False)}, 0)[role]
+            group.call("load", folder=checkpoint / role).result()
+            group.call("export", folder=out, **what).result()
+    tokenizer.save_pretrained(out)
+    return int(found.state["step"])
