@@ -41,10 +41,11 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
-    """Offer ``advice`` and ``dry_run``."""
+    """Offer ``advice``, ``dry_run`` and ``plan_check``."""
     return {
         "advice": Part(load="engine_plugin_tools.advice:advice"),
         "dry_run": Part(load="engine_plugin_tools.dry_run:dry_run"),
+        "plan_check": Part(load="engine_plugin_tools.calibration:plan_check"),
     }
 
 
