@@ -77,7 +77,7 @@ def rows(count: float, length: int, learned: int | None = None) -> Lengths:
 SHORT = rows(128, 768, 512)
 GRPO = Lengths(512, 256, 512, 512, 8)
 TRAIN, FSDP, BACKENDS = "benchmarks/train", "benchmarks/fsdp", "benchmarks/backends"
-WHOLE = "whole runs of 2026-11-27"
+WHOLE = "whole runs"
 
 SETTINGS = [
     Setting("0.6B bf16, eager", "qwen3-0.6b", SHORT, {"train": 2.027}, TRAIN, BF16 | EAGER | KEPT, 49152),
@@ -103,12 +103,12 @@ SETTINGS = [
     Setting("the same, eager", "qwen3-1.7b", rows(32, 1024), {"train": 0.689}, BACKENDS, fsdp(True, False, "none") | TWO, 8192),
     Setting("8B bf16, sequences of 4,096, 2 GPUs", "qwen3-8b", rows(8, 4096), {"train": 1.969}, BACKENDS, fsdp(True, True, "none") | TWO, 8192),
     Setting("the same, eager", "qwen3-8b", rows(8, 4096), {"train": 2.655}, BACKENDS, fsdp(True, False, "none") | TWO, 8192),
-    Setting("the same, 4 GPUs", "qwen3-8b", rows(16, 4096), {"train": 1.790}, BACKENDS, fsdp(True, True, "none") | FOUR, 8192),
+    Setting("8B bf16, sequences of 4,096, 4 GPUs", "qwen3-8b", rows(16, 4096), {"train": 1.790}, BACKENDS, fsdp(True, True, "none") | FOUR, 8192),
     Setting("1.7B ZeRO-1, 2 GPUs", "qwen3-1.7b", rows(32, 1024), {"train": 0.671}, BACKENDS,
             {"actor.backend": "deepspeed", "actor.deepspeed.stage": 1, "actor.deepspeed.activation_checkpointing": False} | TWO, 8192),
     Setting("1.7B ZeRO-2, 2 GPUs", "qwen3-1.7b", rows(32, 1024), {"train": 0.719}, BACKENDS,
             {"actor.backend": "deepspeed", "actor.deepspeed.stage": 2, "actor.deepspeed.activation_checkpointing": False} | TWO, 8192),
-    Setting("0.6B GRPO, one GPU, beside TRL", "qwen3-0.6b", GRPO, {"generate": 6.2, "train": 3.6, "step": 9.88},
+    Setting("0.6B GRPO, one GPU, next to TRL", "qwen3-0.6b", GRPO, {"generate": 6.2, "step": 9.88},
             "benchmarks/trl", KEPT, 49152, "rl"),
     Setting("0.6B GRPO, one GPU", "qwen3-0.6b", GRPO, {"generate": 8.0, "train": 3.3, "sync": 0.037, "step": 11.4},
             "benchmarks/vllm, other runs on its host", BF16 | KEPT, 49152, "rl"),
@@ -129,9 +129,9 @@ SETTINGS = [
             {"generate": 18.8, "train": 2.44, "sync": 0.077, "step": 21.8}, "benchmarks/async, carried_over",
             fsdp(True, True, "none") | TWO | PROCESS | {"rollout.vllm.max_num_seqs": 256, "actor.fsdp.sharding": "none"}, 32768, "rl"),
     Setting("0.6B GRPO with hf, 2 GPUs, 48 tokens", "qwen3-0.6b", Lengths(128, 64, 48, 48, 8), {"step": 1.608}, "benchmarks/ray",
-            fsdp(False, False, "none") | TWO | {"rollout.backend": "hf"}, 8192, "rl"),
+            fsdp(True, False, "none") | TWO | {"rollout.backend": "hf"}, 8192, "rl"),
     Setting("the same, 96 tokens, another day", "qwen3-0.6b", Lengths(128, 64, 96, 96, 8), {"step": 4.099}, "benchmarks/ray",
-            fsdp(False, False, "none") | TWO | {"rollout.backend": "hf"}, 8192, "rl"),
+            fsdp(True, False, "none") | TWO | {"rollout.backend": "hf"}, 8192, "rl"),
 ]  # fmt: skip
 
 
