@@ -105,6 +105,17 @@ def test_annotating_is_a_forward_pass_of_each_role_that_makes_a_column(planned, 
     assert planned(run).phases["log_probs"].seconds == pytest.approx(train / 3)
 
 
+def test_a_forward_pass_takes_a_third_and_recomputes_nothing(planned, tmp_path):
+    run = Run(tmp_path, columns=("old_log_probs",))
+    run.optimizer_steps_per_step = 1
+    once, again = (
+        planned(run, actor=PassSpeed(0.5, 0.3, 10.0, 0.1, repeated=share)).phases for share in (0.0, 1.0)
+    )
+    assert once["log_probs"].seconds == pytest.approx(once["train"].seconds / 3)
+    assert again["log_probs"].seconds == once["log_probs"].seconds
+    assert again["train"].seconds > once["train"].seconds
+
+
 def test_a_decode_step_reads_the_weights_and_the_cache(planned):
     found = planned(lengths=Lengths(64, 0, 50, 50, 8)).phases["generate"]
     read = 64 * 50 * 50 / 2 * 2**17 + 50 * 2**30

@@ -17,7 +17,7 @@ from pydantic import PositiveFloat, TypeAdapter, ValidationError
 
 from engine_core.errors import DataError, EnvironmentProblem
 from engine_core.runs.folders import replace_text
-from engine_plugin_tools.devices import CPU, GIB, find_devices
+from engine_plugin_tools.devices import CPU, GIB, find_devices, installed_devices
 from engine_plugin_tools.time_plan import StepPlan, measured_lengths, median, plan_step, plans_of
 
 if TYPE_CHECKING:
@@ -114,11 +114,13 @@ def plan_check(run: TrainingRun, lines: Sequence[Mapping[str, Any]]) -> None:
 
 def _compared(run: TrainingRun, steps: Sequence[Mapping[str, Any]]) -> str:
     """Return the comparison as text; empty without a plan."""
-    peaks = [value for line in steps for name, value in line.items() if name.endswith("/peak_gib")]
+    peaks = [value for line in steps for name, value in line.items() if name.endswith("/peak_gib") and value]
+    if run.builds_model or not run.trained_roles or (peaks and not installed_devices()):
+        return ""
     device = find_devices(None if peaks else CPU.name, None)
     device = replace(device, count=run.groups[run.trained_roles[0]].world_size)
     ratios = read_ratios(device.limits.name) if device.limits else {}
-    if run.builds_model or (device.limits is CPU and not ratios):
+    if device.limits is CPU and not ratios:
         return ""
     plans, planned = planned_as_measured(run, device, steps, ratios)
     if planned is None or planned.seconds is None:
