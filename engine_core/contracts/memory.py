@@ -33,6 +33,33 @@ class MemoryQuestion:
 
 
 @dataclass(frozen=True)
+class MemoryNeed:
+    """The bytes of a role on one device, by part, and its speed.
+
+    Attributes:
+        kept: parts that stay in every phase, such as weights.
+        idle: parts that stay unless the role sleeps: optimizer state, KV cache.
+        working: parts that exist while the role works: gradients, activations.
+        moving: bytes in addition while weights are sent to a sampler.
+        reserve: bytes to leave unused while the role works, against fragmentation.
+        saved: bytes of the role in a checkpoint, of all ranks together; None: unknown.
+        unknown: parts that the backend cannot estimate.
+        chosen: keys with ``"auto"`` and their values, by name in the role's table, such as ``fsdp.activation_checkpointing``.
+        speed: of the role's work; None: unknown.
+    """
+
+    kept: Mapping[str, int] = field(default_factory=dict)
+    idle: Mapping[str, int] = field(default_factory=dict)
+    working: Mapping[str, int] = field(default_factory=dict)
+    moving: int = 0
+    reserve: int = 0
+    saved: int | None = None
+    unknown: tuple[str, ...] = ()
+    chosen: Mapping[str, Any] = field(default_factory=dict)
+    speed: PassSpeed | DecodeSpeed | None = None
+
+
+@dataclass(frozen=True)
 class PassSpeed:
     """How near passes of a model come to the limits of a device, as the backend has measured.
 
@@ -81,30 +108,3 @@ class DecodeSpeed:
     products: float = 1.0
     update: float = 0.0
     source: str = ""
-
-
-@dataclass(frozen=True)
-class MemoryNeed:
-    """The bytes of a role on one device, by part, and its speed.
-
-    Attributes:
-        kept: parts that stay in every phase, such as weights.
-        idle: parts that stay unless the role sleeps: optimizer state, KV cache.
-        working: parts that exist while the role works: gradients, activations.
-        moving: bytes in addition while weights are sent to a sampler.
-        reserve: bytes to leave unused while the role works, against fragmentation.
-        saved: bytes of the role in a checkpoint, of all ranks together; None: unknown.
-        unknown: parts that the backend cannot estimate.
-        chosen: keys with ``"auto"`` and their values, by name in the role's table, such as ``fsdp.activation_checkpointing``.
-        speed: of the role's work; None: unknown.
-    """
-
-    kept: Mapping[str, int] = field(default_factory=dict)
-    idle: Mapping[str, int] = field(default_factory=dict)
-    working: Mapping[str, int] = field(default_factory=dict)
-    moving: int = 0
-    reserve: int = 0
-    saved: int | None = None
-    unknown: tuple[str, ...] = ()
-    chosen: Mapping[str, Any] = field(default_factory=dict)
-    speed: PassSpeed | DecodeSpeed | None = None

@@ -9,9 +9,9 @@ name                   protocol                 needed by
 ``row_workers``        ``RowWorkers`` (class)   ``data.num_workers`` above 0
 ``early_stop``         ``EarlyStop`` (class)    ``rollout.over_sampling`` above 1
 ``stream_update``      a function               ``rollout.stream_update``, ``rollout.stream_deterministic``
+``plan_check``         a function               the log at the end of a run, where it is installed
 ``advice``             a function               the log after ten steps, where it is installed
 ``dry_run``            a function               ``engine train --dry-run``
-``plan_check``         a function               the log at the end of a run, where it is installed
 ``faults``             a class                  ``ENGINE_FAULT``, in tests
 ``sampler_process``    ``SamplerProcess``       ``[rollout.process]``
 ``launcher``           ``Launcher``             a command that ``torchrun`` starts on every rank
