@@ -61,7 +61,7 @@ class MemoryNeed:
 
 @dataclass(frozen=True)
 class PassSpeed:
-    """How near passes of a model come to the limits of a device, as the backend has measured.
+    """The speed of a model's passes relative to the limits of a device, as the backend has measured it.
 
     A forward and backward pass takes the sum of its matrix products, its attention, and the bytes that other operations
     move. A forward pass alone takes a third.
@@ -85,7 +85,7 @@ class PassSpeed:
 
 @dataclass(frozen=True)
 class DecodeSpeed:
-    """How near sampling comes to the limits of a device, as the backend has measured; bytes are those of one device.
+    """The speed of sampling relative to the limits of a device, as the backend has measured it; bytes are those of one device.
 
     Attributes:
         weights: bytes that each decode step reads, whatever its sequences.
