@@ -105,6 +105,13 @@ def test_annotating_is_a_forward_pass_of_each_role_that_makes_a_column(planned, 
     assert planned(run).phases["log_probs"].seconds == pytest.approx(train / 3)
 
 
+def test_a_plan_says_that_small_micro_batches_were_not_measured(planned, tmp_path):
+    small, large = (planned(Run(tmp_path, max_tokens_per_rank=n)).phases["train"].says for n in (512, 8192))
+    assert "9,600 tokens a device" in small
+    assert "512 a micro-batch (not measured)" in small
+    assert "micro-batch" not in large
+
+
 def test_a_forward_pass_takes_a_third_and_recomputes_nothing(planned, tmp_path):
     run = Run(tmp_path, columns=("old_log_probs",))
     run.optimizer_steps_per_step = 1

@@ -26,6 +26,7 @@ ROWS = 64  # rows of the data whose lengths are looked at
 BETWEEN = 1 / 30e9  # seconds for each byte of weights that go to another process
 GATHERED = 1 / 6e9  # and of weights that ranks have in parts
 SWITCH = 0.35  # seconds in which a sampler and a trainer hand their memory over
+SMALL = 8192  # tokens of the smallest micro-batch that was measured
 FORWARD, BOTH = 1, 3  # products of a weight and a token: forward; forward and backward
 RL = "policy"  # attribute of a trainer for reinforcement learning
 WITH_HEAD = ("actor", "ref", "teacher")  # roles whose outputs are of the vocabulary
@@ -313,6 +314,10 @@ def _passes(
     floor = (body + 2 * weights * head + attention) / limits.flops
     says = f"{name}: {tokens:,.0f} tokens a device, {floor / seconds:.0%} of the device's rate"
     says += f", {speed.repeated:.0%} of the layers recomputed" if both and speed.repeated else ""
+    micro = need.chosen.get("max_tokens_per_rank", table.max_tokens_per_rank) if need else "auto"
+    says += (
+        f", {micro} a micro-batch (not measured)" if micro != "auto" and micro < min(SMALL, tokens) else ""
+    )
     return Phase(floor, seconds, f"{says}; {speed.source}", table.backend)
 
 
