@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from engine_core.builtin import COLUMNS
-from engine_core.config import EngineConfig
+from engine_core.config import EngineConfig, RoleConfig
 from engine_core.config.models import EnvironmentConfig
 from engine_core.config.roles import LoRAConfig, ProcessConfig
 from engine_core.contracts.memory import DecodeSpeed, MemoryNeed, PassSpeed
@@ -121,6 +121,15 @@ def test_a_forward_pass_takes_a_third_and_recomputes_nothing(planned, tmp_path):
     assert once["log_probs"].seconds == pytest.approx(once["train"].seconds / 3)
     assert again["log_probs"].seconds == once["log_probs"].seconds
     assert again["train"].seconds > once["train"].seconds
+
+
+def test_a_role_with_another_model_takes_the_operations_of_that_model(planned, tmp_path):
+    run = Run(tmp_path, columns=("ref_log_probs",))
+    same = planned(run).phases["log_probs"].floor
+    run.config.ref = RoleConfig(path=write_shape("qwen3-8b", tmp_path / "larger"))
+    larger = Cost.of(SHAPES["qwen3-8b"])
+    assert planned(run).phases["log_probs"].floor == pytest.approx(larger.train([150] * 64, 64 * 50) / 3e15)
+    assert planned(run).phases["log_probs"].floor > same
 
 
 def test_a_decode_step_reads_the_weights_and_the_cache(planned):

@@ -215,21 +215,18 @@ def plan_step(
         ratios: measured by planned seconds, by ``PHASE.BACKEND``.
     """
     config: EngineConfig = trainer.config
-    cost = Cost.of(load_hf_config(config.model).get_text_config(decoder=True).to_dict())
-    if cost is None:
-        return None
     where = {name: plan for plan in plans for name in plan.roles}
     found: dict[str, Phase] = {}
+    roles = {name: plan.roles[name] for name, plan in where.items()}
+    learning = [name for name, role in roles.items() if role.kind == "train" and role.trainable]
+    if not learning or (cost := _cost(config, learning[0])) is None:
+        return None
     if "rollout" in where:
         found["generate"] = _sampling(config, cost, where["rollout"], limits, lengths)
         found["reward"] = Phase(None, None, "rewards are not planned")
-    roles = {name: plan.roles[name] for name, plan in where.items()}
-    learning = [name for name, role in roles.items() if role.kind == "train" and role.trainable]
-    if not learning:
-        return None
-    passes = [_passes(trainer, cost, where, name, limits, lengths, BOTH) for name in learning]
+    passes = [_passes(trainer, where[name], name, limits, lengths, BOTH) for name in learning]
     inferring = [
-        _passes(trainer, cost, where, name, limits, lengths, FORWARD) for name in _inferring(trainer)
+        _passes(trainer, where[name], name, limits, lengths, FORWARD) for name in _inferring(trainer)
     ]
     if inferring:
         found["log_probs"] = _sum(inferring)
@@ -246,6 +243,14 @@ def plan_step(
     return StepPlan(found, trainer.plugins.spec("trainers", config.trainer).concurrent)
 
 
+def _cost(config: EngineConfig, name: str) -> Cost | None:
+    """Return the operations of a role's model; None if they are not known."""
+    model = config.model_of(name)
+    if path := config.role(name).path:
+        model = model.model_copy(update={"path": path})
+    return Cost.of(load_hf_config(model).get_text_config(decoder=True).to_dict())
+
+
 def _sampling(config: EngineConfig, cost: Cost, plan: MemoryPlan, limits: Limits, lengths: Lengths) -> Phase:
     """Plan the sampling of a step: the decode steps until the longest response ends, and the prompts, once a group."""
     need, backend = plan.needs["rollout"], config.rollout.backend
@@ -260,10 +265,10 @@ def _sampling(config: EngineConfig, cost: Cost, plan: MemoryPlan, limits: Limits
     together = min(speed.together, number, max(1.0, cache / speed.token / whole) if cache else number)
     new = number * lengths.response
     steps = max(lengths.most, new / together)
-    held = number * (
+    held = (
         lengths.prompt * lengths.response + lengths.squares / 2
-    )  # tokens, summed over decode steps
-    read = held * speed.token / limits.bandwidth
+    )  # tokens of a cache, summed over decode steps
+    read = number * held * speed.token / limits.bandwidth
     weights = steps * speed.weights / limits.bandwidth
     products = 2 * (cost.body + cost.head) * new / limits.flops
     prompts = 2 * cost.body * number / lengths.group * lengths.prompt / limits.flops
@@ -277,33 +282,23 @@ def _sampling(config: EngineConfig, cost: Cost, plan: MemoryPlan, limits: Limits
     )
 
 
-def _passes(
-    trainer: Any,
-    cost: Cost,
-    where: Mapping[str, MemoryPlan],
-    name: str,
-    limits: Limits,
-    lengths: Lengths,
-    times: int,
-) -> Phase:
+def _passes(trainer: Any, plan: MemoryPlan, name: str, limits: Limits, lengths: Lengths, times: int) -> Phase:
     """Plan the passes of a role over the sequences of a step.
 
     Args:
         times: ``FORWARD`` or ``BOTH``.
     """
     config: EngineConfig = trainer.config
-    plan, table = where[name], config.role(name)
-    need = plan.needs[name]
+    table, need, cost = config.role(name), plan.needs[name], _cost(config, name)
     speed = need.speed if need else None
-    if not isinstance(speed, PassSpeed):
+    if not isinstance(speed, PassSpeed) or cost is None:
         return Phase(None, None, f"{name}: {table.backend} with these options has no measured speed")
     both, again = times == BOTH, 1 + (speed.repeated / 3 if times == BOTH else 0)
     epochs = config.algorithm.epochs if both and hasattr(trainer, RL) else 1
     updates = trainer.optimizer_steps_per_step if both else 1
     tokens = epochs * lengths.tokens / plan.ranks
-    head = (
-        epochs * lengths.sequences * lengths.response / plan.ranks * cost.head if name in WITH_HEAD else 0.0
-    )
+    learned = epochs * lengths.sequences * lengths.response / plan.ranks
+    head = learned * cost.head if name in WITH_HEAD else 0.0
     weights = 2 if both and table.lora is not None else times  # frozen weights get no gradient
     body = 2 * weights * cost.body * tokens
     attention = 2 * times * cost.attention * epochs * lengths.seen / plan.ranks
@@ -315,9 +310,8 @@ def _passes(
     says = f"{name}: {tokens:,.0f} tokens a device, {floor / seconds:.0%} of the device's rate"
     says += f", {speed.repeated:.0%} of the layers recomputed" if both and speed.repeated else ""
     micro = need.chosen.get("max_tokens_per_rank", table.max_tokens_per_rank) if need else "auto"
-    says += (
-        f", {micro} a micro-batch (not measured)" if micro != "auto" and micro < min(SMALL, tokens) else ""
-    )
+    small = micro != "auto" and micro < min(SMALL, tokens)
+    says += f", {micro} a micro-batch (not measured)" if small else ""
     return Phase(floor, seconds, f"{says}; {speed.source}", table.backend)
 
 
