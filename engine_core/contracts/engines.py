@@ -109,7 +109,7 @@ class TrainEngine(abc.ABC):
     def memory_need(
         cls, config: RoleConfig, model_config: ModelConfig, question: MemoryQuestion
     ) -> MemoryNeed | None:
-        """Estimate the device memory of a role on an accelerator, without one; None: unknown.
+        """Estimate the device memory and speed of a role on an accelerator, without one; None: unknown.
 
         Args:
             config: the role's table.
@@ -343,7 +343,7 @@ class RolloutEngine(abc.ABC):
     def memory_need(
         cls, config: RolloutConfig, model_config: ModelConfig, question: MemoryQuestion
     ) -> MemoryNeed | None:
-        """Estimate the device memory of the sampler as ``TrainEngine.memory_need`` does; None: unknown."""
+        """Estimate the memory and speed of the sampler as ``TrainEngine.memory_need`` does; None: unknown."""
         return None
 
     @property

@@ -1,4 +1,4 @@
-"""The device memory of a role, as its backend estimates it before anything is built (``memory_need`` of an engine)."""
+"""The device memory and speed of a role, as its backend estimates them before anything is built (``memory_need`` of an engine)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MemoryQuestion:
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """The bytes of a role on one device, by part.
+    """The bytes of a role on one device, by part, and its speed.
 
     Attributes:
         kept: parts that stay in every phase, such as weights.
@@ -48,6 +48,7 @@ class MemoryNeed:
         least: bytes of ``working`` with the smallest values that the role's ``"auto"`` keys allow.
         unknown: parts that the backend cannot estimate.
         chosen: keys with ``"auto"`` and their values, by name in the role's table, such as ``fsdp.activation_checkpointing``.
+        speed: of the role's work; None: unknown.
     """
 
     kept: Mapping[str, int] = field(default_factory=dict)
@@ -59,3 +60,55 @@ class MemoryNeed:
     least: int = 0
     unknown: tuple[str, ...] = ()
     chosen: Mapping[str, Any] = field(default_factory=dict)
+    speed: PassSpeed | DecodeSpeed | None = None
+
+
+@dataclass(frozen=True)
+class PassSpeed:
+    """The speed of a model's passes relative to the limits of a device, as the backend has measured it.
+
+    A forward and backward pass takes the sum of its matrix products, its attention, and the bytes that other operations
+    move. A forward pass alone takes a third.
+
+    Attributes:
+        products: share of the device's dense bf16 rate that matrix products reach.
+        attention: the same of attention.
+        traffic: bytes that a token moves, for each element of a layer's hidden, feed-forward and query vectors.
+        layer: seconds of each layer in an optimizer step, whatever its tokens.
+        repeated: share of the layers that are recomputed in the backward pass.
+        source: where that was measured, for people.
+    """
+
+    products: float
+    attention: float
+    traffic: float
+    layer: float
+    repeated: float = 0.0
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class DecodeSpeed:
+    """The speed of sampling relative to the limits of a device, as the backend has measured it; bytes are those of one device.
+
+    Attributes:
+        weights: bytes that each decode step reads, whatever its sequences.
+        token: bytes of the cache for a token.
+        together: maximum sequences of a decode step.
+        reading: share of the memory's bandwidth that reading the cache reaches.
+        step: seconds of a decode step in addition.
+        sequence: seconds of each sequence in a decode step, in addition.
+        products: share of the device's dense bf16 rate that prompts reach.
+        update: seconds for each byte of new weights; 0 if the sampler uses the actor's weights.
+        source: where that was measured, for people.
+    """
+
+    weights: int
+    token: int
+    together: int
+    reading: float
+    step: float
+    sequence: float = 0.0
+    products: float = 1.0
+    update: float = 0.0
+    source: str = ""

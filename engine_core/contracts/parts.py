@@ -9,6 +9,7 @@ name                   protocol                 needed by
 ``row_workers``        ``RowWorkers`` (class)   ``data.num_workers`` above 0
 ``early_stop``         ``EarlyStop`` (class)    ``rollout.over_sampling`` above 1
 ``stream_update``      a function               ``rollout.stream_update``, ``rollout.stream_deterministic``
+``plan_check``         a function               the log at the end of a run, where it is installed
 ``advice``             a function               the log after ten steps, where it is installed
 ``dry_run``            a function               ``engine train --dry-run``
 ``memory_plan``        a function               engines on an accelerator, before they are built

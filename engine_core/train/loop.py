@@ -246,6 +246,8 @@ class Loop:
             finally:
                 run.progress = None
         run.emit("run_finished", {"metrics": metrics})
+        if run.plugins.offered("parts", "plan_check"):
+            run.plugins.resolve("parts", "plan_check")(run, self.folder.read_metrics())
         return metrics
 
     def train_step(self, step: int) -> dict[str, float]:

@@ -85,3 +85,18 @@ def test_what_sleeps_is_what_the_level_frees(need_of):
     assert need_of(sleep_level=0).idle == {}
     assert set(need_of(sleep_level=1).idle) == {"cache"}
     assert set(need_of(sleep_level=2).idle) == {"weights", "cache"}
+
+
+def test_a_decode_step_reads_the_weights_and_the_cache_of_its_sequences(need_of):
+    need = need_of(max_num_seqs=32)
+    assert need.speed.weights == need.kept["weights"]
+    assert need.speed.token == TOKEN
+    assert need.speed.together == 32
+    assert need_of(kv_cache_dtype="fp8").speed.token == TOKEN // 2
+
+
+@pytest.mark.parametrize(
+    "options", [{"enforce_eager": True}, {"tensor_parallel_size": 2}, {"dtype": "float32"}]
+)
+def test_options_that_were_not_measured_have_no_speed(need_of, options):
+    assert need_of(**options).speed is None

@@ -30,6 +30,7 @@ from engine_core.sampling import check_request, logits_not_finite
 from engine_core.types import SUPPORT, Rollout
 from engine_plugin_hf_rollout.adapter import OwnAdapter
 from engine_plugin_hf_rollout.decoding import Decoding, Sampled
+from engine_plugin_hf_rollout.memory_need import memory_need
 from engine_plugin_hf_rollout.plugin import HFOptions
 from engine_plugin_torch.model_loading import adopt_live, load_model, sampler_module
 from engine_plugin_torch.precision import DTYPES
@@ -38,6 +39,7 @@ from engine_plugin_torch.weights import to_own_names
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RolloutConfig
     from engine_core.contracts.engines import TrainEngine, WorkerContext
+    from engine_core.contracts.memory import MemoryNeed, MemoryQuestion
     from engine_core.types import Request
 
 PARTS = ("weights", "kv_cache")
@@ -76,6 +78,13 @@ class HFRolloutEngine(RolloutEngine):
         self._done: list[Rollout] = []  # finished while pausing, returned by the next step
         self._paused = self._asleep = False
         self._incomplete = ""  # why the weights mix two versions; "" if they do not
+
+    @classmethod
+    def memory_need(
+        cls, config: RolloutConfig, model_config: ModelConfig, question: MemoryQuestion
+    ) -> MemoryNeed | None:
+        """Return the speed of sampling; see ``memory_need``."""
+        return memory_need(config.options or HFOptions(), model_config)
 
     # -- requests -----------------------------------------------------------
 

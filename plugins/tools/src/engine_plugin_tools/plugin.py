@@ -41,11 +41,12 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
-    """Offer ``advice``, ``dry_run`` and ``memory_plan``."""
+    """Offer ``advice``, ``dry_run``, ``memory_plan`` and ``plan_check``."""
     return {
         "advice": Part(load="engine_plugin_tools.advice:advice"),
         "dry_run": Part(load="engine_plugin_tools.dry_run:dry_run"),
         "memory_plan": Part(load="engine_plugin_tools.memory_plan:planned"),
+        "plan_check": Part(load="engine_plugin_tools.calibration:plan_check"),
     }
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
+import statistics
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
-
-from engine_core.errors import ConfigError
-from engine_plugin_tools.commands import plan
-from engine_plugin_tools.commands.plan import DEVICES, find_devices, installed_bytes
 
 GIB = 2**30
 
@@ -57,27 +54,79 @@ def test_what_does_not_fit_names_the_phase_and_ends_with_2(engine, sft_run):
     )
 
 
-def test_devices_are_named_with_their_number(monkeypatch):
-    assert find_devices("h200x2", None) == (int(DEVICES["h200"] * GIB), 2)
-    assert find_devices("RTX4090", None) == (int(DEVICES["rtx4090"] * GIB), 1)
-    assert find_devices("x4", 24) == (24 * GIB, 4)
-    monkeypatch.setattr(plan, "installed_bytes", lambda: [80 * GIB, 40 * GIB])
-    assert find_devices(None, None) == (40 * GIB, 2)
+@pytest.fixture
+def learned(engine, rl_run, tmp_path, monkeypatch):
+    """A run of GRPO with the sampler hf, of four steps, whose responses end at 6 tokens or before."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    sets = ["--set", "rollout.backend=hf", "--set", "rollout.max_response_tokens=6", "--set", "run.steps=4"]
+    assert engine("train", "rl.toml", *sets).code == 0
+    return sets
 
 
-def test_a_device_that_is_unknown_or_absent_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match=r"--devices 'h20x2' is not known\. Did you mean 'h200'\?"):
-        find_devices("h20x2", None)
-    monkeypatch.setattr(plan, "installed_bytes", list)
-    with pytest.raises(ConfigError, match=r"This machine reports no GPU\. Name the devices"):
-        find_devices(None, None)
+def lines_of(tmp_path, name="first"):
+    return [
+        json.loads(line) for line in (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
-def test_the_drivers_tool_is_asked_for_the_memory(monkeypatch, tmp_path):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 143771\necho 81559\n")
-    tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert installed_bytes() == [143771 * 2**20, 81559 * 2**20]
-    tool.unlink()
-    assert installed_bytes() == []
+def test_a_calibrated_plan_has_the_seconds_of_the_run(engine, learned, tmp_path):
+    words = ("plan", "rl.toml", "--devices", "cpu", *learned)
+    refused = engine("plan", "rl.toml", "--memory", "24", *learned, "--calibrate", "first")
+    assert refused.code == 2
+    assert "--calibrate first: nothing can be compared" in refused.err
+    assert not (tmp_path / "settings").exists()
+    answer = engine(*words, "--calibrate", "first")
+    assert answer.code == 0, answer.err
+    assert "calibrated: generate.hf " in answer.out
+    assert f"kept in {tmp_path / 'settings/engine/plan.json'}" in answer.out
+    lines = lines_of(tmp_path)[1:]
+    mean = statistics.median(line["response_length/mean"] for line in lines)
+    after = json.loads(engine(*words, "--response", str(mean), "--json").out)["seconds"]
+    for phase in ("generate", "train"):
+        measured = statistics.median(line[f"time/{phase}"] for line in lines)
+        assert after["phases"][phase]["seconds"] == pytest.approx(measured, rel=0.25)
+        assert "calibrated: " in after["phases"][phase]["says"]
+    assert after["phases"]["reward"]["seconds"] is None
+    assert after["step"] == pytest.approx(sum(p["seconds"] or 0 for p in after["phases"].values()))
+    assert after["run"] == pytest.approx(4 * after["step"])
+
+
+def test_a_run_on_a_calibrated_device_logs_plan_and_measurement_at_its_end(engine, learned, tmp_path):
+    log = tmp_path / "runs/first/logs/attempt_0/run.log"
+    assert "Planned and measured" not in log.read_text()  # a CPU has no data sheet
+    assert engine("plan", "rl.toml", "--devices", "cpu", *learned, "--calibrate", "first").code == 0
+    assert engine("train", "rl.toml", *learned, "--set", "run.name=second").code == 0
+    said = (tmp_path / "runs/second/logs/attempt_0/run.log").read_text()
+    assert "Planned and measured seconds of a step, medians of 3: generate " in said
+    assert "keeps the ratios" in said
+
+
+def test_the_disk_of_a_day_follows_from_the_seconds_of_a_step(engine, sft_run):
+    found = json.loads(engine("plan", "run.toml", "--devices", "h200", "--json").out)
+    disk, step = found["disk"], found["seconds"]["step"]
+    assert disk["bytes_a_day"] == pytest.approx(86400 / step * disk["checkpoint_bytes"])  # each step saves
+    rare = ["--set", "checkpoint.every_steps=0", "--set", "checkpoint.every_minutes=30"]
+    disk = json.loads(engine("plan", "run.toml", "--devices", "h200", "--json", *rare).out)["disk"]
+    assert disk["bytes_a_day"] == 48 * disk["checkpoint_bytes"]
+    never = ["--set", "checkpoint.every_steps=0"]
+    disk = json.loads(engine("plan", "run.toml", "--devices", "h200", "--json", *never).out)["disk"]
+    assert disk["bytes_a_day"] is None
+
+
+def test_seconds_of_a_device_without_a_name_are_unknown(engine, sft_run):
+    answer = engine("plan", "run.toml", "--memory", "24")
+    assert "seconds of a step: unknown, because the device has no known rates" in answer.out
+
+
+def test_a_plan_on_a_cpu_has_seconds_alone(engine, rl_run):
+    answer = engine("plan", "rl.toml", "--devices", "cpu", "--set", "rollout.backend=hf")
+    assert answer.code == 0, answer.err
+    assert "GiB  " not in answer.out.partition("disk:")[0]
+    assert "reward    unknown" in answer.out
+    assert "time: 0:00:0" in answer.out
+
+
+def test_a_shape_is_planned_with_the_tokenizer_of_the_run_file(engine, sft_run):
+    answer = engine("plan", "run.toml", "--devices", "h200", "--shape", "qwen3-8b", "--json")
+    weights = json.loads(answer.out)["pools"][0]["roles"]["actor"]["kept"]["weights"]
+    assert weights == pytest.approx(4 * 8.19e9, rel=0.01)

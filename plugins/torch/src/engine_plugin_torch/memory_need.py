@@ -17,6 +17,7 @@ from engine_plugin_torch.precision import resolved
 from engine_plugin_torch.quantize_model import linear_layers
 from engine_plugin_torch.quantized_linear import BLOCK, FOUR_BITS, OUTER_BLOCK
 from engine_plugin_torch.skeleton import fresh_model
+from engine_plugin_torch.speed import speed_of
 from engine_plugin_torch.value_models import VALUE_ROLES
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def memory_need(
         saved=stored,
         least=sum(least.values()),
         chosen=chosen,
+        speed=speed_of(options, types, compiled, budget.share_of(options, again) if trained else 0.0),
     )
 
 

@@ -78,6 +78,8 @@ class Cost:
     body: int  # weights of the layers, without embeddings and head
     head: int  # V * H
     attention: int  # L * n_q * d
+    streams: int = 0  # L * (H + F + n_q * d): elements of a token's vectors
+    layers: int = 0  # L
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Cost | None:
@@ -87,13 +89,15 @@ class Cost:
         try:
             hidden, layers = config["hidden_size"], config["num_hidden_layers"]
             heads = config["num_attention_heads"]
-            mlp = 3 * hidden * config["intermediate_size"]
+            wide = config["intermediate_size"]
             vocabulary = config["vocab_size"]
         except KeyError:
             return None
         size = config.get("head_dim") or hidden // heads
         projections = hidden * size * 2 * (heads + (config.get("num_key_value_heads") or heads))
-        return cls(layers * (projections + mlp), vocabulary * hidden, layers * heads * size)
+        streams = layers * (hidden + wide + heads * size)
+        body = layers * (projections + 3 * hidden * wide)
+        return cls(body, vocabulary * hidden, layers * heads * size, streams, layers)
 
     def train(self, lengths: list[int], head_tokens: int) -> float:
         """Return the operations of one forward and backward pass over sequences of these lengths."""
@@ -111,8 +115,22 @@ DENSE_BF16_FLOPS: dict[str, float] = {
     "H100": 989e12,
     "A100": 312e12,
     "L40S": 362e12,
+    "RTX 4090": 165e12,
 }
 """Dense bf16 operations a second from the vendors' data sheets, by words in the device's name, the longer words first."""
+
+BANDWIDTH: dict[str, float] = {
+    "B200": 8.0e12,
+    "H200": 4.8e12,
+    "H800": 3.35e12,
+    "H100 PCIe": 2.0e12,
+    "H100 NVL": 3.9e12,
+    "H100": 3.35e12,
+    "A100": 2.0e12,
+    "L40S": 0.864e12,
+    "RTX 4090": 1.008e12,
+}
+"""Bytes a second between a device and its memory, from the same data sheets."""
 
 
 def flops_of(name: str) -> float | None:

@@ -56,7 +56,7 @@ def train(
         raise ConfigError(
             f"--prompt {prompt} leaves nothing of --length {length} to learn. Give a smaller one."
         )
-    with _config(file, shape, sets, allow_code) as config:
+    with read_shape(file, shape, sets, allow_code) as config:
         _show(bench_train(config, sequences, length, prompt, steps, warmup), as_json)
 
 
@@ -80,7 +80,7 @@ def rollout(
     """
     from engine_plugin_tools.bench.parts import bench_rollout
 
-    with _config(file, shape, sets, allow_code) as config:
+    with read_shape(file, shape, sets, allow_code) as config:
         _show(bench_rollout(config, prompts, prompt, response, steps, warmup), as_json)
 
 
@@ -99,7 +99,7 @@ def sync(
     """
     from engine_plugin_tools.bench.parts import bench_sync
 
-    with _config(file, shape, sets, allow_code) as config:
+    with read_shape(file, shape, sets, allow_code) as config:
         _show(bench_sync(config, steps, warmup), as_json)
 
 
@@ -121,7 +121,9 @@ def step(
 
 
 @contextmanager
-def _config(file: str, shape: str | None, sets: list[str] | None, allow_code: bool) -> Iterator[EngineConfig]:
+def read_shape(
+    file: str, shape: str | None, sets: list[str] | None, allow_code: bool
+) -> Iterator[EngineConfig]:
     """Yield the run file's config, with a model of ``shape`` if one is named."""
     from engine_plugin_tools.bench.shapes import write_shape
 
