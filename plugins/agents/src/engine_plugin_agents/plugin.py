@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from engine_core.hooks import hookimpl
 from engine_core.specs import Environment, Options, Part
 from engine_plugin_agents.tables import ToolFormat
+from engine_plugin_agents.tool_options import ToolsOptions
 
 FORMATS = ("hermes", "qwen3_coder", "gpt_oss", "mistral", "llama3", "json")
 """The tool formats, functions of ``formats``, in the order in which ``auto`` tries them."""
@@ -47,6 +48,17 @@ def engine_tool_formats() -> Mapping[str, ToolFormat]:
 
 @hookimpl
 def engine_environments() -> Mapping[str, Environment]:
-    """Return the environment ``endpoint``."""
+    """Return the environments ``endpoint`` and ``tools``."""
     load = "engine_plugin_agents.policy_endpoint:CommandEnvironment"
-    return {"endpoint": Environment(load=load, config=EndpointOptions, rewards=frozenset({"harness"}))}
+    return {
+        "endpoint": Environment(load=load, config=EndpointOptions, rewards=frozenset({"harness"})),
+        "tools": Environment(
+            load="engine_plugin_agents.tool_environment:ToolEnvironment", config=ToolsOptions, tools=_schemas
+        ),
+    }
+
+
+def _schemas(options: ToolsOptions) -> tuple[Mapping[str, Any], ...]:
+    from engine_plugin_agents.tool_environment import tool_schemas
+
+    return tool_schemas(options)
