@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
 from engine_core.hooks import hookimpl
 from engine_core.specs import Environment, Options, Part
 from engine_plugin_agents.tables import ToolFormat
-from engine_plugin_agents.tool_options import ToolsOptions
+from engine_plugin_agents.tool_options import Command, ToolsOptions
 
 FORMATS = ("hermes", "qwen3_coder", "gpt_oss", "mistral", "llama3", "json")
 """The tool formats, functions of ``formats``, in the order in which ``auto`` tries them."""
@@ -20,18 +19,10 @@ FORMATS = ("hermes", "qwen3_coder", "gpt_oss", "mistral", "llama3", "json")
 class EndpointOptions(Options):
     """``[environment.endpoint]``: a command runs each episode through an endpoint of the OpenAI API."""
 
-    command: Annotated[list[str], Field(min_length=1)]
+    command: Annotated[Command, Field(min_length=1)]
     """Program and arguments, started in an empty folder. ``{NAME}`` becomes the row's column, ``{prompt}`` its prompt. An argument that names a file in the run file's folder becomes its absolute path. The process finds the endpoint in ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, and the row as JSON in ``EPISODE_ROW``."""
     reward: Literal["none", "stdout"] = "none"
     """``stdout``: the last line that the command prints is the reward ``harness``, a number. ``none``: only `[[reward]]` judges."""
-
-    @field_validator("command")
-    @classmethod
-    def _absolute_files(cls, command: list[str], info: ValidationInfo) -> list[str]:
-        folder = Path(
-            (info.context or {}).get("folder") or "."
-        ).absolute()  # links are kept: that of a venv matters
-        return [str(folder / part) if (folder / part).is_file() else part for part in command]
 
 
 @hookimpl

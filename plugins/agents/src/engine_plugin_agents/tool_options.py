@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, model_validator
 
 from engine_core.specs import Options
+
+
+def _absolute_files(command: list[str], info: ValidationInfo) -> list[str]:
+    folder = Path(
+        (info.context or {}).get("folder") or "."
+    ).absolute()  # links are kept: that of a venv matters
+    return [str(folder / part) if (folder / part).is_file() else part for part in command]
+
+
+Command = Annotated[list[str], AfterValidator(_absolute_files)]
+"""A program and its arguments. An argument that names a file in the run file's folder becomes its absolute path."""
+
+
+class McpServer(Options):
+    """``[environment.tools.mcp.NAME]``: an MCP server, one for all episodes of a run. Needs ``pip install 'engine-plugin-agents[mcp]'``."""
+
+    command: Command = []
+    """Program and arguments of a server that talks over stdin and stdout. An argument that names a file in the run file's folder becomes its absolute path."""
+    url: str = ""
+    """Address of a server that runs already (streamable HTTP), such as ``http://127.0.0.1:8000/mcp``."""
+    only: list[str] = []
+    """Tools of the server that the policy may call; default: all."""
+    variables: list[str] = []
+    """Environment variables that the command receives, by name, in addition to ``PATH``, ``HOME`` and ``USER``."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> Self:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("needs either command or url.")
+        if self.url and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url: '{self.url}' must begin with http:// or https://.")
+        return self
 
 
 class ToolsOptions(Options):
@@ -23,10 +56,13 @@ class ToolsOptions(Options):
     readable: list[str] = []
     """Absolute paths of additional files and folders that the tools may read, such as the folder of an installed package."""
 
+    mcp: dict[str, McpServer] = {}
+    """MCP servers, by a name of yours: ``[environment.tools.mcp.NAME]``. The policy sees their tools by the names that the servers give."""
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if not self.tools:
-            raise ValueError('names no tool: set tools = ["python"], for example.')
+        if not (self.tools or self.mcp):
+            raise ValueError('names no tool: set tools = ["python"], for example, or a server in mcp.')
         if twice := [name for name in self.tools if self.tools.count(name) > 1]:
             raise ValueError(f"tools: '{twice[0]}' is named twice.")
         if relative := [path for path in self.readable if not path.startswith("/")]:
