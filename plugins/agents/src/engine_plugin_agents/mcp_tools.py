@@ -10,15 +10,14 @@ import asyncio
 import contextlib
 import os
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, did_you_mean
+from engine_plugin_agents.child import LINE_BYTES, kill_child, last_words, start_child
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -27,11 +26,8 @@ if TYPE_CHECKING:
 
 START_SECONDS = 60.0
 CLOSE_SECONDS = 10.0
-LINE_BYTES = 16 * 2**20  # of one message of a command; a longer one ends the connection
 BASIC = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TZ", "USER")
 """Environment variables that a command receives in any case."""
-SAID_BYTES = 300  # of a server's stderr, in messages
-GUARD = Path(__file__).with_name("end_with_parent.py")
 
 
 class ToolError(Exception):
@@ -61,7 +57,7 @@ class Connection:
         """Connect, and stay in the task that has connected, as the library requires, until the end."""
         from mcp import Client
 
-        with tempfile.TemporaryFile("w+") as errors:
+        with tempfile.TemporaryFile() as errors:
             try:
                 async with asyncio.timeout(START_SECONDS) as limit, Client(self._transport(errors)) as client:
                     limit.reschedule(None)
@@ -82,8 +78,7 @@ class Connection:
             error = error.exceptions[0]
         if isinstance(error, TimeoutError):
             return f"MCP server '{self.name}' did not answer within {START_SECONDS:g} s"
-        errors.seek(max(0, errors.seek(0, os.SEEK_END) - SAID_BYTES))
-        said = " ".join(errors.read().split())
+        said = last_words(errors)
         return f"MCP server '{self.name}' cannot be used: {type(error).__name__}: {error}. {said}".rstrip(
             ". "
         )
@@ -105,18 +100,9 @@ async def _started(connection: Connection, errors: Any) -> AsyncGenerator[Any, N
     from mcp.shared.message import SessionMessage
     from mcp_types import jsonrpc_message_adapter
 
-    variables = {
-        name: os.environ[name] for name in (*BASIC, *connection.server.variables) if name in os.environ
-    }
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", str(GUARD), str(os.getpid()), *connection.server.command),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=errors,
-        env=variables,
-        start_new_session=True,
-        limit=LINE_BYTES,
-    )
+    server = connection.server
+    variables = {name: os.environ[name] for name in (*BASIC, *server.variables) if name in os.environ}
+    process = await start_child(server.command, variables, errors)
     received, incoming = anyio.create_memory_object_stream[Any](0)
     outgoing, sent = anyio.create_memory_object_stream[Any](0)
 
@@ -159,9 +145,7 @@ async def _started(connection: Connection, errors: Any) -> AsyncGenerator[Any, N
             task.cancel()
         for stream in (received, incoming, outgoing, sent):
             stream.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.gather(*tasks, process.wait(), return_exceptions=True)
+        await asyncio.gather(*tasks, kill_child(process), return_exceptions=True)
 
 
 class McpTools:

@@ -8,9 +8,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from engine_core.hooks import hookimpl
-from engine_core.specs import Environment, Options, Part
+from engine_core.specs import DataSource, Environment, Options, Part
 from engine_plugin_agents.tables import ToolFormat
 from engine_plugin_agents.tool_options import Command, ToolsOptions
+from engine_plugin_agents.world_options import GymnasiumOptions, GymnasiumRows
 
 FORMATS = ("hermes", "qwen3_coder", "gpt_oss", "mistral", "llama3", "json")
 """The tool formats, functions of ``formats``, in the order in which ``auto`` tries them."""
@@ -39,14 +40,28 @@ def engine_tool_formats() -> Mapping[str, ToolFormat]:
 
 @hookimpl
 def engine_environments() -> Mapping[str, Environment]:
-    """Return the environments ``endpoint`` and ``tools``."""
+    """Return the environments of this plugin."""
     load = "engine_plugin_agents.policy_endpoint:CommandEnvironment"
     return {
         "endpoint": Environment(load=load, config=EndpointOptions, rewards=frozenset({"harness"})),
         "tools": Environment(
             load="engine_plugin_agents.tool_environment:ToolEnvironment", config=ToolsOptions, tools=_schemas
         ),
+        "gymnasium": Environment(
+            load="engine_plugin_agents.step_worlds:GymnasiumEnvironment",
+            config=GymnasiumOptions,
+            rewards=frozenset({"score"}),
+            needs=frozenset({"seed"}),
+        ),
     }
+
+
+@hookimpl
+def engine_data_sources() -> Mapping[str, DataSource]:
+    """Return the data source ``gymnasium``."""
+    license = "that of the environment"
+    load = "engine_plugin_agents.step_worlds:gymnasium_rows"
+    return {"gymnasium": DataSource(load=load, config=GymnasiumRows, license=license)}
 
 
 def _schemas(options: ToolsOptions) -> tuple[Mapping[str, Any], ...]:
