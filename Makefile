@@ -25,12 +25,14 @@ install: .venv/.installed
 	$(PIP) --no-build-isolation $(DEMO)
 	touch $@
 
+# verifiers and openenv-core have requirements that conflict with ours: they lie in environments that the tests start.
 # torchao lies in a folder of its own for the tests of 8 bits: where it is installed, transformers imports it in every process.
 .venv/.installed: .venv/.base $(SOURCES)
 	$(PIP) -r requirements-dev.txt
 	$(PIP) -r plugins/vllm_rollout/requirements-cpu.txt
 	$(PIP) --no-deps -r plugins/vllm_rollout/requirements-cpu-no-deps.txt
 	$(PIP) --no-deps --upgrade --target .venv/torchao torchao
+	for name in verifiers openenv-core; do $(BIN)/python -m venv .venv/$${name%-core} && .venv/$${name%-core}/bin/python -m pip install --quiet $$name || exit 1; done
 	$(PIP) --no-build-isolation $(EDITABLE)
 	touch $@ .venv/.demo
 

@@ -190,7 +190,7 @@ def test_a_name_that_another_tool_has_is_refused_until_tools_are_chosen(tools, c
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused_at_the_start(tools, server, message, monkeypatch):
-    monkeypatch.setattr(mcp_tools, "START_SECONDS", 5.0)
+    monkeypatch.setattr(mcp_tools, "START_SECONDS", 2.0)
     with pytest.raises(ConfigError, match=message):
         tools({"test": server})
 

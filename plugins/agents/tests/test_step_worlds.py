@@ -11,7 +11,7 @@ from engine_core.errors import ConfigError
 from engine_core.plugins.plugin_set import PluginSet
 from engine_plugin_agents import world_process
 from engine_plugin_agents.runner import EnvironmentRunner
-from engine_plugin_agents.step_worlds import gymnasium_rows
+from engine_plugin_agents.world_process import gymnasium_rows
 
 WORLD = '''
 import os, time

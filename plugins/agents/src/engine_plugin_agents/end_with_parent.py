@@ -7,8 +7,9 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 
-if sys.platform.startswith("linux"):
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[1]):  # the parent has ended already
-        sys.exit(1)
-os.execvp(sys.argv[2], sys.argv[2:])
+if __name__ == "__main__":
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != int(sys.argv[1]):  # the parent has ended already
+            sys.exit(1)
+    os.execvp(sys.argv[2], sys.argv[2:])

@@ -1,4 +1,4 @@
-"""The plugin's registration: multi-turn episodes, the environment ``endpoint``, and the forms of tool calls."""
+"""The plugin's registration: multi-turn episodes, environments, their tasks as data, and the forms of tool calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from engine_core.hooks import hookimpl
 from engine_core.specs import DataSource, Environment, Options, Part
 from engine_plugin_agents.tables import ToolFormat
 from engine_plugin_agents.tool_options import Command, ToolsOptions
-from engine_plugin_agents.world_options import GymnasiumOptions, GymnasiumRows
+from engine_plugin_agents.world_options import (
+    GymnasiumOptions,
+    GymnasiumRows,
+    OpenEnvOptions,
+    OpenEnvRows,
+    VerifiersOptions,
+    VerifiersRows,
+)
 
 FORMATS = ("hermes", "qwen3_coder", "gpt_oss", "mistral", "llama3", "json")
 """The tool formats, functions of ``formats``, in the order in which ``auto`` tries them."""
@@ -53,15 +60,30 @@ def engine_environments() -> Mapping[str, Environment]:
             rewards=frozenset({"score"}),
             needs=frozenset({"seed"}),
         ),
+        "openenv": Environment(
+            load="engine_plugin_agents.step_worlds:OpenEnvEnvironment",
+            config=OpenEnvOptions,
+            rewards=frozenset({"score"}),
+            needs=frozenset({"seed"}),
+        ),
+        "verifiers": Environment(
+            load="engine_plugin_agents.verifiers_environment:VerifiersEnvironment",
+            config=VerifiersOptions,
+            rewards=frozenset({"score"}),
+            needs=frozenset({"task"}),
+        ),
     }
 
 
 @hookimpl
 def engine_data_sources() -> Mapping[str, DataSource]:
-    """Return the data source ``gymnasium``."""
-    license = "that of the environment"
-    load = "engine_plugin_agents.step_worlds:gymnasium_rows"
-    return {"gymnasium": DataSource(load=load, config=GymnasiumRows, license=license)}
+    """Return the data sources that worlds give."""
+    load, license = "engine_plugin_agents.world_process", "that of the environment"
+    return {
+        "gymnasium": DataSource(load=f"{load}:gymnasium_rows", config=GymnasiumRows, license=license),
+        "openenv": DataSource(load=f"{load}:openenv_rows", config=OpenEnvRows, license=license),
+        "verifiers": DataSource(load=f"{load}:verifiers_rows", config=VerifiersRows, license=license),
+    }
 
 
 def _schemas(options: ToolsOptions) -> tuple[Mapping[str, Any], ...]:

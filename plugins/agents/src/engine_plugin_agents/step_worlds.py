@@ -1,32 +1,17 @@
-"""Environments of worlds that answer each turn with an observation and a reward, and the rows that they give."""
+"""Environments of worlds that answer each turn with an observation and a reward."""
 
 from __future__ import annotations
 
-import shutil
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine_core.errors import ConfigError
 from engine_plugin_agents.calls import as_answer, find_tag
 from engine_plugin_agents.policy import LimitReached
-from engine_plugin_agents.world_process import WorldProcess, Worlds, ask_world
+from engine_plugin_agents.world_process import WorldProcess, Worlds, check_python
 
 if TYPE_CHECKING:
     from engine_core.types import Rollout
     from engine_plugin_agents.episode import Episode
-
-
-def check_python(where: str, python: str) -> None:
-    """Refuse an interpreter that does not exist, with ConfigError.
-
-    Args:
-        where: the table, for the message.
-        python: path or name; empty: the interpreter of the run.
-    """
-    if python and shutil.which(python) is None:
-        raise ConfigError(
-            f"{where}.python: there is no program '{python}'. Write the path of an interpreter."
-        )
 
 
 class StepEnvironment:
@@ -90,26 +75,7 @@ class GymnasiumEnvironment(StepEnvironment):
     kind = "gymnasium"
 
 
-def step_rows(
-    kind: str, split: str, python: str, count: int, held_out: int, **world: Any
-) -> list[dict[str, Any]]:
-    """Return the rows of a data source: first observations and their seeds. Held-out seeds follow those of training.
+class OpenEnvEnvironment(StepEnvironment):
+    """The environment ``openenv``."""
 
-    Args:
-        kind: the world.
-        split: ``train`` or ``validation``.
-        python, count, held_out: see ``RowsOptions``.
-        world: the arguments of the ``World``.
-
-    Raises:
-        ConfigError: the world cannot be used.
-    """
-    where = f"data.{kind}"
-    check_python(where, python)
-    first, number = (0, count) if split == "train" else (count, held_out)
-    make = partial(WorldProcess, kind, python, world)
-    rows: list[dict[str, Any]] = ask_world(make, where, "rows", count=number, first=first) if number else []
-    return rows
-
-
-gymnasium_rows = partial(step_rows, "gymnasium")
+    kind = "openenv"

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +24,7 @@ from engine_core.errors import ConfigError
 from engine_plugin_agents.child import kill_child, last_words, start_child
 
 START_SECONDS = 120.0
+ROWS_SECONDS = 600.0
 READY = -1
 """Id of the answer that a process gives when its world is made."""
 WORLDS = Path(__file__).with_name("worlds")
@@ -83,12 +86,12 @@ class WorldProcess:
                     WorldError(f"the process of {self.kind} has ended: {last_words(self._errors)}")
                 )
 
-    async def call(self, name: str, seconds: float, **arguments: Any) -> Any:
+    async def call(self, name: str, seconds: float | None, **arguments: Any) -> Any:
         """Make a call and return its value.
 
         Args:
             name: a method of ``World``.
-            seconds: time limit; after it the process is killed.
+            seconds: time limit; after it the process is killed. None: no limit.
             arguments: values for JSON.
 
         Raises:
@@ -145,11 +148,11 @@ class Worlds:
         self._episodes = itertools.count()
 
     @contextlib.asynccontextmanager
-    async def session(self, seconds: float) -> AsyncIterator[Callable[..., Any]]:
+    async def session(self, seconds: float | None) -> AsyncIterator[Callable[..., Any]]:
         """Yield the function that makes calls of one episode: ``await call("step", text=text)``.
 
         Args:
-            seconds: time limit of each call.
+            seconds: time limit of each call; None: no limit.
         """
         session = next(self._episodes)
         slot = session % len(self._slots)
@@ -175,24 +178,52 @@ class Worlds:
         await asyncio.gather(*(process.close() for process in self._processes.values()))
 
 
-def ask_world(make: Callable[[], WorldProcess], where: str, name: str, **arguments: Any) -> Any:
-    """Start a process, make one call, and kill it; return the call's value. For data sources.
+def check_python(where: str, python: str) -> None:
+    """Refuse an interpreter that does not exist, with ConfigError.
 
     Args:
-        make: makes the process.
-        where: the table of the run file, for messages.
-        name: a method of ``World``.
-        arguments: its arguments.
+        where: the table, for the message.
+        python: path or name; empty: the interpreter of the run.
+    """
+    if python and shutil.which(python) is None:
+        raise ConfigError(
+            f"{where}.python: there is no program '{python}'. Write the path of an interpreter."
+        )
+
+
+def world_rows(
+    kind: str, split: str, python: str, count: int, held_out: int, **world: Any
+) -> list[dict[str, Any]]:
+    """Return the rows of a data source. Held-out rows follow those of training.
+
+    Args:
+        kind: the world.
+        split: ``train`` or ``validation``.
+        python, count, held_out: see ``RowsOptions``.
+        world: the arguments of the ``World``.
+
+    Raises:
+        ConfigError: the world cannot be used.
+    """
+    check_python(f"data.{kind}", python)
+    rows = _rows(kind, python, count + held_out, json.dumps(world))
+    return rows[:count] if split == "train" else rows[count:]
+
+
+@functools.lru_cache(maxsize=1)  # a run asks for one split after the other
+def _rows(kind: str, python: str, count: int, world: str) -> list[dict[str, Any]]:
+    """Start a process of a world and return its first rows.
 
     Raises:
         ConfigError: the process does not start, or the call fails.
     """
 
-    async def ask() -> Any:
+    async def ask() -> list[dict[str, Any]]:
         """Make the call."""
-        process = make()
+        process = WorldProcess(kind, python, json.loads(world))
         try:
-            return await process.call(name, 600.0, **arguments)
+            rows: list[dict[str, Any]] = await process.call("rows", ROWS_SECONDS, count=count)
+            return rows
         finally:
             await process.close()
 
@@ -200,4 +231,9 @@ def ask_world(make: Callable[[], WorldProcess], where: str, name: str, **argumen
         try:
             return thread.submit(asyncio.run, ask()).result()
         except (WorldError, OSError) as error:
-            raise ConfigError(f"{where}: {error}.") from error
+            raise ConfigError(f"data.{kind}: {error}.") from error
+
+
+gymnasium_rows = functools.partial(world_rows, "gymnasium")
+openenv_rows = functools.partial(world_rows, "openenv")
+verifiers_rows = functools.partial(world_rows, "verifiers")

@@ -57,4 +57,5 @@ async def main() -> None:
             tasks[message["id"]].cancel()
 
 
-asyncio.run(main())
+if __name__ == "__main__":
+    asyncio.run(main())

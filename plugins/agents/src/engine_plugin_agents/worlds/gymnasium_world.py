@@ -16,13 +16,13 @@ class World:
     Args:
         id: the registered id.
         arguments: keyword arguments of ``gymnasium.make``.
-        register_file: a Python file that registers it; empty: none.
+        register_file: a Python file that registers it; None: no file.
 
     Raises:
         TypeError: the actions are neither texts nor numbers.
     """
 
-    def __init__(self, id: str, arguments: dict[str, Any], register_file: str) -> None:
+    def __init__(self, id: str, arguments: dict[str, Any], register_file: str | None) -> None:
         if register_file:
             runpy.run_path(register_file, run_name="register")
         self.id, self.arguments = id, arguments
@@ -36,12 +36,10 @@ class World:
     def _make(self) -> gymnasium.Env[Any, Any]:
         return gymnasium.make(self.id, **self.arguments)
 
-    def rows(self, count: int, first: int) -> list[dict[str, Any]]:
-        """Return the first observations of ``count`` seeds, beginning with ``first``."""
+    def rows(self, count: int) -> list[dict[str, Any]]:
+        """Return the first observations of ``count`` seeds from 0."""
         [env] = self.free
-        return [
-            {"prompt": self._shown(env, env.reset(seed=s)[0]), "seed": s} for s in range(first, first + count)
-        ]
+        return [{"prompt": self._shown(env, env.reset(seed=s)[0]), "seed": s} for s in range(count)]
 
     def reset(self, session: int, row: dict[str, Any]) -> None:
         """Begin an episode with the seed of its row."""
