@@ -252,7 +252,11 @@ def listed_schemas(servers: Mapping[str, McpServer]) -> dict[str, tuple[dict[str
     """
 
     async def ask(name: str) -> tuple[dict[str, Any], ...]:
-        """Return the schemas of one server."""
+        """Return the schemas of one server.
+
+        Raises:
+            ConfigError: it cannot be used.
+        """
         tools = McpTools(name, servers[name])
         try:
             return await tools.schemas()

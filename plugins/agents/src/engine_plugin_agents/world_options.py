@@ -16,7 +16,7 @@ class WorldOptions(Options):
     """Python interpreter of another environment that has the world's library; it needs no package of Engine. Empty: the interpreter of the run."""
 
 
-class EpisodeOptions(WorldOptions):
+class EpisodeOptions(Options):
     """The keys of environments."""
 
     processes: Annotated[int, Field(ge=1, le=256)] = 2
@@ -30,7 +30,7 @@ class StepOptions(EpisodeOptions):
     """Tag of the action in a turn: ``action`` for ``<action>...</action>``. Empty: the whole turn is the action."""
 
 
-class RowsOptions(WorldOptions):
+class RowsOptions(Options):
     """The keys of data sources that a world gives."""
 
     count: Annotated[int, Field(ge=1)] = 256

@@ -25,6 +25,7 @@ from engine_plugin_agents.child import kill_child, last_words, start_child
 
 START_SECONDS = 120.0
 ROWS_SECONDS = 600.0
+CLOSE_SECONDS = 60.0
 READY = -1
 """Id of the answer that a process gives when its world is made."""
 WORLDS = Path(__file__).with_name("worlds")
@@ -45,7 +46,7 @@ class WorldProcess:
 
     def __init__(self, kind: str, python: str, options: dict[str, Any]) -> None:
         self.kind, self.python, self.options = kind, python, options
-        self.lost = False
+        self.lost, self._why = False, "the run has ended"
         self._ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
@@ -80,11 +81,10 @@ class WorldProcess:
                     future.set_result(answer)
         self.lost = True
         await kill_child(process)
+        self._why = f"the process of {self.kind} has ended: {last_words(self._errors)}"
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(
-                    WorldError(f"the process of {self.kind} has ended: {last_words(self._errors)}")
-                )
+                future.set_exception(WorldError(self._why))
 
     async def call(self, name: str, seconds: float | None, **arguments: Any) -> Any:
         """Make a call and return its value.
@@ -99,7 +99,7 @@ class WorldProcess:
         """
         process = await asyncio.shield(self._started)
         if self.lost:
-            raise WorldError(f"the process of {self.kind} has ended: {last_words(self._errors)}")
+            raise WorldError(self._why)
         id, future = next(self._ids), asyncio.get_running_loop().create_future()
         self._calls[id] = future
         try:
@@ -170,8 +170,8 @@ class Worlds:
             yield call
         finally:
             if not process.lost:
-                with contextlib.suppress(WorldError):
-                    await call("close")
+                with contextlib.suppress(WorldError):  # a process that does not answer is replaced
+                    await process.call("close", CLOSE_SECONDS, session=session)
 
     async def close(self) -> None:
         """Kill all processes."""
@@ -179,11 +179,14 @@ class Worlds:
 
 
 def check_python(where: str, python: str) -> None:
-    """Refuse an interpreter that does not exist, with ConfigError.
+    """Refuse an interpreter that does not exist.
 
     Args:
         where: the table, for the message.
         python: path or name; empty: the interpreter of the run.
+
+    Raises:
+        ConfigError: there is no such interpreter.
     """
     if python and shutil.which(python) is None:
         raise ConfigError(
