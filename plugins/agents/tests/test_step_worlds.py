@@ -250,5 +250,9 @@ def test_the_world_runs_in_the_interpreter_that_is_named(world, act, tmp_path, m
     [rollout] = act(world(python=str(other)), "end")
     assert rollout.rewards == {"score": 0.5}
     assert (tmp_path / "seen").read_text() == "\n"  # variables of our interpreter are not passed
+    config = PluginSet.load({"environments": {"gymnasium"}}, []).spec("environments", "gymnasium").config
+    for python, found in (("venv/bin/python", str(tmp_path / "venv/bin/python")), ("python3", "python3")):
+        given = config.model_validate({"id": "a", "python": python}, context={"folder": tmp_path})
+        assert given.python == found
     with pytest.raises(ConfigError, match=r"environment.gymnasium.python: there is no program 'no-such'"):
         world(python="no-such")

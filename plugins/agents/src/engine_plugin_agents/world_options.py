@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, ValidationInfo
 
 from engine_core.specs import FilePath, Options, OutputPath
+
+
+def _from_folder(python: str, info: ValidationInfo) -> str:
+    folder = (info.context or {}).get("folder")  # links are kept: that of a venv matters
+    return str(Path(folder).absolute() / python) if folder and "/" in python else python
 
 
 class WorldOptions(Options):
     """The keys that all worlds have."""
 
-    python: str = ""
-    """Python interpreter of another environment that has the world's library; it needs no package of Engine. Empty: the interpreter of the run."""
+    python: Annotated[str, AfterValidator(_from_folder)] = ""
+    """Python interpreter of another environment that has the world's library; it needs no package of Engine. Empty: the interpreter of the run. A relative path starts at the folder of the run file."""
 
 
 class EpisodeOptions(Options):
