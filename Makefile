@@ -34,6 +34,11 @@ install: .venv/.installed
 	$(PIP) --no-build-isolation $(EDITABLE)
 	touch $@ .venv/.demo
 
+# The requirements of verifiers and openenv-core conflict with ours: each lies in an environment that slow tests start.
+.venv/.worlds: .venv/.base
+	for name in verifiers openenv-core; do $(PYTHON) -m venv .venv/$${name%-core} && .venv/$${name%-core}/bin/python -m pip install --quiet $$name || exit 1; done
+	touch $@
+
 demo: .venv/.demo
 	$(BIN)/engine demo
 
@@ -45,7 +50,7 @@ test: install
 
 # Most slow tests wait for each other's ranks or for a process that imports: a few files at a time. Those that use all cores
 # with threads, or look at memory over minutes, have the machine for themselves.
-test-full: test
+test-full: test .venv/.worlds
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "slow and not alone and not families and not gpu"
 	$(PYTEST) -m "alone and not gpu"
 

@@ -294,7 +294,7 @@ class Environment(Spec):
     Args:
         rewards: names of the rewards that its episodes set; each is part of the weighted sum.
         needs: columns of the data that it reads; a run whose data lacks one is refused.
-        tools: JSON schemas of its tools, which the chat template shows in prompts; a row may override them.
+        tools: JSON schemas of its tools for the chat template, or a function of its options; a row may override them.
     """
 
     kind = "environments"
@@ -302,7 +302,7 @@ class Environment(Spec):
     given = ("episode",)
     rewards: frozenset[str] = frozenset()
     needs: frozenset[str] = frozenset()
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Mapping[str, Any], ...] | Callable[[Any], tuple[Mapping[str, Any], ...]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -122,6 +122,7 @@ class SampledRun(TrainingRun):
         environment = self.config.environment
         spec: Any = environment and self.plugins.spec("environments", environment.name)
         tools = spec.tools if spec and data.columns.tools else ()
+        tools = tools(environment.options) if environment and callable(tools) else tools
         return PromptSource(data, self.tokenizer, self.config.run.seed, split, rows, held, tools)
 
     def reward_columns(self) -> set[str]:

@@ -95,8 +95,9 @@ def trainer_prompts(trainer, count):
     return trainer.source.all()[:count]
 
 
-def test_tools_that_the_template_does_not_show_are_refused_and_can_be_turned_off(multi, tmp_path):
-    declared = PLUGIN.replace("Environment(", "Environment(tools=({'name': 'upper'},), ")
+@pytest.mark.parametrize("tools", ["({'name': 'upper'},)", "lambda options: ({'name': 'upper'},)"])
+def test_tools_that_the_template_does_not_show_are_refused_and_can_be_turned_off(multi, tmp_path, tools):
+    declared = PLUGIN.replace("Environment(", f"Environment(tools={tools}, ")
     (tmp_path / "echo.py").write_text(declared)
     with pytest.raises(EngineError, match=r"declares tools"):
         Trainer(load_config(multi, allow_code=True)).setup()

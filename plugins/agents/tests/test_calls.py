@@ -86,4 +86,4 @@ def test_the_middle_of_a_long_answer_is_left_out():
 
 
 def test_an_answer_can_be_encoded():
-    assert as_answer("\ud800\x00é", 10) == "?\x00é"
+    assert as_answer("\ud800\x00é", 10) == "??é"

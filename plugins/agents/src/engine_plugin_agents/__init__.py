@@ -15,14 +15,19 @@ from engine_plugin_agents.episode import Episode, LimitReached
 from engine_plugin_agents.policy import Turn
 from engine_plugin_agents.policy_endpoint import EndpointEnvironment, endpoint
 from engine_plugin_agents.tables import ToolFormat
+from engine_plugin_agents.tool_environment import ToolEnvironment, tool_schemas
+from engine_plugin_agents.tool_options import ToolsOptions
 
 __all__ = [
     "EndpointEnvironment",
     "Episode",
     "LimitReached",
     "ToolCall",
+    "ToolEnvironment",
     "ToolFormat",
+    "ToolsOptions",
     "Turn",
     "endpoint",
     "find_tag",
+    "tool_schemas",
 ]

@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MESSAGE_CHARACTERS = 300
+TERMINAL = re.compile(r"\x1b\[[0-9;:?]*[ -/]*[@-~]|\r(?=\n)")
+"""Sequences that color text or move a cursor, and the first half of a line's end."""
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 
 
@@ -77,10 +80,14 @@ def _types(schema: Any) -> set[str]:
 
 
 def as_answer(text: str, most: int) -> str:
-    """Return a tool's answer as text that can be encoded; the middle of one with more than ``most`` characters is left out."""
+    """Return a tool's answer as text that can be encoded, without control characters except tab and line feed.
+
+    The middle of an answer with more than ``most`` characters is left out.
+    """
     if len(text) > most:
         half = most // 2
         text = f"{text[:half]}\n[{len(text) - 2 * half} characters are left out]\n{text[len(text) - half :]}"
+    text = CONTROL.sub("?", TERMINAL.sub("", text))
     return text.encode("utf-8", "replace").decode()  # a lone surrogate becomes "?"
 
 
@@ -102,7 +109,7 @@ async def limited(call: Callable[[], Any], seconds: float) -> Any:
         Exception: the error that the call raised.
     """
     future: asyncio.Future[Any]
-    future = asyncio.ensure_future(contained(call)) if _is_async(call) else _in_thread(call)
+    future = asyncio.ensure_future(contained(call)) if _is_async(call) else in_thread(call)
     try:
         done, _ = await asyncio.wait({future}, timeout=seconds)
         if not done:
@@ -132,7 +139,7 @@ def _is_async(call: Any) -> bool:
     )
 
 
-def _in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
+def in_thread(call: Callable[[], Any]) -> asyncio.Future[Any]:
     """Run a call in a new daemon thread. The loop's executor has few threads and would wait for all at its end.
 
     consumes: one call; waits for: the tool; unblocked by: its result, or never; produces: the result, in the loop.

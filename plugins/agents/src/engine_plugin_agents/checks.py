@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from engine_core.data.rows import BadRow
@@ -107,12 +107,12 @@ def check_columns(config: EnvironmentConfig, spec: Environment, columns: Collect
         )
 
 
-def check_tools(label: str, spec: Environment, chat: ChatFormat, shown: bool) -> None:
+def check_tools(label: str, tools: Sequence[Mapping[str, Any]], chat: ChatFormat, shown: bool) -> None:
     """Refuse an environment that declares a tool twice, and a chat template that does not show its tools.
 
     Args:
         label: the names of the environment and its plugin, for messages.
-        spec: its spec, with the tools that prompts show.
+        tools: the JSON schemas of its tools, which prompts show.
         chat: the chat template of the policy's tokenizer.
         shown: whether prompts show tools; `data.columns.tools` = "" turns that off.
 
@@ -120,14 +120,14 @@ def check_tools(label: str, spec: Environment, chat: ChatFormat, shown: bool) ->
         PluginError: two tools have one name.
         ConfigError: the chat template leaves the tools out.
     """
-    names = [name for tool in spec.tools for name in parameters_of([tool])]
+    names = [name for tool in tools for name in parameters_of([tool])]
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise PluginError(f"{label} declares the tool '{twice[0]}' twice. Remove one from its Environment.")
     if not (names and shown):
         return
     question = [{"role": "user", "content": "a"}]
     try:
-        found = chat.prompt(question, spec.tools).text != chat.prompt(question).text
+        found = chat.prompt(question, tools).text != chat.prompt(question).text
         problem = "" if found else "shows no tools in prompts"
     except (BadRow, DataError) as error:
         problem = f"cannot show them ({error})"

@@ -1,16 +1,24 @@
-"""The plugin's registration: multi-turn episodes, the environment ``endpoint``, and the forms of tool calls."""
+"""The plugin's registration: multi-turn episodes, environments, their tasks as data, and the forms of tool calls."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
 from engine_core.hooks import hookimpl
-from engine_core.specs import Environment, Options, Part
+from engine_core.specs import DataSource, Environment, Options, Part
 from engine_plugin_agents.tables import ToolFormat
+from engine_plugin_agents.tool_options import Command, ToolsOptions
+from engine_plugin_agents.world_options import (
+    GymnasiumOptions,
+    GymnasiumRows,
+    OpenEnvOptions,
+    OpenEnvRows,
+    VerifiersOptions,
+    VerifiersRows,
+)
 
 FORMATS = ("hermes", "qwen3_coder", "gpt_oss", "mistral", "llama3", "json")
 """The tool formats, functions of ``formats``, in the order in which ``auto`` tries them."""
@@ -19,18 +27,10 @@ FORMATS = ("hermes", "qwen3_coder", "gpt_oss", "mistral", "llama3", "json")
 class EndpointOptions(Options):
     """``[environment.endpoint]``: a command runs each episode through an endpoint of the OpenAI API."""
 
-    command: Annotated[list[str], Field(min_length=1)]
+    command: Annotated[Command, Field(min_length=1)]
     """Program and arguments, started in an empty folder. ``{NAME}`` becomes the row's column, ``{prompt}`` its prompt. An argument that names a file in the run file's folder becomes its absolute path. The process finds the endpoint in ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, and the row as JSON in ``EPISODE_ROW``."""
     reward: Literal["none", "stdout"] = "none"
     """``stdout``: the last line that the command prints is the reward ``harness``, a number. ``none``: only `[[reward]]` judges."""
-
-    @field_validator("command")
-    @classmethod
-    def _absolute_files(cls, command: list[str], info: ValidationInfo) -> list[str]:
-        folder = Path(
-            (info.context or {}).get("folder") or "."
-        ).absolute()  # links are kept: that of a venv matters
-        return [str(folder / part) if (folder / part).is_file() else part for part in command]
 
 
 @hookimpl
@@ -47,6 +47,46 @@ def engine_tool_formats() -> Mapping[str, ToolFormat]:
 
 @hookimpl
 def engine_environments() -> Mapping[str, Environment]:
-    """Return the environment ``endpoint``."""
+    """Return the environments of this plugin."""
     load = "engine_plugin_agents.policy_endpoint:CommandEnvironment"
-    return {"endpoint": Environment(load=load, config=EndpointOptions, rewards=frozenset({"harness"}))}
+    return {
+        "endpoint": Environment(load=load, config=EndpointOptions, rewards=frozenset({"harness"})),
+        "tools": Environment(
+            load="engine_plugin_agents.tool_environment:ToolEnvironment", config=ToolsOptions, tools=_schemas
+        ),
+        "gymnasium": Environment(
+            load="engine_plugin_agents.step_worlds:GymnasiumEnvironment",
+            config=GymnasiumOptions,
+            rewards=frozenset({"score"}),
+            needs=frozenset({"seed"}),
+        ),
+        "openenv": Environment(
+            load="engine_plugin_agents.step_worlds:OpenEnvEnvironment",
+            config=OpenEnvOptions,
+            rewards=frozenset({"score"}),
+            needs=frozenset({"seed"}),
+        ),
+        "verifiers": Environment(
+            load="engine_plugin_agents.verifiers_environment:VerifiersEnvironment",
+            config=VerifiersOptions,
+            rewards=frozenset({"score"}),
+            needs=frozenset({"task"}),
+        ),
+    }
+
+
+@hookimpl
+def engine_data_sources() -> Mapping[str, DataSource]:
+    """Return the data sources that worlds give."""
+    load, license = "engine_plugin_agents.world_process", "that of the environment"
+    return {
+        "gymnasium": DataSource(load=f"{load}:gymnasium_rows", config=GymnasiumRows, license=license),
+        "openenv": DataSource(load=f"{load}:openenv_rows", config=OpenEnvRows, license=license),
+        "verifiers": DataSource(load=f"{load}:verifiers_rows", config=VerifiersRows, license=license),
+    }
+
+
+def _schemas(options: ToolsOptions) -> tuple[Mapping[str, Any], ...]:
+    from engine_plugin_agents.tool_environment import tool_schemas
+
+    return tool_schemas(options)

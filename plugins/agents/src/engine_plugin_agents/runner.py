@@ -80,7 +80,8 @@ class EnvironmentRunner:
         check_reward_names(config, self.spec, rewards)
         self.check_columns(columns)
         self.play, self.label = load_environment(config, plugins)
-        check_tools(self.label, self.spec, self.chat, bool(data.columns.tools))
+        tools = self.spec.tools(config.options) if callable(self.spec.tools) else self.spec.tools
+        check_tools(self.label, tools, self.chat, bool(data.columns.tools))
         self.reader = CallReader(self.chat, plugins, config.tool_format)
         self.limits = Limits(
             config.max_turns,

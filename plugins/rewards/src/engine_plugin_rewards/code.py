@@ -89,10 +89,10 @@ def total_seconds(chosen: CodeOptions, timeout: float) -> float:
     return total
 
 
-def check_readable(paths: Sequence[str]) -> None:
-    """Raise ``ConfigError`` for a path that does not exist, or that would open the sandbox."""
+def check_readable(paths: Sequence[str], key: str = "[reward.code] readable") -> None:
+    """Raise ``ConfigError``, which names ``key``, for a path that does not exist, or that would open the sandbox."""
     for path in paths:
-        said, real = f"[reward.code] readable: '{path}'", os.path.realpath(path)
+        said, real = f"{key}: '{path}'", os.path.realpath(path)
         if not os.path.exists(path):
             raise ConfigError(f"{said} does not exist on this machine.")
         if real == "/" or any(f"{real}/".startswith(f"{open_}/") for open_ in NEVER_SHOWN):

@@ -2,6 +2,7 @@
 
 ========== =========================================================================
 `box`      starting a box, running programs in it one after another, closing it
+`session`  a program that keeps its state between pieces of code
 `tiers`    which kinds of box hold on this machine, found by attacking each
 `probes`   the attacks
 `inside/`  the code that runs in the box; only the standard library, loaded by path

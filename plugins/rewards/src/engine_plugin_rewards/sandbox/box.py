@@ -70,6 +70,8 @@ class Box:
         memory_mb: address space of a program, MiB.
         output_kb: bytes on a program's stdout, and on its pipe for values, KiB each; more ends the program.
         disk_mb: size of a program's folder, in memory, MiB; 0: no folder. Below the tier ``namespaces`` it never has one.
+        processes: number of processes that a program may have; more than 1 needs the tier ``namespaces``.
+        wait: wait until the box is closed to the outside; False: the caller does, by ``wait_ready``.
 
     Raises:
         BoxProblem: this machine cannot close it that way. Nothing is left running.
@@ -82,6 +84,8 @@ class Box:
         memory_mb: int = 512,
         output_kb: int = 256,
         disk_mb: int = 16,
+        processes: int = 1,
+        wait: bool = True,
     ) -> None:
         self.tier, self.most = tier, output_kb * 1024
         self.order = {
@@ -89,12 +93,21 @@ class Box:
             "readable": readable(show),
             "memory_mb": memory_mb,
             "disk_mb": disk_mb,
+            "processes": processes,
             "preload": PRELOAD,
             "parent": os.getpid(),
         }
-        self._start()
+        if wait:
+            self._start()
+        else:
+            self._spawn()
 
     def _start(self) -> None:
+        self._spawn()
+        self.wait_ready()
+
+    def _spawn(self) -> None:
+        """Start the process. It ends with the thread that calls this."""
         if not sys.platform.startswith("linux"):
             raise BoxProblem("a sandbox needs Linux")
         command = [os.path.realpath(sys.executable), "-I", "-S", str(INSIDE), json.dumps(self.order)]
@@ -109,16 +122,23 @@ class Box:
                 cwd="/",
                 start_new_session=True,
             )
+
+    def wait_ready(self) -> None:
+        """Wait until the box is closed to the outside.
+
+        Raises:
+            BoxProblem: this machine cannot close it that way. Nothing is left running.
+        """
         self.channel.settimeout(START_SECONDS)
         try:
-            report = self._receive()
+            report = self.receive()
         except OSError as exc:
             report = {"failed": str(exc)}
         if report is None or "failed" in report:
             self.close()
             raise BoxProblem(f"the box does not start: {report['failed'] if report else 'it ended'}")
 
-    def _receive(self) -> dict[str, Any] | None:
+    def receive(self) -> dict[str, Any] | None:
         """Return the next message of the box; None if it has ended."""
         message = self.channel.recv(1 << 16)
         return json.loads(message) if message else None
@@ -137,7 +157,7 @@ class Box:
         with contextlib.ExitStack() as ours:
             with contextlib.ExitStack() as theirs:
                 reading = []
-                sent = [_file(data, theirs) for data in (json.dumps(dict(what)).encode(), stdin)]
+                sent = [job_file(data, theirs) for data in (json.dumps(dict(what)).encode(), stdin)]
                 for _ in range(3):  # stdout, stderr, values
                     read, write = os.pipe()
                     reading.append(_closed_by(ours, read))
@@ -164,7 +184,7 @@ class Box:
                     self._restart("no answer in time")
                 for key, _ in ready:
                     if key.fileobj is self.channel:
-                        end = self._receive() or self._restart("it ended")
+                        end = self.receive() or self._restart("it ended")
                     elif not _read(key.fd, kept[key.fd]):
                         selector.unregister(key.fd)
                 if not flooded and max(len(output), len(values)) > most:
@@ -222,7 +242,7 @@ def _closed_by(stack: contextlib.ExitStack, descriptor: int) -> int:
     return descriptor
 
 
-def _file(data: bytes, stack: contextlib.ExitStack) -> int:
+def job_file(data: bytes, stack: contextlib.ExitStack) -> int:
     """Return a descriptor of a file in memory from which ``data`` can be read; the stack will close it."""
     with os.fdopen(os.memfd_create("job", os.MFD_CLOEXEC), "wb") as file:
         file.write(data)

@@ -57,8 +57,12 @@ def strongest() -> tuple[str, dict[str, str]]:
     raise EnvironmentProblem(f"No program can be run in a box on this machine: {_listed(failed)}.")
 
 
-def demand(least: str) -> str:
+def demand(least: str, key: str = "[reward.code] min_isolation") -> str:
     """Return the strongest tier that holds; it must be ``least`` or better.
+
+    Args:
+        least: the weakest tier to accept.
+        key: the key that sets it, for messages.
 
     Raises:
         EnvironmentProblem: it is weaker; the message says what ``least`` lacks and what to do.
@@ -67,7 +71,7 @@ def demand(least: str) -> str:
     if TIERS.index(tier) >= TIERS.index(least):
         return tier
     raise EnvironmentProblem(
-        f"[reward.code] min_isolation = '{least}', but this machine has only '{tier}': {failed[least]}. "
+        f"{key} = '{least}', but this machine has only '{tier}': {failed[least]}. "
         f"{HINTS[least]} Or lower min_isolation, if you trust what the model writes that far."
     )
 

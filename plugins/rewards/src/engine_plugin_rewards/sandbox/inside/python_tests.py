@@ -53,7 +53,7 @@ def tell(message: dict) -> None:
 def run(what: dict) -> None:
     """Run a test: ``kind`` is ``stdin``, ``call``, ``expression`` or ``assert``."""
     sys.argv = ["solution.py"]
-    _fresh_streams()
+    fresh_streams()
     kind = what["kind"]
     if kind == "stdin":
         load(what["source"], "__main__", "solution.py")
@@ -72,7 +72,7 @@ def run(what: dict) -> None:
         tell({"nonce": nonce})
 
 
-def _fresh_streams() -> None:
+def fresh_streams() -> None:
     """Open text streams over the descriptors; the parent's streams belong to other files."""
     kept = {"encoding": "utf-8", "errors": "replace", "closefd": False}
     sys.stdin = os.fdopen(0, "r", **kept)

@@ -2,8 +2,8 @@
 
 A seccomp filter is a program for the kernel's packet filter: it reads the number of the call and its arguments and
 answers. It is assembled here, because the library for it (libseccomp) is no Python package and not on every machine.
-An unlisted call fails with EPERM. ``clone3`` and ``openat2``, whose arguments a filter cannot read, fail with ENOSYS,
-so that libc uses the older calls.
+An unlisted call fails with EPERM. ``clone3`` and ``openat2``, whose arguments a filter cannot read, and the calls that
+set extended attributes fail with ENOSYS, so that programs do without them.
 """
 
 from __future__ import annotations
@@ -46,11 +46,17 @@ renameat2 316 276; link 86 -; linkat 265 37; symlink 88 -; symlinkat 266 36; chm
 fchmodat 268 53; truncate 76 45; fallocate 285 47; utimensat 280 88; utime 132 -;
 copy_file_range 326 285; creat 85 -
 """
+PROCESSES = """
+fork 57 -; vfork 58 -; execve 59 221; wait4 61 260; waitid 247 95; kill 62 129; setpgid 109 154; getxattr 191 8;
+lgetxattr 192 9; fgetxattr 193 10; listxattr 194 11; llistxattr 195 12; flistxattr 196 13
+"""
 RULED = """
 open 2 -; openat 257 56; clone 56 220; prlimit64 302 261; tgkill 234 131; socketpair 53 199; ioctl 16 29;
 prctl 157 167; fcntl 72 25
 """
-ABSENT = "clone3 435 435; openat2 437 437"
+ABSENT = """
+clone3 435 435; openat2 437 437; setxattr 188 5; lsetxattr 189 6; fsetxattr 190 7
+"""
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 REFUSE, NO_SUCH_CALL = 0x00050000 | 1, 0x00050000 | 38  # EPERM, ENOSYS
@@ -83,18 +89,19 @@ def for_process(filter: bytes, pid: int) -> bytes:
     return filter.replace(struct.pack("=I", SOME_PROCESS), struct.pack("=I", pid))
 
 
-def program(writing: bool) -> bytes:
+def program(writing: bool, processes: bool = False) -> bytes:
     """Assemble the filter; ``for_process`` completes it for ``prctl``.
 
     Args:
         writing: files may be opened for writing, if other rules allow it.
+        processes: processes may be started and signaled; for a separate process tree.
     """
     audit, column = ARCHITECTURES[platform.machine()]
     code: Code = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     for name, number in numbers(RULED, column).items():
-        rule = _rule(name, writing)
+        rule = _rule(name, writing, processes)
         code += [(EQUAL, 0, len(rule), number), *rule]
-    for table in (PLAIN, WRITING) if writing else (PLAIN,):
+    for table in (PLAIN, *[WRITING] * writing, *[PROCESSES] * processes):
         for number in numbers(table, column).values():
             code += [(EQUAL, 0, 1, number), (RETURN, 0, 0, ALLOW)]
     for number in numbers(ABSENT, column).values():
@@ -103,12 +110,16 @@ def program(writing: bool) -> bytes:
     return b"".join(struct.pack("=HBBI", *step) for step in code)
 
 
-def _rule(name: str, writing: bool) -> Code:
+def _rule(name: str, writing: bool, processes: bool) -> Code:
     """Return the steps that decide on a call by its arguments; they always answer."""
     if name in ("open", "openat"):
         if writing:
             return [(RETURN, 0, 0, ALLOW)]
         return _one_of(1 if name == "open" else 2, OPEN_FOR_WRITING, (0,))
+    if processes and name == "tgkill":
+        return [(RETURN, 0, 0, ALLOW)]
+    if processes and name == "clone":
+        return _one_of(0, NEW_NAMESPACES | CLONE_PARENT, (0,))
     if name == "clone":  # threads alone
         return _one_of(0, NEW_NAMESPACES | CLONE_PARENT | CLONE_THREAD, (CLONE_THREAD,))
     if name == "prlimit64":  # reading alone: the pointer to a new limit must be null

@@ -19,11 +19,13 @@ import time
 
 import python_tests
 import seccomp
+import sessions
 import syscalls
 import view
 
 DESCRIPTORS = 5
 MIB = 2**20
+OUTER_PROCESSES = 1  # of the box, which count as well: that which forks for jobs
 
 
 class Box:
@@ -31,7 +33,7 @@ class Box:
 
     Args:
         channel: the socket to the engine.
-        order: ``tier``, ``readable``, ``memory_mb``, ``disk_mb``.
+        order: ``tier``, ``readable``, ``memory_mb``, ``disk_mb``, ``processes``.
 
     Raises:
         OSError: the machine cannot do what the tier promises.
@@ -45,14 +47,17 @@ class Box:
         self.ruled = bool(version) and order["tier"] != "limits"
         # Rules refer to existing folders: a new disk for each program needs new rules each time.
         self.rules = self._rules() if self.ruled and not self.disk else -1
-        self.program = seccomp.program(self.disk) if self.filtered else b""
+        many = order["processes"] > 1
+        self.program = seccomp.program(self.disk, many) if self.filtered else b""
+        if many and order["tier"] != "namespaces":  # processes could leave the group that is killed
+            raise OSError("several processes need the tier namespaces")
         if order["tier"] != "limits" and not self.filtered:
             raise OSError("there is no seccomp, or no filter for this processor")
         if order["tier"] == "landlock" and not version:
             raise OSError("there is no Landlock in this kernel, or it is switched off")
 
     def _rules(self) -> int:
-        writable = [view.WORK] if self.disk else []
+        writable = [view.WORK, "/dev/null"] if self.disk else []
         return syscalls.landlock(
             self.order["readable"] + ["/dev/null", "/dev/zero", "/dev/urandom"], writable
         )
@@ -103,7 +108,8 @@ class Box:
         try:
             self._confine(job, descriptors, parent)
             code = 1
-            python_tests.run(job["what"])
+            what = job["what"]
+            sessions.KINDS.get(what["kind"], python_tests.run)(what)
             code = 0
         except SystemExit as exc:
             code = exc.code if isinstance(exc.code, int) else exc.code is not None
@@ -150,6 +156,8 @@ class Box:
             resource.RLIMIT_MEMLOCK: 0,
             resource.RLIMIT_MSGQUEUE: 0,
         }
+        if self.order["processes"] > 1:
+            limits[resource.RLIMIT_NPROC] = self.order["processes"] + OUTER_PROCESSES
         for number, value in limits.items():
             hard = resource.getrlimit(number)[1]
             value = value if hard == resource.RLIM_INFINITY else min(value, hard)
