@@ -74,18 +74,22 @@ def replay(
         print(f"changed: {difference}")
     header = ("METRIC", "FIRST", "SWAPPED", "") if swaps else ("METRIC", "RECORDED", "AGAIN", "")
     print_table([_row(*row) for row in done.rows()], header=header)
-    if swaps:
-        rows = [(row.name, f"{row.size:.3g}", f"{row.other:.3g}", f"{row.share:.1e}") for row in layers]
-        print_table(rows, header=("UPDATE OF", "FIRST", "SWAPPED", "DIFFERENCE"))
-        if done.start.again:
-            print(
-                "The steps before it were learned with the change too: a step after a checkpoint shows it alone."
-            )
+    if layers:
+        _print_layers(layers, done)
     pairs = {name: (then, now) for name, then, now in done.rows() if then is not None}
     said, where = first_difference(pairs, updates), _where(layers)
     if where and not said:
         said = "The first part that differs: update (its metrics are equal)."
     print("\n".join(line for line in (said, where) if line))
+
+
+def _print_layers(layers: Sequence[LayerUpdate], done: Replayed) -> None:
+    rows = [(row.name, f"{row.size:.3g}", f"{row.other:.3g}", f"{row.share:.1e}") for row in layers]
+    print_table(rows, header=("UPDATE OF", "FIRST", "SWAPPED", "DIFFERENCE"))
+    if done.start.again:
+        print(
+            "The steps before it were learned with the change too: a step after a checkpoint shows it alone."
+        )
 
 
 def _again(
