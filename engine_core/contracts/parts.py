@@ -10,6 +10,7 @@ name                   protocol                 needed by
 ``early_stop``         ``EarlyStop`` (class)    ``rollout.over_sampling`` above 1
 ``stream_update``      a function               ``rollout.stream_update``, ``rollout.stream_deterministic``
 ``advice``             a function               the log after ten steps, where it is installed
+``timeline``           ``TimelineWriter``       each step, where it is installed
 ``dry_run``            a function               ``engine train --dry-run``
 ``faults``             a class                  ``ENGINE_FAULT``, in tests
 ``sampler_process``    ``SamplerProcess``       ``[rollout.process]``
@@ -131,6 +132,21 @@ class RewardWorkers(Protocol):
         decode: Callable[..., None],
     ) -> EarlyScores:
         """Return a scoring that begins with complete groups while others are sampled."""
+
+
+class TimelineWriter(Protocol):
+    """The writer of the controller's spans (``engine_core.timeline``); built with the path of the run folder."""
+
+    def write(self, processes: Mapping[str, int], metrics: Mapping[str, float]) -> dict[str, float]:
+        """Write the spans since the last call; return metrics of them.
+
+        Args:
+            processes: number of processes by role.
+            metrics: metrics of the step so far.
+        """
+
+    def close(self) -> None:
+        """Write the rest."""
 
 
 class RewardModels(Protocol):

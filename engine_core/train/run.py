@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core import faults
+from engine_core import faults, timeline
 from engine_core.config.assemble import plugins_for
 from engine_core.config.completeness import check_complete
 from engine_core.config.evaluation import HeldOut, held_out_sets
@@ -353,7 +353,7 @@ class TrainingRun(abc.ABC):
         start = self.clock.now()
         if self.progress:
             self.progress.phase(name)
-        with self.runtime.phase(name), self._window(name not in ("train", "sync")):
+        with timeline.span(name), self.runtime.phase(name), self._window(name not in ("train", "sync")):
             if name in PHASES_WITH_FAULTS:
                 faults.point(f"step.{name}")
             yield

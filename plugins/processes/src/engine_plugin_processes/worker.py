@@ -26,6 +26,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 
+from engine_core import timeline
 from engine_core.errors import TrainingFailed
 from engine_core.plugins.modules import blamed
 from engine_core.types import Rollout, decode_texts
@@ -84,20 +85,22 @@ class Worker:
         try:
             if number in self.dropped:
                 raise Interrupted
-            value = self._carry_out(message)
+            with timeline.span(message.get("method", message["kind"]), ""):
+                value = self._carry_out(message)
         except (Exception, SystemExit, Interrupted) as error:
             if isinstance(error, Exception) and (host := getattr(self, "host", None)):
                 error = blamed(error, host.plugins.plugins)
-            self.outbox.put({"id": number, "error": pack(error)})
+            self.outbox.put({"id": number, "error": pack(error), "spans": timeline.drain()})
             return
+        answer = {"id": number, "spans": timeline.drain()}
         if isinstance(value, Future):
-            self.outbox.put({"id": number, "pending": True})
+            self.outbox.put({**answer, "pending": True})
             value.add_done_callback(lambda future: self._settle(number, future))
             return
         try:
-            self.outbox.put({"id": number, "value": value})
+            self.outbox.put({**answer, "value": value})
         except TypeError as error:
-            self.outbox.put({"id": number, "error": pack(error)})
+            self.outbox.put({**answer, "error": pack(error)})
 
     def _carry_out(self, message: dict[str, Any]) -> Any:
         """Run the command; only this part can be interrupted."""

@@ -41,10 +41,11 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
-    """Offer ``advice`` and ``dry_run``."""
+    """Offer ``advice``, ``dry_run`` and ``timeline``."""
     return {
         "advice": Part(load="engine_plugin_tools.advice:advice"),
         "dry_run": Part(load="engine_plugin_tools.dry_run:dry_run"),
+        "timeline": Part(load="engine_plugin_tools.timeline:TimelineFile"),
     }
 
 
@@ -70,6 +71,7 @@ def engine_commands() -> Mapping[str, Command]:
         "reproduce": Command(load=here + "reproduce:reproduce"),
         "plan": Command(load=here + "plan:plan"),
         "prune": Command(load=here + "runs:prune"),
+        "trace": Command(load=here + "trace:trace"),
         "push": Command(load=here + "push:push"),
         **{
             f"bench.{name}": Command(load=f"{here}bench:{name}")
