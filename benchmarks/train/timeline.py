@@ -42,7 +42,9 @@ def main() -> None:
     drain()
     TimelineFile.write = timed
     with tempfile.TemporaryDirectory() as folder:
-        config = load_config(arguments.file, overrides=[*arguments.sets, f"run.dir={folder}"], allow_code=True)
+        config = load_config(
+            arguments.file, overrides=[*arguments.sets, f"run.dir={folder}"], allow_code=True
+        )
         trainer = plugins_for(config).resolve("trainers", config.trainer)(config)
         try:
             trainer.train()

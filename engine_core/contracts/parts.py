@@ -11,6 +11,7 @@ name                   protocol                 needed by
 ``stream_update``      a function               ``rollout.stream_update``, ``rollout.stream_deterministic``
 ``advice``             a function               the log after ten steps, where it is installed
 ``timeline``           ``TimelineWriter``       each step, where it is installed
+``profiler``           a context manager        ``[profile]``; called with a folder and the beginning of the file names
 ``dry_run``            a function               ``engine train --dry-run``
 ``faults``             a class                  ``ENGINE_FAULT``, in tests
 ``sampler_process``    ``SamplerProcess``       ``[rollout.process]``

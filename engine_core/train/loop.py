@@ -11,7 +11,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,6 +153,8 @@ def start(run: TrainingRun, resume: Resume | None, attempt: ExitStack) -> Loop:
     log.info("Plugins: %s", json.dumps(run.plugins.versions()))
     hub = TrackerHub(folder, run.config, run.plugins)
     attempt.callback(hub.close)
+    if run.config.profile.steps:
+        run.plugins.require("parts", "profiler")
     writer = None
     if run.plugins.offered("parts", "timeline"):
         writer = run.plugins.resolve("parts", "timeline")(folder.path)
@@ -416,7 +418,11 @@ class Loop:
         return True
 
     def _step_of_trainer(self, step: int) -> dict[str, float]:
-        with self._memory_explained():
+        wanted, folder = (
+            step in self.run.config.profile.steps,
+            self.folder.path / "profile" / f"step_{step:06}",
+        )
+        with self._memory_explained(), self.run.runtime.profiled(folder) if wanted else nullcontext():
             return self.run.step(step)
 
     def _memory_explained(self) -> AbstractContextManager[None]:

@@ -166,3 +166,17 @@ def test_a_run_that_failed_keeps_its_timeline_and_a_resumed_one_continues_it(
     assert main(["trace", str(folder), "--steps", "7:9"]) == 4
     assert "--steps 7:9: the timeline has steps 1 to 2" in capsys.readouterr().err
     assert main(["trace", str(folder), "--steps", "x"]) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_profiled_steps_have_a_trace_of_torch_for_each_rank_and_others_have_none(grpo, trained, ranks):
+    folder = trained(
+        grpo | NUMERIC | (PROCESSES if ranks == 2 else {}) | {"profile.steps": [2], "run.steps": 3}
+    )
+    files = {str(path.relative_to(folder / "profile")) for path in (folder / "profile").rglob("*.*")}
+    assert files == {f"step_000002/rank_{rank}.json" for rank in range(ranks)}
+    for name in files:
+        events = json.loads((folder / "profile" / name).read_text())["traceEvents"]
+        names = {event["name"] for event in events}
+        assert "aten::mm" in names or "aten::addmm" in names or "aten::bmm" in names
+        assert any("Backward" in name for name in names)

@@ -24,6 +24,7 @@ import time
 import traceback
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from engine_core import timeline
@@ -65,6 +66,7 @@ class Worker:
         self.links: dict[int, WeightTransport] = {}  # number of the link -> endpoint of this process
         self.current: int | None = None  # number of the running command
         self.dropped: set[int] = set()  # commands that the controller has abandoned
+        self.profile = contextlib.ExitStack()
         self.thread = 0  # id of the thread that runs commands
         self._closing = False
 
@@ -252,6 +254,13 @@ class Worker:
                 return ""
             return engine.update_weights(stream, message["version"])
 
+    def _do_profile(self, message: dict[str, Any]) -> None:
+        """End the profile of this process, and begin one if the message names a folder."""
+        self.profile.close()
+        if message["folder"]:
+            profiler = self.host.plugins.require("parts", "profiler")
+            self.profile.enter_context(profiler(Path(message["folder"]), message["name"]))
+
     def _do_phase(self, message: dict[str, Any]) -> None:
         self.host.trade(message["name"])
 
@@ -306,6 +315,7 @@ class Worker:
     def _leave(self) -> None:
         from engine_plugin_processes.starting import leave_pool
 
+        self.profile.close()
         if hasattr(self, "host"):
             self.host.close()
         for transport in self.links.values():

@@ -41,10 +41,11 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
-    """Offer ``advice``, ``dry_run`` and ``timeline``."""
+    """Offer ``advice``, ``dry_run``, ``profiler`` and ``timeline``."""
     return {
         "advice": Part(load="engine_plugin_tools.advice:advice"),
         "dry_run": Part(load="engine_plugin_tools.dry_run:dry_run"),
+        "profiler": Part(load="engine_plugin_tools.profiler:profiled"),
         "timeline": Part(load="engine_plugin_tools.timeline:TimelineFile"),
     }
 
