@@ -5,6 +5,7 @@ import json
 import pytest
 
 from engine_core import timeline
+from engine_core.config import EngineConfig
 from engine_core.errors import DataError
 from engine_plugin_tools import timeline as written
 from engine_plugin_tools.timeline import (
@@ -23,7 +24,7 @@ from engine_plugin_tools.timeline import (
 @pytest.fixture
 def file(tmp_path):
     timeline.add("actor", "rank 0", "of another run", 0.0, 1.0)
-    return TimelineFile(tmp_path)
+    return TimelineFile(tmp_path, EngineConfig())
 
 
 def names(spans):

@@ -18,6 +18,7 @@ from engine_core import timeline
 from engine_core.errors import DataError
 
 if TYPE_CHECKING:
+    from engine_core.config import EngineConfig
     from engine_core.timeline import Span
 
 FILE, OLDER = "timeline.jsonl", "timeline.older.jsonl"
@@ -33,14 +34,19 @@ class TimelineFile:
 
     Args:
         folder: the run folder.
+        config: the run file.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, config: EngineConfig) -> None:
+        from engine_plugin_tools.mfu import (
+            StepMFU,
+        )  # imports transformers, which `engine trace` does not need
+
+        self.folder, self.mfu = folder, StepMFU(config)
         timeline.drain()  # of what this process did before the run
 
     def write(self, processes: Mapping[str, int], metrics: Mapping[str, float]) -> dict[str, float]:
-        """Write the spans since the last call; return ``time/idle/ROLE`` and ``throughput/GROUP_in_flight``."""
+        """Write the spans since the last call; return ``time/idle/ROLE``, ``throughput/GROUP_in_flight`` and MFU."""
         spans = joined(timeline.drain())
         self._append(spans)
         seconds, busy, open_seconds = (
@@ -52,9 +58,10 @@ class TimelineFile:
             if lane.startswith("#"):
                 open_seconds[group] += end - start
         return {
-            f"time/idle/{role}": max(1 - busy[role] / seconds / count, 0.0)
-            for role, count in processes.items()
-        } | {f"throughput/{group}_in_flight": each / seconds for group, each in open_seconds.items()}
+            **{f"time/idle/{role}": max(1 - busy[role] / seconds / n, 0.0) for role, n in processes.items()},
+            **{f"throughput/{group}_in_flight": total / seconds for group, total in open_seconds.items()},
+            **self.mfu.of(metrics, processes.get("actor", 1)),
+        }
 
     def close(self) -> None:
         """Write the spans since the last step."""
