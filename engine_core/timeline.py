@@ -1,13 +1,15 @@
-"""The timeline of this process: spans of what it does, the newest ``MOST`` of them, always recorded.
+"""Time: the clock and threads of a trainer, and the timeline of this process.
 
-A worker process sends its spans with its answers. The part ``timeline`` writes those of a run into its folder.
+The timeline has spans of what the process does, the newest ``MOST`` of them, and is always recorded. A worker process
+sends its spans with its answers. The part ``timeline`` writes those of a run into its folder.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 MOST = 50_000
@@ -43,3 +45,23 @@ def span(name: str, group: str = CONTROLLER, lane: str = "run") -> Iterator[None
 def drain() -> list[Span]:
     """Remove and return the recorded spans. Called by one thread of a process."""
     return [_spans.popleft() for _ in range(len(_spans))]
+
+
+class Clock:
+    """The clock and threads of the machine.
+
+    The controller's threads read the time and wait for each other only through a ``Clock``, so that a simulation can
+    run the same code in virtual time, one thread at a time.
+    """
+
+    def now(self) -> float:
+        """Return monotonic seconds since an arbitrary moment."""
+        return time.perf_counter()
+
+    def condition(self) -> threading.Condition:
+        """Return a condition variable for threads of the controller."""
+        return threading.Condition()
+
+    def thread(self, work: Callable[[], None], name: str) -> threading.Thread:
+        """Return a daemon thread that runs ``work`` once it is started."""
+        return threading.Thread(target=work, name=name, daemon=True)

@@ -25,9 +25,9 @@ from engine_core.errors import ConfigError, DataError, TrainingFailed
 from engine_core.metrics import Max, Sum, declared, merge
 from engine_core.model_config import load_hf_config
 from engine_core.runs.state_files import STATE, plain_state, reading
+from engine_core.timeline import Clock
 from engine_core.train import checkpointing, models
 from engine_core.train.checkpointing import Resume, ResumePoint
-from engine_core.train.clock import Clock
 from engine_core.train.given import GivenRows, check_live
 from engine_core.train.loop import train
 from engine_core.train.settings import Settings

@@ -352,7 +352,8 @@ class WorkerPool:
 
     def _answered(self, worker: WorkerHandle, command: Command, message: Mapping[str, Any]) -> None:
         rank = worker.rank
-        worker.record(command.what[0], command.sent, message.get("spans", ()))
+        if spans := message.get("spans"):
+            worker.record(command.what[0], command.sent, spans)
         error = unpack(message["error"], rank) if message.get("error") else None
         if "settled" in message:
             if error:
