@@ -46,7 +46,7 @@ class TimelineFile:
         timeline.drain()  # of what this process did before the run
 
     def write(self, processes: Mapping[str, int], metrics: Mapping[str, float]) -> dict[str, float]:
-        """Write the spans since the last call; return ``time/idle/ROLE``, ``throughput/GROUP_in_flight`` and MFU."""
+        """Write the spans since the last call; return ``time/idle/NAME``, ``throughput/NAME_in_flight`` and MFU."""
         spans = joined(timeline.drain())
         self._append(spans)
         seconds, busy, open_seconds = (
