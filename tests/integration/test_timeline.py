@@ -1,5 +1,6 @@
 """The timeline of whole runs: what runs where and when, in one trace."""
 
+import gzip
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -177,9 +178,9 @@ def test_a_profiled_step_has_a_trace_of_torch_and_others_have_none(grpo, trained
 def check_profile(folder, ranks):
     """Check that step 2 alone has a trace of each rank, and that the traces have a forward and a backward pass."""
     files = {str(path.relative_to(folder / "profile")) for path in (folder / "profile").rglob("*.*")}
-    assert files == {f"step_000002/rank_{rank}.json" for rank in range(ranks)}
+    assert files == {f"step_000002/rank_{rank}.json.gz" for rank in range(ranks)}
     for name in files:
-        events = json.loads((folder / "profile" / name).read_text())["traceEvents"]
+        events = json.loads(gzip.decompress((folder / "profile" / name).read_bytes()))["traceEvents"]
         names = {event["name"] for event in events}
         assert names & {"aten::mm", "aten::addmm", "aten::bmm"}
         assert any("Backward" in name for name in names)

@@ -21,14 +21,14 @@ def profiled(folder: Path, name: str) -> Iterator[None]:
 
     Args:
         folder: the folder to write into; made if it does not exist.
-        name: beginning of the files: ``NAME.json`` for trace viewers and, with CUDA, ``NAME.memory.pickle``, a snapshot
+        name: beginning of the files: ``NAME.json.gz`` for trace viewers and, with CUDA, ``NAME.memory.pickle``, a snapshot
             for pytorch.org/memory_viz, with the last ``MOST_ALLOCATIONS`` allocations.
     """
     folder.mkdir(parents=True, exist_ok=True)
     cuda = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     if cuda:
-        torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+        torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
     trace = profile(activities=activities)
     trace.start()
     try:
@@ -38,4 +38,4 @@ def profiled(folder: Path, name: str) -> Iterator[None]:
             torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         trace.stop()
-        trace.export_chrome_trace(str(folder / f"{name}.json"))
+        trace.export_chrome_trace(str(folder / f"{name}.json.gz"))
