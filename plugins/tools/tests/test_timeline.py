@@ -63,6 +63,13 @@ def test_spans_that_end_after_the_last_step_are_written_at_the_end(file, tmp_pat
     assert read_spans(tmp_path) == [("controller", "run", "step 1", 1.0, 2.0)]
 
 
+def test_a_line_that_a_crash_has_cut_is_left_out_and_the_next_one_is_whole(file, tmp_path):
+    (tmp_path / FILE).write_text('["controller", "run", "step 1", 1.0, 2.0]\n["actor", "rank 0", "cu')
+    timeline.add("controller", "run", "step 2", 2.0, 3.0)
+    file.close()
+    assert names(read_spans(tmp_path)) == ["step 1", "step 2"]
+
+
 def test_a_file_that_cannot_be_written_is_a_warning(file, tmp_path, caplog):
     (tmp_path / FILE).mkdir()
     timeline.add("controller", "run", "step 1", 1.0, 2.0)

@@ -74,9 +74,8 @@ class TimelineFile:
             if path.is_file() and path.stat().st_size > MOST_BYTES:
                 path.replace(self.folder / OLDER)
             with path.open("a", encoding="utf-8") as file:
-                file.write(
-                    "\n".join(["", *lines])
-                )  # first the end of the last line, also of one that a crash has cut
+                # first the end of the last line, also of one that a crash has cut
+                file.write("\n".join(["", *lines]))
         except OSError as error:
             log.warning("The timeline lacks %d spans, which could not be written: %s", len(spans), error)
 
