@@ -52,7 +52,7 @@ CONFIG_PAGES = {
     "algorithm": ("Config: algorithm and stages", ["algorithm", "stage"]),
     "trainers": ("Config: SFT, preferences, distillation, offline and asynchronous RL", []),
     "data": ("Config: data and evaluation", ["data", "eval"]),
-    "run": ("Config: run, checkpoints, tracking", ["run", "checkpoint", "tracking"]),
+    "run": ("Config: run, checkpoints, tracking, profile", ["run", "checkpoint", "tracking", "profile"]),
     "runtime": ("Config: processes and placement", ["runtime", "placement"]),
 }
 """Title of each page of ``reference/config/``, and the top-level tables on it."""

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from engine_core.train.clock import Clock
+from engine_core.timeline import Clock
 
 if TYPE_CHECKING:
     from engine_core.contracts.runtime import Flow, WorkerGroup

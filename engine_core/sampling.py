@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from engine_core import timeline
 from engine_core.config.wording import expectation
 from engine_core.errors import DataError, PluginError, TrainingFailed
 from engine_core.tables import DEFAULTS, SamplingOptions
@@ -131,16 +132,20 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._ends: dict[str, float] = {}  # by id, on the monotonic clock
+        self._queued: dict[str, float] = {}  # by id, in the timeline's seconds
 
-    def begin(self, requests: Iterable[Request]) -> None:
+    def begin(self, requests: Sequence[Request]) -> None:
         """Start the deadlines of requests that are queued now."""
         now = time.monotonic()
+        self._queued |= dict.fromkeys((r.id for r in requests), timeline.now())
         self._ends |= {r.id: now + r.sampling.timeout_s for r in requests if r.sampling.timeout_s > 0}
 
     def end(self, ids: Iterable[str]) -> None:
-        """Remove the deadlines of requests that have finished or were dropped."""
+        """Remove the deadlines of requests that have finished or were dropped, and record the requests."""
         for id in ids:
             self._ends.pop(id, None)
+            if (start := self._queued.pop(id, None)) is not None:
+                timeline.add("requests", f"#{id}", id, start)
 
     def missed(self) -> list[str]:
         """Return the ids of requests whose deadline has passed."""

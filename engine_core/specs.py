@@ -315,7 +315,7 @@ class TrackerSpec(Spec):
 
 SHARED_SECTIONS = frozenset(
     {"trainer", "plugins", "plugin", "model", "actor", "data", "run", "checkpoint"}
-    | {"tracking", "runtime", "placement", "schedule", "eval"}
+    | {"tracking", "profile", "runtime", "placement", "schedule", "eval"}
 )
 """The sections of a run file that every trainer reads, for ``TrainerSpec.sections``."""
 

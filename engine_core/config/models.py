@@ -300,6 +300,13 @@ class TrackingConfig(Table):
     """The trackers' own tables by bare name, filled in by the loader."""
 
 
+class ProfileConfig(Table):
+    """``[profile]``: steps that torch's profiler records in every process, into the folder ``profile`` of the run."""
+
+    steps: list[PositiveInt] = []
+    """Numbers of these steps, ``[5, 6]``. Each takes longer; other steps do not."""
+
+
 class PluginsConfig(Table):
     """``[plugin]``: a table ``[plugin.NAME]`` for each plugin of ``plugins`` that has options."""
 
@@ -365,6 +372,7 @@ class EngineConfig(ChoosingTable):
     run: RunConfig = RunConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
+    profile: ProfileConfig = ProfileConfig()
     runtime: RuntimeConfig = RuntimeConfig()
     placement: PlacementConfig = PlacementConfig()
     schedule: dict[str, list[tuple[NonNegativeInt, float | bool]]] = {}

@@ -11,6 +11,8 @@ name                   protocol                 needed by
 ``stream_update``      a function               ``rollout.stream_update``, ``rollout.stream_deterministic``
 ``plan_check``         a function               the log at the end of a run, where it is installed
 ``advice``             a function               the log after ten steps, where it is installed
+``timeline``           ``TimelineWriter``       each step, where it is installed
+``profiler``           a context manager        ``[profile]``; called with a folder and the beginning of the file names
 ``dry_run``            a function               ``engine train --dry-run``
 ``memory_plan``        a function               engines on an accelerator, before they are built
 ``faults``             a class                  ``ENGINE_FAULT``, in tests
@@ -133,6 +135,21 @@ class RewardWorkers(Protocol):
         decode: Callable[..., None],
     ) -> EarlyScores:
         """Return a scoring that begins with complete groups while others are sampled."""
+
+
+class TimelineWriter(Protocol):
+    """The writer of the controller's spans (``engine_core.timeline``); built with the run folder's path and the config."""
+
+    def write(self, processes: Mapping[str, int], metrics: Mapping[str, float]) -> dict[str, float]:
+        """Write the spans since the last call; return metrics of them.
+
+        Args:
+            processes: number of processes by role.
+            metrics: metrics of the step so far.
+        """
+
+    def close(self) -> None:
+        """Write the rest."""
 
 
 class RewardModels(Protocol):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine_core.config import EngineConfig
     from engine_core.contracts.weight_sync import SyncResult
     from engine_core.plugins.plugin_set import PluginSet
@@ -167,6 +169,12 @@ class Runtime(abc.ABC):
     def phase(self, name: str) -> Iterator[None]:
         """Hand device memory over for the phase ``generate``, ``reward``, ``train`` or ``sync``; by default do nothing."""
         yield
+
+    @contextmanager
+    def profiled(self, folder: Path) -> Iterator[None]:
+        """Profile every process during the context, by default this one; each writes its files into ``folder``."""
+        with self.plugins.require("parts", "profiler")(folder, "rank_0"):
+            yield
 
     @abc.abstractmethod
     def close(self) -> None:

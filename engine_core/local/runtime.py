@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from engine_core import timeline
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
 from engine_core.local.engine_host import Engine, EngineHost, RankPlacement, default_device
@@ -21,23 +23,26 @@ if TYPE_CHECKING:
 class LocalGroup(WorkerGroup):
     """A group of one engine in this process; calls block and return a completed future."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, role: str = "rollout") -> None:
         self.engine = engine
+        self._span = functools.partial(timeline.span, group=role, lane="rank 0")
 
     def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
         """Call the engine's method and return a completed future."""
         future: Future[Any] = Future()
         arguments = () if batch is None else (batch,)
-        future.set_result(getattr(self.engine, method)(*arguments, **plain))
+        with self._span(method):
+            future.set_result(getattr(self.engine, method)(*arguments, **plain))
         return future
 
     def stream(self, requests: Sequence[Request]) -> Generator[list[Rollout], None, None]:
         """Yield rollouts after each engine step; an engine with an overridden ``generate`` yields all at once."""
         engine: Any = self.engine
-        if type(engine).generate is RolloutEngine.generate:
-            yield from stream(engine, requests)
-        else:  # the engine overrides generate
-            yield engine.generate(requests)
+        with self._span("generate"):
+            if type(engine).generate is RolloutEngine.generate:
+                yield from stream(engine, requests)
+            else:  # the engine overrides generate
+                yield engine.generate(requests)
 
 
 class LocalRuntime(Runtime):
@@ -59,7 +64,7 @@ class LocalRuntime(Runtime):
         self.host.build(roles, total_steps)
         self._trade("start")  # offload models of rewards until they are used
         self.shared = self.host.shared
-        return {name: LocalGroup(engine) for name, engine in self.host.engines.items()}
+        return {name: LocalGroup(engine, name) for name, engine in self.host.engines.items()}
 
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
         """Copy weights within the process."""

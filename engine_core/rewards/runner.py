@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from engine_core import timeline
 from engine_core.errors import ConfigError, DataError, TrainingFailed, did_you_mean
 from engine_core.metrics import Sum
 from engine_core.rewards.models import ByModel, Known, ModelReward
@@ -350,7 +351,8 @@ class RewardRunner:
         self._drive(self.pools, on_failure)
         for scorer in self.scorers:
             if isinstance(scorer.runner, InProcess | ByModel) and scorer.runner not in under_way:
-                scorer.runner.run(columns[scorer.config.name], count, on_failure)
+                with timeline.span(f"{count} samples", "rewards", scorer.config.name):
+                    scorer.runner.run(columns[scorer.config.name], count, on_failure)
 
     def _sum(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         metrics: dict[str, float] = {}

@@ -11,11 +11,11 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine_core import faults
+from engine_core import faults, timeline
 from engine_core.errors import (
     ConfigError,
     EngineError,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from engine_core.config import EngineConfig
+    from engine_core.contracts.parts import TimelineWriter
     from engine_core.train.run import TrainingRun
 
 log = logging.getLogger("engine")
@@ -152,6 +153,12 @@ def start(run: TrainingRun, resume: Resume | None, attempt: ExitStack) -> Loop:
     log.info("Plugins: %s", json.dumps(run.plugins.versions()))
     hub = TrackerHub(folder, run.config, run.plugins)
     attempt.callback(hub.close)
+    if run.config.profile.steps:
+        run.plugins.require("parts", "profiler")
+    writer = None
+    if run.plugins.offered("parts", "timeline"):
+        writer = run.plugins.resolve("parts", "timeline")(folder.path, run.config)
+        attempt.callback(writer.close)
     run.setup(training=True, resume=resume)
     point = None
     if resume is not None:
@@ -162,7 +169,7 @@ def start(run: TrainingRun, resume: Resume | None, attempt: ExitStack) -> Loop:
         folder.rewind(point.step, run.config, run.plugins, unfinished=point.unfinished is not None)
     hub.start()
     run.trained = True
-    return Loop(run, folder, hub, point)
+    return Loop(run, folder, hub, point, writer)
 
 
 def report_failure(error: BaseException, step: int, hint: str) -> None:
@@ -200,12 +207,18 @@ class Loop:
         folder: its run folder.
         hub: writes metrics.
         point: the point to resume from; None in a new run.
+        writer: writes the timeline; None: no plugin offers that.
     """
 
     def __init__(
-        self, run: TrainingRun, folder: RunFolder, hub: TrackerHub, point: ResumePoint | None
+        self,
+        run: TrainingRun,
+        folder: RunFolder,
+        hub: TrackerHub,
+        point: ResumePoint | None,
+        writer: TimelineWriter | None = None,
     ) -> None:
-        self.run, self.folder, self.hub = run, folder, hub
+        self.run, self.folder, self.hub, self.writer = run, folder, hub, writer
         self.saver = Saver(folder, run.config.checkpoint)
         self.total = run.total_steps
         self.point = point or run.resume_point({}, unfinished={})
@@ -236,8 +249,9 @@ class Loop:
                     metrics = self.finish_step(dict(self.point.unfinished))
                 while run.step_done < self.total:
                     run.signals.check()
-                    metrics = self.train_step(run.step_done + 1)
-                    metrics = self.finish_step(metrics)
+                    with timeline.span(f"step {run.step_done + 1}"):
+                        metrics = self.train_step(run.step_done + 1)
+                        metrics = self.finish_step(metrics)
             except SamplerLost:
                 # else the weights are not those of a finished step
                 if self.point.step and not run.weights_changed:
@@ -269,6 +283,10 @@ class Loop:
         metrics |= {f"time/{name}": value for name, value in run.times.items()} | {"time/step": seconds}
         metrics |= self._throughput(metrics) | run.source.counters
         metrics |= machine.memory_metrics() | run.runtime.memory_metrics()
+        if self.writer:
+            metrics |= self.writer.write(
+                {name: group.world_size for name, group in run.groups.items()}, metrics
+            )
         metrics["plugins/observer_failures"] = float(run.plugins.observer_failures)
         self.point = run.resume_point(metrics, unfinished=metrics)
         run.signals.check()
@@ -311,7 +329,7 @@ class Loop:
         if run.progress:
             run.progress.phase("eval")
         start = run.clock.now()
-        with run.signals.window(), self._memory_explained():
+        with timeline.span("eval"), run.signals.window(), self._memory_explained():
             faults.point("step.eval")
             metrics = run.evaluate()
         metrics["time/eval"] = run.clock.now() - start
@@ -369,7 +387,9 @@ class Loop:
     def _save(self, must: bool) -> None:
         run = self.run
         described = about(run.config, run.plugins, run.tokenizer, run.roles(training=True))
-        if path := self.saver.save(self.point, self._write, described, must):
+        with timeline.span(f"save step {self.point.step}"):
+            path = self.saver.save(self.point, self._write, described, must)
+        if path:
             run.plugins.emit("checkpoint_saved", self.point.step, {"path": str(path)})
 
     def _write(self, folder: Path) -> None:
@@ -400,7 +420,11 @@ class Loop:
         return True
 
     def _step_of_trainer(self, step: int) -> dict[str, float]:
-        with self._memory_explained():
+        wanted, folder = (
+            step in self.run.config.profile.steps,
+            self.folder.path / "profile" / f"step_{step:06}",
+        )
+        with self._memory_explained(), self.run.runtime.profiled(folder) if wanted else nullcontext():
             return self.run.step(step)
 
     def _memory_explained(self) -> AbstractContextManager[None]:

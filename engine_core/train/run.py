@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, contextmanage
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core import faults
+from engine_core import faults, timeline
 from engine_core.config.assemble import plugins_for
 from engine_core.config.completeness import check_complete
 from engine_core.config.evaluation import HeldOut, held_out_sets
@@ -25,9 +25,9 @@ from engine_core.errors import ConfigError, DataError, TrainingFailed
 from engine_core.metrics import Max, Sum, declared, merge
 from engine_core.model_config import load_hf_config
 from engine_core.runs.state_files import STATE, plain_state, reading
+from engine_core.timeline import Clock
 from engine_core.train import checkpointing, models
 from engine_core.train.checkpointing import Resume, ResumePoint
-from engine_core.train.clock import Clock
 from engine_core.train.given import GivenRows, check_live
 from engine_core.train.loop import train
 from engine_core.train.settings import Settings
@@ -349,7 +349,7 @@ class TrainingRun(abc.ABC):
         start = self.clock.now()
         if self.progress:
             self.progress.phase(name)
-        with self.runtime.phase(name), self._window(name not in ("train", "sync")):
+        with timeline.span(name), self.runtime.phase(name), self._window(name not in ("train", "sync")):
             if name in PHASES_WITH_FAULTS:
                 faults.point(f"step.{name}")
             yield

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine_core import timeline
 from engine_core.config.evaluation import UNNAMED
 from engine_core.config.requirements import GREEDY
 from engine_core.contracts.parts import CARRIED
@@ -371,7 +372,8 @@ class SampledRun(TrainingRun):
     def push_weights(self, updated: bool) -> dict[str, float]:
         """Do ``sync`` within a phase; updated weights get the next version number."""
         runtime = self.runtime
-        result = runtime.push_weights("actor", "rollout", self.version + updated)
+        with timeline.span(f"weights {self.version + updated}", "transfers", "actor to rollout"):
+            result = runtime.push_weights("actor", "rollout", self.version + updated)
         traded, self._traded = runtime.traded_seconds - self._traded, runtime.traded_seconds
         self.version = result.version
         self.emit("weights_synced", {"version": result.version, "bytes": result.bytes})

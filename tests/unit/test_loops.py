@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 SAYS = ("consumes:", "waits for:", "unblocked by:", "produces:")
 STARTS = re.compile(r"Thread\(|clock\.thread\(|LoopThread\(|SamplerThread\(|ScoringThread\(")
 NO_LOOPS = {
-    "engine_core/train/clock.py": "makes threads for others",
+    "engine_core/timeline.py": "makes threads for others",
     "plugins/agents/src/engine_plugin_agents/runner.py": "starts the loop of environments/loop.py",
     "plugins/rewards/src/engine_plugin_rewards/sandbox/probes.py": "programs that try to do harm",
 }

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from engine_core.train.clock import Clock
+from engine_core.timeline import Clock
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import torch
 
 from engine_core.errors import TrainingFailed
 from engine_core.runs.rollout_files import RolloutFile
-from engine_core.train.clock import Clock
+from engine_core.timeline import Clock
 from engine_core.types import Batch, Prompt, Rollout
 from engine_plugin_trainers.ahead import Group
 from engine_plugin_trainers.ahead_groups import FILE, AheadGroups

@@ -9,7 +9,7 @@ import torch
 from engine_core.contracts.parts import CARRIED
 from engine_core.contracts.runtime import WorkerGroup
 from engine_core.runs.rollout_files import write_rollouts
-from engine_core.train.clock import Clock
+from engine_core.timeline import Clock
 from engine_core.types import Prompt, Request, Rollout, Sampling
 from engine_plugin_trainers.early_stop import Group, Stragglers, _settle
 

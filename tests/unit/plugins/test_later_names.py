@@ -34,9 +34,9 @@ def test_a_name_is_loaded_when_it_is_required(install):
 def test_a_name_that_may_be_absent_is_none_and_one_that_may_not_is_an_error(install):
     plugins = PluginSet()
 
-    assert plugins.offered("parts", "mine") is None
-    with pytest.raises(PluginProblems, match=r"^Unknown part 'mine'\. Known: "):
-        plugins.require("parts", "mine")
+    assert plugins.offered("parts", "own") is None
+    with pytest.raises(PluginProblems, match=r"^Unknown part 'own'\. Known: "):
+        plugins.require("parts", "own")
 
 
 def test_an_absent_part_of_ours_comes_with_its_install_command(without_our_plugins):

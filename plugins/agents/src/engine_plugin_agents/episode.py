@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from engine_core import timeline
 from engine_core.errors import did_you_mean
 from engine_core.types import SUPPORT, Rollout, padded_support
 from engine_plugin_agents.calls import MESSAGE_CHARACTERS, ToolCall, as_answer, error_text, limited, misfit
@@ -183,7 +184,8 @@ class Episode:
         self.counts["tool_calls"] += 1
         limit = self.policy.limits.tool_seconds if seconds is None else seconds
         try:
-            answer = str(await limited(partial(tool, *arguments, **named), limit))
+            with timeline.span(f"tool {_name(tool)}", "episodes", f"#{self.policy.request.id}"):
+                answer = str(await limited(partial(tool, *arguments, **named), limit))
         except TimeoutError as error:
             self.counts["tool_timeouts"] += 1
             answer = f"error: {error}"
@@ -283,6 +285,12 @@ def _blank(turns: Sequence[tuple[int, Turn]], length: int) -> dict[str, Any]:
     if widths := [turn.extras[SUPPORT].shape[1] for _, turn in turns if SUPPORT in turn.extras]:
         blank[SUPPORT] = found[SUPPORT].new_full((length, max(widths)), -1)
     return blank
+
+
+def _name(tool: Any) -> str:
+    """Return the name of a tool, a function or an object, which may be bound to arguments."""
+    found = getattr(tool, "func", tool)
+    return str(getattr(found, "__name__", type(found).__name__))
 
 
 def _number(name: str, value: Any, names: frozenset[str]) -> float | None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine_core.contracts.runtime import WorkerGroup
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.specs import Environment
-    from engine_core.train.clock import Clock
+    from engine_core.timeline import Clock
     from engine_core.types import Request, Rollout
 
 TRACES_LOGGED = 20

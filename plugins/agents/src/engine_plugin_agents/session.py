@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from engine_core import timeline
 from engine_core.errors import EngineError, TrainingFailed
 from engine_core.types import TIMEOUT
 from engine_plugin_agents import calls
@@ -210,7 +211,8 @@ class EpisodeSession:
             asyncio.get_running_loop().call_soon(self._flush)
         self._fresh.append(request)
         try:
-            return await future
+            with timeline.span("turn", "episodes", f"#{_episode(request.id)}"):
+                return await future
         finally:
             if self._futures.get(request.id) is future:
                 del self._futures[request.id]
@@ -233,7 +235,9 @@ class EpisodeSession:
 
     async def _run(self, episode: Episode, cut: asyncio.Future[str]) -> None:
         async with self.game.slots or contextlib.nullcontext():
-            await self._play(episode, cut)
+            id = episode.policy.request.id
+            with timeline.span(id, "episodes", f"#{id}"):
+                await self._play(episode, cut)
 
     async def _play(self, episode: Episode, cut: asyncio.Future[str]) -> None:
         """Run an episode within its time limit and report its end."""

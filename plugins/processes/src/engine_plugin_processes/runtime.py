@@ -43,6 +43,8 @@ from engine_plugin_processes.worker_group import RemoteWorkerGroup
 from engine_plugin_processes.worker_pool import WorkerPool, message_to
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from engine_plugin_processes.options import ProcessOptions
     from engine_plugin_processes.worker_process import WorkerHandle
 
@@ -176,6 +178,13 @@ class MultiProcessRuntime(Runtime):
             self._take_back()
         self._trade(name)
         yield
+
+    @contextmanager
+    def profiled(self, folder: Path) -> Iterator[None]:
+        """Profile all ranks during the context; after a failure they write their files when they end."""
+        self._profile(str(folder))
+        yield
+        self._profile("")
 
     def close(self) -> None:
         """Stop replacing samplers and end all workers."""
@@ -409,6 +418,16 @@ class MultiProcessRuntime(Runtime):
         return self.crew.send(
             messages, what, number, leaders=counted, merge=merge or (lambda results: results[0])
         )
+
+    def _profile(self, folder: str) -> None:
+        assert self.crew is not None
+        number = self.crew.next_number()
+        messages = {
+            rank: message_to(number, "profile", folder=folder, name=f"rank_{rank}")
+            for pool in self.pools
+            for rank in self._ranks(pool)
+        }
+        self.crew.send(messages, ("worker", "profile"), number).result()
 
     def _trade(self, phase: str) -> None:
         """Hand device memory over for a phase in every process, all pools at the same time."""

@@ -24,8 +24,10 @@ import time
 import traceback
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from engine_core import timeline
 from engine_core.errors import TrainingFailed
 from engine_core.plugins.modules import blamed
 from engine_core.types import Rollout, decode_texts
@@ -64,6 +66,7 @@ class Worker:
         self.links: dict[int, WeightTransport] = {}  # number of the link -> endpoint of this process
         self.current: int | None = None  # number of the running command
         self.dropped: set[int] = set()  # commands that the controller has abandoned
+        self.profile = contextlib.ExitStack()
         self.thread = 0  # id of the thread that runs commands
         self._closing = False
 
@@ -84,20 +87,22 @@ class Worker:
         try:
             if number in self.dropped:
                 raise Interrupted
-            value = self._carry_out(message)
+            with timeline.span(message.get("method", message["kind"]), ""):
+                value = self._carry_out(message)
         except (Exception, SystemExit, Interrupted) as error:
             if isinstance(error, Exception) and (host := getattr(self, "host", None)):
                 error = blamed(error, host.plugins.plugins)
-            self.outbox.put({"id": number, "error": pack(error)})
+            self.outbox.put({"id": number, "error": pack(error), "spans": timeline.drain()})
             return
+        answer = {"id": number, "spans": timeline.drain()}
         if isinstance(value, Future):
-            self.outbox.put({"id": number, "pending": True})
+            self.outbox.put({**answer, "pending": True})
             value.add_done_callback(lambda future: self._settle(number, future))
             return
         try:
-            self.outbox.put({"id": number, "value": value})
+            self.outbox.put({**answer, "value": value})
         except TypeError as error:
-            self.outbox.put({"id": number, "error": pack(error)})
+            self.outbox.put({**answer, "error": pack(error)})
 
     def _carry_out(self, message: dict[str, Any]) -> Any:
         """Run the command; only this part can be interrupted."""
@@ -249,6 +254,13 @@ class Worker:
                 return ""
             return engine.update_weights(stream, message["version"])
 
+    def _do_profile(self, message: dict[str, Any]) -> None:
+        """End the profile of this process, and begin one if the message names a folder."""
+        self.profile.close()
+        if message["folder"]:
+            profiler = self.host.plugins.require("parts", "profiler")
+            self.profile.enter_context(profiler(Path(message["folder"]), message["name"]))
+
     def _do_phase(self, message: dict[str, Any]) -> None:
         self.host.trade(message["name"])
 
@@ -303,6 +315,7 @@ class Worker:
     def _leave(self) -> None:
         from engine_plugin_processes.starting import leave_pool
 
+        self.profile.close()
         if hasattr(self, "host"):
             self.host.close()
         for transport in self.links.values():

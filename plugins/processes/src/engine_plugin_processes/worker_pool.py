@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from engine_core import timeline
 from engine_core.errors import EngineError, WorkerLost
 from engine_core.runs.logs import FILE_ONLY
 from engine_plugin_processes.channel import Closed
@@ -83,6 +84,7 @@ class Command:
     later: dict[int, Future[Any]] = field(default_factory=dict)  # results that follow the answer, as of saves
     failed_at: float | None = None  # time of the first error
     thread: int = field(default_factory=threading.get_ident)  # the thread that sends the command
+    sent: float = field(default_factory=timeline.now)
 
     @property
     def waiting(self) -> list[int]:
@@ -350,6 +352,8 @@ class WorkerPool:
 
     def _answered(self, worker: WorkerHandle, command: Command, message: Mapping[str, Any]) -> None:
         rank = worker.rank
+        if spans := message.get("spans"):
+            worker.record(command.what[0], command.sent, spans)
         error = unpack(message["error"], rank) if message.get("error") else None
         if "settled" in message:
             if error:

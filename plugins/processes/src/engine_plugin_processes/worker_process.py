@@ -8,9 +8,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
+from engine_core import timeline
 from engine_core.runs.logs import FILE_ONLY
 from engine_plugin_processes.channel import Channel, Closed, end_with
 from engine_plugin_processes.child import SOCKET, ChildProcess
@@ -56,6 +57,7 @@ class WorkerHandle:
         self._died_at: float | None = None
         self._line: Channel | None = None  # idle, to a worker on another host
         self._missed = False
+        self._clock = 0.0  # seconds by which the worker's clock is late
 
     @classmethod
     def start(
@@ -103,6 +105,21 @@ class WorkerHandle:
     def at(self) -> tuple[int, float]:
         """Return the number of the current command (0: none) and the time when it began."""
         return (self._mailbox[0] if self._mailbox else 0), self._since
+
+    def record(self, role: str, sent: float, spans: Sequence[timeline.Span]) -> None:
+        """Add the spans of a command to the timeline, in this process's time.
+
+        Args:
+            role: role of the command.
+            sent: when the command was sent; the worker's clock is corrected to be later, and not later than now.
+            spans: the worker's spans since its last answer. Those of its commands have no group.
+        """
+        own = [each for each in spans if not each[0]]
+        for start, end in ((each[3], each[4]) for each in own):
+            self._clock = min(max(self._clock, sent - start), timeline.now() - end)
+        for group, lane, name, start, end in spans:
+            shown = lane if lane.startswith("#") else f"{self.name} {lane}" if group else self.name
+            timeline.add(group or role, shown, name, start + self._clock, end + self._clock)
 
     # -- its end ------------------------------------------------------------
 

@@ -41,12 +41,14 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
-    """Offer ``advice``, ``dry_run``, ``memory_plan`` and ``plan_check``."""
+    """Offer the parts of the tools: advice, checks, plans, profiler and timeline."""
     return {
         "advice": Part(load="engine_plugin_tools.advice:advice"),
         "dry_run": Part(load="engine_plugin_tools.dry_run:dry_run"),
         "memory_plan": Part(load="engine_plugin_tools.memory_plan:planned"),
         "plan_check": Part(load="engine_plugin_tools.calibration:plan_check"),
+        "profiler": Part(load="engine_plugin_tools.profiler:profiled"),
+        "timeline": Part(load="engine_plugin_tools.timeline:TimelineFile"),
     }
 
 
@@ -72,6 +74,7 @@ def engine_commands() -> Mapping[str, Command]:
         "reproduce": Command(load=here + "reproduce:reproduce"),
         "plan": Command(load=here + "plan:plan"),
         "prune": Command(load=here + "runs:prune"),
+        "trace": Command(load=here + "trace:trace"),
         "push": Command(load=here + "push:push"),
         **{
             f"bench.{name}": Command(load=f"{here}bench:{name}")

@@ -30,7 +30,7 @@ from engine_plugin_trainers.scoring_thread import ScoringThread
 if TYPE_CHECKING:
     from engine_core.contracts.runtime import WorkerGroup
     from engine_core.rewards import RewardRunner
-    from engine_core.train.clock import Clock
+    from engine_core.timeline import Clock
     from engine_core.train.rollouts import Sampler
     from engine_core.train.settings import Settings
     from engine_core.types import Request, Rollout

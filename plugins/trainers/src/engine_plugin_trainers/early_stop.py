@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from engine_core.contracts.parts import Episodes
     from engine_core.contracts.runtime import WorkerGroup
-    from engine_core.train.clock import Clock
+    from engine_core.timeline import Clock
     from engine_core.train.settings import Settings
 
 COUNTS = (

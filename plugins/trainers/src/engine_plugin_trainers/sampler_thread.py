@@ -12,7 +12,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from engine_core.sampler_session import SamplerSession
-from engine_core.train.clock import Clock
+from engine_core.timeline import Clock
 
 if TYPE_CHECKING:
     from engine_core.contracts.parts import Episodes

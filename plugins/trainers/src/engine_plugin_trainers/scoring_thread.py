@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from engine_core.train.clock import Clock
+from engine_core.timeline import Clock
 
 if TYPE_CHECKING:
     from engine_core.rewards import RewardRunner

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import psutil
 
-from engine_core import errors
+from engine_core import errors, timeline
 from engine_core.errors import DataError, PluginError
 from engine_core.rewards.signatures import Outcome, Signature
 from engine_plugin_processes.child import KEPT_LINES, ChildProcess, python_command
@@ -91,6 +91,7 @@ class Worker(ChildProcess):
         )
         self.job: Sequence[int] | None = None  # positions of the samples of its request
         self.since = time.monotonic()  # when the request was sent, or the last message came
+        self.sent = 0.0  # when the request was sent, in the timeline's seconds
         self.messages: deque[dict[str, Any] | None] = deque()  # None: the worker has ended
         super().__init__(
             python_command("engine_plugin_rewards.worker_pool.worker:main"),
@@ -215,7 +216,7 @@ class Pool:
                 f"Reward '{self.name}' needs data that cannot be sent to its worker: {exc}. Keep text, numbers, "
                 "lists and tables in the rows, or set workers = 0."
             ) from exc
-        worker.job, worker.since = job, time.monotonic()
+        worker.job, worker.since, worker.sent = job, time.monotonic(), timeline.now()
 
     def _answer(self, worker: Worker, message: dict[str, Any], on_failure: OnFailure) -> None:
         if "refused" in message:
@@ -227,6 +228,8 @@ class Pool:
             for line in message["notes"] if first else ():
                 logger.info("%s", line)
         elif "done" in message:
+            lane = f"{self.name} {self.workers.index(worker)}"
+            timeline.add("rewards", lane, f"{len(worker.job or ())} samples", worker.sent)
             self._blame(worker, Outcome(None, "error", "its worker left it out"), on_failure)
             worker.job = None
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ class Cost:
         body = layers * (projections + 3 * hidden * wide)
         return cls(body, vocabulary * hidden, layers * heads * size, streams, layers)
 
-    def train(self, lengths: list[int], head_tokens: int) -> float:
+    def train(self, lengths: Sequence[float], head_tokens: float) -> float:
         """Return the operations of one forward and backward pass over sequences of these lengths."""
         tokens = sum(lengths)
         seen = sum(n * n for n in lengths)  # S * T, summed over sequences
