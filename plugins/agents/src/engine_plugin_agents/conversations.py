@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine_core.data.rows import BadRow
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+KEPT = 256
+"""Turns and tool calls that ``RecentConversations`` remembers."""
 CALLS_BEGIN = re.compile(
     r"<tool_call>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>|```(?:json|tool_call)|\[?\s*\{\s*\"(?:name|type)\"\s*:"
 )
@@ -55,6 +57,7 @@ class Question:
     tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas
     max_tokens: int | None = None
     stop: Sequence[str] | None = None
+    drawn: Mapping[str, Any] = field(default_factory=dict)  # "temperature", "top_p"; ignored in training
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ class Conversations:
         episode: the episode, whose policy answers.
     """
 
+    obeys = False  #: whether the sampling parameters of requests count
+
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
         self._branches: dict[bytes, Branch] = {}  # by the messages that they show
@@ -111,7 +116,8 @@ class Conversations:
         policy = self.episode.policy
         try:
             before = self._render(question, begun, count) if policy.turns_left > 0 else []
-            turn = await policy.sample(before, max_tokens=question.max_tokens, stop=question.stop)
+            drawn: Mapping[str, Any] = question.drawn if self.obeys else {}
+            turn = await policy.sample(before, max_tokens=question.max_tokens, stop=question.stop, **drawn)
         except (BadRow, DataError) as error:
             raise Refused(400, "messages_refused", f"The messages cannot be rendered: {error}") from error
         except LimitReached as error:
@@ -187,13 +193,11 @@ class Conversations:
         elif calls:
             mark = CALLS_BEGIN.search(text)
             text = text[: mark.start()].strip() if mark else ""
+        first = self.episode.counts["tool_calls"] + 1
         self.episode.counts["tool_calls"] += len(calls)
-        named = []
-        for call in calls:
-            named.append(
-                (f"call{len(self._calls) + 1:05d}", call)
-            )  # Mistral's templates accept ids of nine letters
-            self._calls[named[-1][0]] = call.name
+        # Mistral's templates accept ids of nine letters
+        named = [(f"call{number:05d}", call) for number, call in enumerate(calls, first)]
+        self._calls |= {id: call.name for id, call in named}
         reason = "length" if turn.finish_reason != "stop" else "tool_calls" if calls else "stop"
         return Answer(turn, text, named, reason, stop)
 
@@ -205,6 +209,20 @@ class Conversations:
         if len(branch.turns) >= len(self._longest.turns):
             self._longest = branch
             self.episode.follow(branch.turns, branch.messages)
+
+
+class RecentConversations(Conversations):
+    """The conversations of a server that trains nothing and runs without end: those of the last ``KEPT`` turns."""
+
+    obeys = True
+
+    def _keep(self, begun: Branch, key: bytes, branch: Branch) -> None:
+        """Add a branch, and forget the oldest."""
+        self._branches[key] = branch
+        remembered: list[dict[Any, Any]] = [self._branches, self._calls]
+        for kept in remembered:
+            while len(kept) > KEPT:
+                del kept[next(iter(kept))]
 
 
 def _identity(message: Message) -> list[Any]:

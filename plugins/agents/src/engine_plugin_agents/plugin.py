@@ -1,4 +1,4 @@
-"""The plugin's registration: multi-turn episodes, the environment ``endpoint``, and the forms of tool calls."""
+"""The plugin's registration: multi-turn episodes, the environment ``endpoint``, forms of tool calls, and commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from engine_core.hooks import hookimpl
-from engine_core.specs import Environment, Options, Part
+from engine_core.specs import Command, Environment, Options, Part
 from engine_plugin_agents.tables import ToolFormat
 
 FORMATS = ("hermes", "qwen3_coder", "gpt_oss", "mistral", "llama3", "json")
@@ -37,6 +37,12 @@ class EndpointOptions(Options):
 def engine_parts() -> Mapping[str, Part]:
     """Return the part ``episodes``."""
     return {"episodes": Part(load="engine_plugin_agents.runner:EnvironmentRunner")}
+
+
+@hookimpl
+def engine_commands() -> Mapping[str, Command]:
+    """Return ``serve`` and ``chat``."""
+    return {name: Command(load=f"engine_plugin_agents.serve_command:{name}") for name in ("serve", "chat")}
 
 
 @hookimpl

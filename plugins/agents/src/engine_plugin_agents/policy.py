@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +59,7 @@ class Policy:
 
     def __init__(self, request: Request, limits: Limits, ask: Ask, tokenizer: Any) -> None:
         self.request, self.limits, self.tokenizer = request, limits, tokenizer
-        self.turns: list[Turn] = []  # sampled so far
+        self.turns: MutableSequence[Turn] = []  # sampled so far
         self.asked = 0
         self._ask = ask
 
@@ -75,6 +75,7 @@ class Policy:
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
         stop_token_ids: Sequence[int] | None = None,
+        **options: Any,
     ) -> Turn:
         """Sample a turn that continues ``token_ids``.
 
@@ -86,6 +87,7 @@ class Policy:
             max_tokens: maximum length of the turn; default and upper bound: `rollout.max_response_tokens`.
             stop: strings that end the turn and are kept in it; default: `rollout.stop`.
             stop_token_ids: tokens that end the turn; default: `rollout.stop_token_ids`.
+            options: other sampling options, for turns that are not learned.
 
         Raises:
             LimitReached: the episode has no turn or no token left; nothing was sampled.
@@ -100,6 +102,8 @@ class Policy:
             raise LimitReached(f"no {what} is left after {self.asked} turns and {len(token_ids)} tokens")
         self.asked += 1
         request = self._request(self.asked, list(token_ids), room, max_tokens, stop, stop_token_ids)
+        if options:
+            request.sampling = dataclasses.replace(request.sampling, **options)
         turn = self._turn(self.asked, request.prompt.token_ids, await self._ask(request))
         self.turns.append(turn)
         return turn
