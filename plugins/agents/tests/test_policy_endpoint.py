@@ -142,6 +142,8 @@ def test_tool_calls_are_returned_and_answered_without_encoding_them_again(
     assert said_by(tokenizer, rollout) == call + "5<|im_end|>"
     assert rollout.rewards["good"] == 1.0
     assert [m["role"] for m in rollout.messages] == ["assistant", "tool", "assistant"]
+    assert (rollout.messages[1]["name"], rollout.messages[1]["content"]) == ("add", "5")
+    assert all(message["seconds"] > 0 for message in rollout.messages)
     metrics = runner.metrics()
     assert metrics["environment/tool_calls"] == metrics["environment/branches"] == 1
     assert metrics["environment/reencoded_tokens"] == 0

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.data.rows import BadRow
 from engine_core.errors import DataError
 from engine_plugin_agents.calls import ToolCall
+from engine_plugin_agents.episode import said
 from engine_plugin_agents.policy import LimitReached, Turn
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+SHOWN = ("role", "content", "name")
+"""Fields of a message that are recorded."""
 KEPT = 256
 """Turns and tool calls that ``RecentConversations`` remembers."""
 CALLS_BEGIN = re.compile(
@@ -84,7 +88,8 @@ class Branch:
     """A conversation up to a sampled turn."""
 
     turns: tuple[Turn, ...] = ()  # each continues the one before it
-    messages: tuple[dict[str, str], ...] = ()  # after those of the first request, for rewards and logs
+    messages: tuple[Message, ...] = ()  # after those of the first request, for rewards and logs
+    ended: float = 0.0  # when its last turn was sampled
 
 
 class Conversations:
@@ -112,6 +117,7 @@ class Conversations:
         Raises:
             Refused: the episode has no turn or token left, or the chat template refuses the messages.
         """
+        asked = time.perf_counter()
         begun, key, count = self._find(question)
         policy = self.episode.policy
         try:
@@ -126,10 +132,12 @@ class Conversations:
             # statuses after which clients do not try again
             raise Refused(403 if no_turn else 400, code, f"The budget is used up: {error}.") from error
         answer = self._read(question, turn)
-        new = question.messages[count:] if begun.turns else ()
-        said = {"role": "assistant", "content": turn.text}
-        messages = (*begun.messages, *({name: m[name] for name in ("role", "content")} for m in new), said)
-        self._keep(begun, _digest(key, _identity(answer.message())), Branch((*begun.turns, turn), messages))
+        new = [self._plain(message) for message in question.messages[count:]] if begun.turns else []
+        if new:
+            new[0]["seconds"] = round(asked - begun.ended, 3)
+        messages, turns = (*begun.messages, *new, said(turn)), (*begun.turns, turn)
+        branch = Branch(turns, messages, time.perf_counter())
+        self._keep(begun, _digest(key, _identity(answer.message())), branch)
         return answer
 
     def others(self) -> list[Rollout]:
@@ -174,6 +182,10 @@ class Conversations:
         """Return a message; the answer of a tool gets the tool's name, which some templates write."""
         tool = self._calls.get(message.get("tool_call_id") or "")
         return {"name": tool, **message} if tool and message["role"] == "tool" else message
+
+    def _plain(self, message: Message) -> Message:
+        """Return a message for rewards and logs; the answer of a tool has the tool's name."""
+        return {name: value for name, value in self._named(message).items() if name in SHOWN}
 
     def _read(self, question: Question, turn: Turn) -> Answer:
         tokenizer, text = self.episode.tokenizer, turn.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import time
 from collections.abc import Awaitable, Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,7 @@ class Turn:
     finish_reason: str  # "stop" (end token or stop string), "length", "abort"
     text: str  # decoded for reading, special tokens kept except the end of sequence; never encoded again
     extras: dict[str, Tensor] = field(default_factory=dict)  # [n], as in ``Rollout.extras``
+    seconds: float = 0.0  # from the request to the sampler until its answer
 
 
 class Policy:
@@ -62,11 +64,18 @@ class Policy:
         self.turns: MutableSequence[Turn] = []  # sampled so far
         self.asked = 0
         self._ask = ask
+        self._sampled_for = 0.0  # seconds
+        self._waiting, self._since = 0, 0.0  # turns that are being sampled, and since when
 
     @property
     def turns_left(self) -> int:
         """Number of turns that may still be sampled."""
         return self.limits.turns - self.asked
+
+    @property
+    def sampling_seconds(self) -> float:
+        """The time in which at least one turn was being sampled, or waited for the sampler."""
+        return self._sampled_for + (time.perf_counter() - self._since if self._waiting else 0.0)
 
     async def sample(
         self,
@@ -104,7 +113,16 @@ class Policy:
         request = self._request(self.asked, list(token_ids), room, max_tokens, stop, stop_token_ids)
         if options:
             request.sampling = dataclasses.replace(request.sampling, **options)
-        turn = self._turn(self.asked, request.prompt.token_ids, await self._ask(request))
+        number, begun = self.asked, time.perf_counter()
+        self._since = self._since if self._waiting else begun
+        self._waiting += 1
+        try:
+            rollout = await self._ask(request)
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._sampled_for += time.perf_counter() - self._since
+        turn = self._turn(number, request.prompt.token_ids, rollout, time.perf_counter() - begun)
         self.turns.append(turn)
         return turn
 
@@ -136,7 +154,7 @@ class Policy:
         prompt = Prompt(own.prompt.id, before, "")
         return Request(f"{own.id}:{number}", prompt, changed, own.group_id, own.index)
 
-    def _turn(self, number: int, before: list[int], rollout: Rollout) -> Turn:
+    def _turn(self, number: int, before: list[int], rollout: Rollout, seconds: float) -> Turn:
         start = len(before)
         tokens: list[int] = rollout.token_ids[start:].tolist()
         end = self.tokenizer.eos_token_id
@@ -150,6 +168,7 @@ class Policy:
             rollout.finish_reason,
             self.tokenizer.decode(shown, skip_special_tokens=False),
             {name: tensor[start:].clone() for name, tensor in rollout.extras.items()},
+            seconds,
         )
 
 
