@@ -143,7 +143,7 @@ def test_tool_calls_are_returned_and_answered_without_encoding_them_again(
     assert rollout.rewards["good"] == 1.0
     assert [m["role"] for m in rollout.messages] == ["assistant", "tool", "assistant"]
     assert (rollout.messages[1]["name"], rollout.messages[1]["content"]) == ("add", "5")
-    assert all(message["seconds"] > 0 for message in rollout.messages)
+    assert all(message["seconds"] >= 0 for message in rollout.messages)
     metrics = runner.metrics()
     assert metrics["environment/tool_calls"] == metrics["environment/branches"] == 1
     assert metrics["environment/reencoded_tokens"] == 0

@@ -248,8 +248,8 @@ def test_messages_and_metrics_say_what_took_how_long(environment, scripted, requ
         assert end.keys() == {"role", "content", "seconds"}
         assert OFFERED["dialogues"](rollout)[1] == {"role": "tool", "content": "4error: ValueError: no"}
     metrics = runner.metrics()
-    assert metrics["environment/sampling_seconds"] >= 0.04
-    assert metrics["environment/tool_seconds"] >= 0.05
-    assert metrics["environment/waiting_seconds"] >= 0.09 / 2  # one of two episodes waited for the other
+    assert metrics["time/episode_sampling"] >= 0.04
+    assert metrics["time/episode_tool"] >= 0.05
+    assert metrics["time/episode_waiting"] >= 0.09 / 2  # one of two episodes waited for the other
     assert metrics["environment/tool_failure_share"] == 0.5
-    assert "environment/waiting_seconds" not in runner.metrics()
+    assert "time/episode_waiting" not in runner.metrics()

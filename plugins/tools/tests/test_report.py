@@ -96,9 +96,7 @@ def test_an_episode_is_shown_with_its_turns_calls_times_and_rewards(tmp_path):
         {"role": "assistant", "content": f"I call {HOSTILE}", "seconds": 0.5},
         {"role": "tool", "content": "4", "seconds": 2.0, "calls": [{"name": "<b>add", "seconds": 1.5}]},
     ]
-    run = make_run(
-        tmp_path, [{"reward/mean": 0.5, "environment/turns": 2.0, "environment/tool_seconds": 1.0}]
-    )
+    run = make_run(tmp_path, [{"reward/mean": 0.5, "environment/turns": 2.0, "time/episode_tool": 1.0}])
     write_rollouts(run, 1, [episode])
     text = write_report(run.path).read_text()
     assert "assistant: turn 1, 1 tokens, version 0, 0.5 s" in text

@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from engine_core.errors import DataError
 from engine_plugin_agents.calls import ToolCall
 from engine_plugin_agents.episode import said
 from engine_plugin_agents.policy import LimitReached, Turn
+from engine_plugin_agents.reader import parameters_of
 
 if TYPE_CHECKING:
     from engine_core.types import Rollout
@@ -118,9 +120,14 @@ class Conversations:
             Refused: the episode has no turn or token left, or the chat template refuses the messages.
         """
         asked = time.perf_counter()
+        names = Counter(name for tool in question.tools or () for name in parameters_of([tool]))
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise Refused(400, "invalid_request", f"tools: the tool '{twice[0]}' is declared twice.")
         begun, key, count = self._find(question)
         policy = self.episode.policy
         try:
+            if names:
+                self.episode.reader.note_tools()
             before = self._render(question, begun, count) if policy.turns_left > 0 else []
             drawn: Mapping[str, Any] = question.drawn if self.obeys else {}
             turn = await policy.sample(before, max_tokens=question.max_tokens, stop=question.stop, **drawn)

@@ -44,6 +44,7 @@ class CallReader:
         names = [*sorted(plugins.local_names("tool_formats")), *FORMATS] if name == AUTO else [name]
         # loaded here: the set of plugins must not change in the thread of episodes
         self._forms: dict[str, Parse] = {each: plugins.require("tool_formats", each) for each in names}
+        self._noted = False
         self._chat, tokenizer = chat, cast("Any", chat.tokenizer)
         self._special = {
             i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -60,6 +61,20 @@ class CallReader:
             tools: the JSON schemas that the prompt shows.
         """
         return self._read(self._parse, token_ids, parameters_of(tools))
+
+    def note_tools(self) -> None:
+        """Log a warning, once, if the chat template does not show the tools of requests."""
+        if self._noted:
+            return
+        function = {"name": PROBE.name, "description": "", "parameters": PROBE_SCHEMA}
+        question = [{"role": "user", "content": "a"}]
+        with_tools = self._chat.prompt(question, [{"type": "function", "function": function}])
+        if with_tools.text == self._chat.prompt(question).text:
+            log.warning(
+                "The chat template shows no tools: the policy does not see those of the harness's requests. Use a tokenizer "
+                "with tool support ('engine check-template FOLDER'), or describe the tools in the messages."
+            )
+        self._noted = True
 
     @functools.cached_property
     def _parse(self) -> Parse:

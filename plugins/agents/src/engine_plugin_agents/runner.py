@@ -39,7 +39,11 @@ COUNTS = (
     "environment/tool_errors",
     "environment/tool_timeouts",
 )
-PHASES = ("sampling", "tool", "waiting")
+PHASES = {
+    "time/episode_sampling": "sampling",
+    "time/episode_tool": "tool",
+    "time/episode_waiting": "waiting",
+}
 ENDPOINT_COUNTS = ("environment/branches", "environment/reencoded_tokens")
 
 HELD_OUT = "0:"
@@ -174,8 +178,8 @@ class EnvironmentRunner:
         seconds, self._seconds[held_out] = self._seconds[held_out], []
         if seconds:
             counted["environment/turns"] = counts["turns"] / len(seconds)
-            for phase in PHASES:
-                counted[f"environment/{phase}_seconds"] = fmean(each[phase] for each in seconds)
+            if not held_out:  # an evaluation is repeated exactly
+                counted |= {name: fmean(each[phase] for each in seconds) for name, phase in PHASES.items()}
         if counts["tool_calls"]:
             failed = counts["tool_errors"] + counts["tool_timeouts"]
             counted["environment/tool_failure_share"] = failed / counts["tool_calls"]

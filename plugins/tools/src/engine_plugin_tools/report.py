@@ -41,7 +41,7 @@ STYLE: Any = {
     "grid.alpha": 0.3,
     "legend.frameon": False,
 }
-OF_EPISODES = {f"environment/{phase}_seconds": phase for phase in ("sampling", "tool", "waiting")}
+OF_EPISODES = {f"time/episode_{phase}": phase for phase in ("sampling", "tool", "waiting")}
 PHASES = ("generate", "reward", "log_probs", "train", "sync")
 GENERATED, TRAINED = (f"throughput/{kind}_tokens_per_second" for kind in ("generated", "train"))
 HELD_OUT = "Held-out scores, 95% intervals"
