@@ -12,7 +12,7 @@ from engine_core.hooks import hookimpl
 from engine_core.specs import Command, Environment, Options, Part
 from engine_plugin_agents.tables import ToolFormat
 
-FORMATS = ("hermes", "qwen3_coder", "gpt_oss", "mistral", "llama3", "json")
+FORMATS = ("hermes", "qwen3_coder", "glm", "deepseek_v3", "gpt_oss", "mistral", "llama3", "json")
 """The tool formats, functions of ``formats``, in the order in which ``auto`` tries them."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -94,14 +95,14 @@ class CallReader:
     @functools.cached_property
     def _written(self) -> list[int]:
         """The tokens that the chat template writes for a call; empty if it writes none."""
-        function = {"name": PROBE.name, "arguments": PROBE.arguments}
-        call = {"id": PROBE.id, "type": "function", "function": function}
-        turn: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
-        try:
-            rendered = self._chat.conversation([{"role": "user", "content": "a"}, turn])
-        except (BadRow, DataError):
-            return []
-        return list(itertools.compress(rendered.token_ids, rendered.loss_mask))
+        for arguments in (PROBE.arguments, json.dumps(PROBE.arguments)):  # DeepSeek's templates take text
+            function = {"name": PROBE.name, "arguments": arguments}
+            call = {"id": PROBE.id, "type": "function", "function": function}
+            turn: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+            with contextlib.suppress(BadRow, DataError):
+                rendered = self._chat.conversation([{"role": "user", "content": "a"}, turn])
+                return list(itertools.compress(rendered.token_ids, rendered.loss_mask))
+        return []
 
     def _read(self, parse: Parse, token_ids: Sequence[int], schemas: Mapping[str, Any]) -> list[ToolCall]:
         ids = list(token_ids)
