@@ -93,6 +93,21 @@ def test_the_weights_of_the_target_answer(target, step, model, other):
     assert answer.choices[0].message.content == expected.removesuffix("<eos>")
 
 
+def test_the_end_tokens_of_the_generation_config_end_a_turn(folder, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained("step_1")
+    with closing(Service(*read_target("step_1", None, SHORT))) as service:
+        whole = ask(client_of(service), USER, temperature=0).choices[0].message.content
+    ids = tokenizer(whole, add_special_tokens=False)["input_ids"]
+    shutil.copytree("step_1", tmp_path / "ends")
+    (tmp_path / "ends" / "generation_config.json").write_text(f'{{"eos_token_id": [1, {ids[2]}]}}')
+    with closing(Service(*read_target(str(tmp_path / "ends"), None, SHORT))) as service:
+        answer = ask(client_of(service), USER, temperature=0)
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (
+        ids.index(ids[2]) + 1,
+        "stop",
+    )
+
+
 def test_a_conversation_continues_the_sampled_tokens_and_many_are_answered_at_once():
     tokenizer = AutoTokenizer.from_pretrained("tiny/chat")
     with closing(Service(*read_target("tiny/chat", None, SHORT))) as service:

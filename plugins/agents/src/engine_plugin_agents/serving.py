@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
 import math
 import socket
 import sys
@@ -18,7 +19,7 @@ from engine_core import load_config
 from engine_core.cli.loading import read_run
 from engine_core.config.assemble import plugins_for
 from engine_core.contracts.runtime import Role
-from engine_core.data import load_tokenizer
+from engine_core.data import end_tokens, load_tokenizer
 from engine_core.data.chat import ChatFormat
 from engine_core.errors import ConfigError, DataError
 from engine_core.runs.checkpoint import Checkpoints, read_state
@@ -136,13 +137,14 @@ class Service:
 
         game = Game(play, "the endpoint", frozenset(), None, episode_of, _unexpected, math.inf)
         self._episodes = EpisodeSession(game, loop, SamplerSession(group))
-        self._episodes.submit(
-            [Request("0", Prompt("0", [], ""), Sampling.of(config.rollout, log_probs=False))]
-        )
+        sampling = Sampling.of(config.rollout, log_probs=False)
+        if not sampling.stop_token_ids:  # some chat models end a turn with another token than a text
+            sampling = dataclasses.replace(sampling, stop_token_ids=end_tokens(config.model))
+        self._episodes.submit([Request("0", Prompt("0", [], ""), sampling)])
         self._ended = Future[None]()
-        sampling = threading.Thread(target=self._sample, args=(ready,), daemon=True, name="engine-sampler")
-        sampling.start()
-        self._cleanup.callback(sampling.join)
+        thread = threading.Thread(target=self._sample, args=(ready,), daemon=True, name="engine-sampler")
+        thread.start()
+        self._cleanup.callback(thread.join)
         self._cleanup.callback(self._episodes.close)
         session = ready.result()
         self.url, self.key = session.url, session.key  #: address without a path, API key
