@@ -14,19 +14,6 @@ the files first), mixing by weight, packing (the engines do it).
 """
 
 from engine_core.data.source import PromptSource
-from engine_core.data.tokenizer import (
-    check_tokenizer,
-    end_tokens,
-    load_tokenizer,
-    tokenizer_hash,
-    tokens_differ,
-)
+from engine_core.data.tokenizer import check_tokenizer, load_tokenizer, tokenizer_hash, tokens_differ
 
-__all__ = [
-    "PromptSource",
-    "check_tokenizer",
-    "end_tokens",
-    "load_tokenizer",
-    "tokenizer_hash",
-    "tokens_differ",
-]
+__all__ = ["PromptSource", "check_tokenizer", "load_tokenizer", "tokenizer_hash", "tokens_differ"]

@@ -19,8 +19,9 @@ from engine_core import load_config
 from engine_core.cli.loading import read_run
 from engine_core.config.assemble import plugins_for
 from engine_core.contracts.runtime import Role
-from engine_core.data import end_tokens, load_tokenizer
+from engine_core.data import load_tokenizer
 from engine_core.data.chat import ChatFormat
+from engine_core.data.tokenizer import end_tokens
 from engine_core.errors import ConfigError, DataError
 from engine_core.runs.checkpoint import Checkpoints, read_state
 from engine_core.runs.tracking import RunFolder

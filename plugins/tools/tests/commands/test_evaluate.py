@@ -11,7 +11,7 @@ import hub_folders
 import pytest
 
 from engine_core.config import ModelConfig
-from engine_core.data import end_tokens
+from engine_core.data.tokenizer import end_tokens
 from engine_core.runs.rollout_files import read_rollouts
 from engine_plugin_tools.commands.evaluate import print_metrics
 

@@ -15,7 +15,8 @@ from engine_core.cli.loading import read, read_run, trainer_of
 from engine_core.cli.options import AllowCode, Json, Sets
 from engine_core.cli.output import check_new, print_json, print_table
 from engine_core.config.read import key_text, read_config
-from engine_core.data import end_tokens, load_tokenizer
+from engine_core.data import load_tokenizer
+from engine_core.data.tokenizer import end_tokens
 from engine_core.errors import ConfigError
 from engine_core.runs.logs import half_width, with_interval
 from engine_core.runs.tracking import RunFolder
