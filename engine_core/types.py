@@ -137,8 +137,9 @@ class Rollout:
     valid: bool = True  #: False: a reward or the episode failed; the rollout is dropped and gives no gradient
     #: "error" or "timeout" (of its episode or request); the rollout ends where the failure happened
     failure: str = ""
-    #: of an episode: messages after the prompt, {"role": ..., "content": ...}, sampled turns as "assistant"
-    messages: list[dict[str, str]] = field(default_factory=list)
+    #: of an episode: messages after the prompt, {"role": ..., "content": ...}, sampled turns as "assistant", with the
+    #: "seconds" since the message before, and the tool "calls" meanwhile: [{"name", "seconds", "failure"}]
+    messages: list[dict[str, Any]] = field(default_factory=list)
     #: per-token tensors that the core passes through. It reads two, which describe a top-p or top-k cut:
     #: "support_log_mass" [T_i] float32, the log of the probability (after temperature) that was kept;
     #: log-prob over the whole vocabulary = rollout_log_probs + support_log_mass.

@@ -82,6 +82,21 @@ def end_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
     return {*_ids(tokenizer.eos_token_id), *_ids(config.get("eos_token_id"))}
 
 
+def end_tokens(model: ModelConfig) -> tuple[int, ...]:
+    """Return the ids with which a model ends a response, from its ``generation_config.json``; empty without such a file.
+
+    Samplers end a response at the tokenizer's end of sequence alone, and some chat models end a turn with another token.
+    """
+    from transformers import GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(model.path).eos_token_id
+    except OSError as error:
+        log.info("Only the tokenizer's end token ends a response: %s", str(error).strip().split("\n")[0])
+        return ()
+    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
+
+
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, hf_config: PretrainedConfig) -> list[str]:
     """Check that every id of the tokenizer has a row in the model's embedding.
 

@@ -45,6 +45,11 @@ def _last_turn(rollout: Rollout) -> str:
     return last["content"] if last["role"] == "assistant" else ""
 
 
+def _untimed(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message without what took how long, so that a reward cannot depend on it."""
+    return {name: value for name, value in message.items() if name not in ("seconds", "calls")}
+
+
 OFFERED: Mapping[str, Callable[[Rollout], Any]] = {
     "completions": lambda r: r.text,
     "prompts": lambda r: r.prompt.text,
@@ -54,7 +59,7 @@ OFFERED: Mapping[str, Callable[[Rollout], Any]] = {
     "response_lengths": lambda r: r.response_length,  # tokens
     "finish_reasons": lambda r: r.finish_reason,
     "group_ids": lambda r: r.group_id,
-    "dialogues": lambda r: r.messages or [{"role": "assistant", "content": r.text}],
+    "dialogues": lambda r: [_untimed(m) for m in r.messages] or [{"role": "assistant", "content": r.text}],
     "last_turns": _last_turn,
 }
 """What the engine offers besides the columns of the data, which may not take these names."""

@@ -129,6 +129,34 @@ class Checkpoints:
             f"No usable checkpoint in {self.folder}. Start again with `engine train`, under another run.name."
         )
 
+    def chosen(self, step: int | None = None, best: bool = False) -> Path:
+        """Return a verified checkpoint.
+
+        Args:
+            step: its step; None: the newest that passes verification.
+            best: the one that `checkpoint.best_metric` ranks highest, instead.
+
+        Raises:
+            DataError: the run has no usable checkpoint of this step, or none with the metric.
+        """
+        known, run = self.steps(), self.folder.parent.name
+        if best:
+            ranked = self._best_of([each for each in known if not problems(self.path(each))])
+            if not ranked:
+                raise DataError(f"--step best: no checkpoint of {run} has a value of checkpoint.best_metric.")
+            step = ranked[-1]
+        if step is None:
+            return self.latest()
+        if step not in known:
+            listed = ", ".join(map(str, known)) or "none"
+            raise DataError(f"--step {step}: {run} has no checkpoint of that step. It has: {listed}.")
+        if found := problems(self.path(step)):
+            path = self.path(step)
+            raise DataError(
+                f"--step {step}: checkpoint {path} is not usable: {found[0]}. Choose another of {known}."
+            )
+        return self.path(step)
+
     def leftovers(self) -> list[Path]:
         """Return unused folders: of interrupted saves and deletions, and broken checkpoints that were replaced."""
         return sorted(

@@ -2,8 +2,11 @@
 
 import os
 
+import aiohttp
+
 from engine_core import hookimpl
 from engine_core.specs import Environment
+from engine_plugin_agents import endpoint
 
 
 async def guess(episode):
@@ -33,6 +36,28 @@ async def dice(episode):
     return episode.rollout({"solved": os.urandom(1)[0] / 255})
 
 
+async def twice(episode):
+    await episode.sample(max_tokens=4)
+    episode.branches = [episode.rollout()]
+    return episode.rollout({})
+
+
+@endpoint
+async def agent(row, base_url, api_key):
+    """Continue a conversation in two directions."""
+    async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {api_key}"}) as client:
+
+        async def ask(*messages):
+            body = {"messages": messages, "max_tokens": 4}
+            async with client.post(f"{base_url}/chat/completions", json=body) as found:
+                return (await found.json()).get("choices", [{"message": None}])[0]["message"]
+
+        user = {"role": "user", "content": row["prompt"]}
+        if (first := await ask(user)) and await ask(user, first, user):
+            await ask(user, first, {**user, "content": "Else?"})
+    return {"solved": float(len(first["content"])) if first else 0.0}
+
+
 class Counter:
     def __init__(self):
         self.played = 0
@@ -56,5 +81,6 @@ async def calculator(episode):
 @hookimpl
 def engine_environments():
     made = {"guess": guess, "again": again, "greedy_reader": greedy_reader, "dice": dice, "counter": Counter}
+    made |= {"twice": twice, "agent": agent}
     offered = {name: Environment(load=load, rewards=frozenset({"solved"})) for name, load in made.items()}
     return {**offered, "calculator": Environment(load=calculator, tools=(SCHEMA,))}

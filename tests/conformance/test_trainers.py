@@ -5,7 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from engine_core.errors import ConfigError
-from engine_plugin_testing import EnvironmentSuite, TrainerSuite, trainer_bench
+from engine_core.runs.rollout_files import read_rollouts
+from engine_core.types import sequences_of
+from engine_plugin_agents.conversations import Conversations
+from engine_plugin_testing import EnvironmentSuite, TrainerSuite, environment_cases, trainer_bench
 
 SAMPLING = {"rollout.group_size": 4, "rollout.max_response_tokens": 8}
 
@@ -45,6 +48,47 @@ class TestAgain(EnvironmentSuite):
     name = "again"
     plugins = ["guess.py"]
     chat = True
+
+
+@pytest.mark.slow
+class TestAgent(EnvironmentSuite):
+    """An existing agent, whose conversations diverge."""
+
+    name = "agent"
+    plugins = ["guess.py"]
+    chat = True
+
+
+def agent_bench(folder):
+    folder.mkdir()
+    return trainer_bench.EnvironmentBench(
+        TestAgent.settings(), SimpleNamespace(folder=folder, cache=folder.parent)
+    )
+
+
+def test_conversations_that_diverge_become_branches_whose_turns_are_learned_once(tmp_path):
+    environment_cases.each_turn_is_learned_once(agent_bench(tmp_path / "run"))
+    rollouts = read_rollouts(tmp_path / "run/runs/sequences/rollouts/step_000001.parquet")
+    for rollout in rollouts:
+        sequences = sequences_of([rollout])
+        # the newest of two conversations of two turns, and the other, whose first turn is the same
+        assert [each.extras["turns"].unique().tolist() for each in sequences] == [[0, 1, 3], [0, 1, 2]]
+        learned = [each.extras["turns"][each.loss_mask].unique().tolist() for each in sequences]
+        assert learned == [[1, 3], [2]]
+
+
+def test_an_endpoint_whose_branches_learn_their_beginning_again_is_caught(tmp_path, monkeypatch):
+    def all_turns(conversations):
+        episode, made = conversations.episode, []
+        for branch in (end for end in conversations._ends if end is not conversations._longest):
+            episode.follow(branch.turns, branch.messages)
+            made.append(episode.rollout())
+        episode.follow(conversations._longest.turns, conversations._longest.messages)
+        return made
+
+    monkeypatch.setattr(Conversations, "others", all_turns)
+    with pytest.raises(AssertionError, match="1:0:0/1 learns turn 1, and so does another one"):
+        environment_cases.each_turn_is_learned_once(agent_bench(tmp_path / "run"))
 
 
 class Calculator(EnvironmentSuite):

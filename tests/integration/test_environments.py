@@ -10,6 +10,7 @@ import torch
 from engine_core import Trainer, load_config
 from engine_core.cli.main import main
 from engine_core.errors import ConfigError, EngineError
+from engine_core.rewards.signatures import OFFERED
 from engine_core.runs.rollout_files import read_rollouts
 
 DATA_PARALLEL = Path(__file__).parents[1] / "conformance" / "data_parallel_plugin.py"
@@ -152,7 +153,7 @@ def test_where_and_when_episodes_are_sampled_changes_none_of_them(alone, case):
     pair = [read_rollouts(folder.rollout_file(1)) for folder in (first, again)]
     for a, b in zip(*pair, strict=True):
         assert a.token_ids.tolist() == b.token_ids.tolist()
-        assert a.messages == b.messages
+        assert OFFERED["dialogues"](a) == OFFERED["dialogues"](b)
         assert a.rewards == b.rewards
 
 

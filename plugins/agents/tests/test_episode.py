@@ -2,6 +2,8 @@
 
 import pytest
 
+from engine_core.rewards.signatures import OFFERED
+
 ONE_TURN = """
 async def mine(episode):
     turn = await episode.sample()
@@ -28,7 +30,7 @@ def test_json_calls_are_answered_through_the_template(environment, scripted, req
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call><tool_call>{"name": "greet", "arguments": {"name": "Ann"}}</tool_call>'
     said = {1: call + "<|im_end|>", 2: "5, Ann<|im_end|>"}
     rollout = one(environment, scripted, requests, play, TOOLS, lambda r: (said[int(r.id[-1])], "stop"))
-    assert rollout.messages == [
+    assert OFFERED["dialogues"](rollout) == [
         {"role": "assistant", "content": call},
         {"role": "tool", "content": "5", "tool_call_id": "call00001", "name": "add"},
         {"role": "tool", "content": "Hi Ann", "tool_call_id": "call00002", "name": "greet"},

@@ -32,6 +32,18 @@ def coder(name, **values):
     return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
 
 
+def zhipu(name, **values):
+    inner = "".join(
+        f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n" for key, value in values.items()
+    )
+    return f"<tool_call>{name}\n{inner}</tool_call>"
+
+
+def deepseek(name, body, v3=True):
+    call = f"function<｜tool▁sep｜>{name}\n```json\n{body}\n```" if v3 else f"{name}<｜tool▁sep｜>{body}"
+    return f"<｜tool▁call▁begin｜>{call}<｜tool▁call▁end｜>"
+
+
 def harmony(name, body, head="<|channel|>commentary to=functions.{} <|constrain|>json"):
     return head.format(name) + f"<|message|>{body}"
 
@@ -57,6 +69,36 @@ GOOD = {
         (coder("f", i="two"), [ToolCall("f", {"i": "two"})]),  # the check of types refuses it
         (coder("f", s="\n a</parameter>\n\n"), [ToolCall("f", {"s": "\n a</parameter>\n\n"})]),
         (coder("unknown", a="1"), [ToolCall("unknown", {"a": "1"})]),
+    ],
+    "glm": [
+        ("I look.\n" + zhipu("search", q="tides") + "\n" + zhipu("now"), [SEARCH, NOW]),
+        (
+            "<tool_call>search<arg_key>q</arg_key><arg_value>tides</arg_value></tool_call><tool_call>now</tool_call>",
+            [SEARCH, NOW],
+        ),
+        ("<think>" + zhipu("now") + "no</think>" + zhipu("search", q="tides"), [SEARCH]),
+        (
+            zhipu("f", s="1", i="2", n="null", b="true", l='[1, {"a": "b"}]', other="3"),
+            [ToolCall("f", {"s": "1", "i": 2, "n": None, "b": True, "l": [1, {"a": "b"}], "other": "3"})],
+        ),
+        (zhipu("f", s="a</arg_value>\nb"), [ToolCall("f", {"s": "a</arg_value>\nb"})]),
+    ],
+    "deepseek_v3": [
+        (
+            "I look.<｜tool▁calls▁begin｜>"
+            + deepseek("search", '{"q": "tides"}')
+            + "\n"
+            + deepseek("now", "{}")
+            + "<｜tool▁calls▁end｜>",
+            [SEARCH, NOW],
+        ),
+        (
+            deepseek("search", '{"q": "tides"}', v3=False) + deepseek("now", "{}", v3=False),
+            [SEARCH, NOW],
+        ),
+        (deepseek("search", '{\n"q": "tides"\n}'), [SEARCH]),
+        (deepseek("search", '{"q": "```json\\n"}'), [ToolCall("search", {"q": "```json\n"})]),
+        ("<think>" + deepseek("now", "{}") + "no</think>" + deepseek("search", '{"q": "tides"}'), [SEARCH]),
     ],
     "gpt_oss": [
         (harmony("search", '{"q": "tides"}'), [SEARCH]),
@@ -127,6 +169,14 @@ BROKEN = [
         "the call must be <function=NAME>",
     ),
     ("qwen3_coder", "<tool_call>\n<function=search>\n<parameter=q>\nti", "the call must be <function=NAME>"),
+    ("glm", hermes(Q), "the call must be <tool_call>NAME"),
+    ("glm", zhipu("search", q="tides").replace("</arg_value>", ""), "the call must be <tool_call>NAME"),
+    ("glm", "<tool_call>search\n<arg_key>q</arg_key>\n<arg_value>ti", "the call must be <tool_call>NAME"),
+    ("glm", "<tool_call></tool_call>", "the call must be <tool_call>NAME"),
+    ("deepseek_v3", deepseek("search", '{"q": tides}'), NOT_JSON),
+    ("deepseek_v3", deepseek("search", '{"q": "ti')[:60], NOT_JSON),
+    ("deepseek_v3", deepseek("search", "[1]", v3=False), '"arguments" must be an object'),
+    ("deepseek_v3", '<｜tool▁call▁begin｜>search{"q": "tides"}', "the call must have <｜tool▁sep｜>"),
     ("gpt_oss", harmony("search", '{"q": "ti'), NOT_JSON),
     ("gpt_oss", harmony("search", "print(1)"), NOT_JSON),
     ("gpt_oss", harmony("search", "[1]"), '"arguments" must be an object'),
@@ -148,6 +198,8 @@ def test_a_broken_call_says_what_is_wrong(name, text, problem):
 TWO = {
     "hermes": hermes('{"name": "search", ', Q),
     "qwen3_coder": "<tool_call>\n<function=now>\n" + coder("search", q="tides"),
+    "glm": "<tool_call>now\n" + zhipu("search", q="tides"),
+    "deepseek_v3": deepseek("now", "{") + deepseek("search", '{"q": "tides"}'),
     "gpt_oss": harmony("search", "{") + "<|call|><|start|>assistant" + harmony("search", '{"q": "tides"}'),
     "mistral": f'[TOOL_CALLS][{{"arguments": {{}}}}, {Q}]',
     "llama3": f'<|python_tag|>{{"parameters": {{}}}}; {P}',

@@ -3,6 +3,8 @@
 import textwrap
 import zlib
 
+from engine_plugin_agents import conversations
+
 TWO_TURNS = """
 def solve(row, base_url, api_key):
     client = OpenAI(base_url=base_url, api_key=api_key)
@@ -140,6 +142,8 @@ def test_tool_calls_are_returned_and_answered_without_encoding_them_again(
     assert said_by(tokenizer, rollout) == call + "5<|im_end|>"
     assert rollout.rewards["good"] == 1.0
     assert [m["role"] for m in rollout.messages] == ["assistant", "tool", "assistant"]
+    assert (rollout.messages[1]["name"], rollout.messages[1]["content"]) == ("add", "5")
+    assert all(message["seconds"] >= 0 for message in rollout.messages)
     metrics = runner.metrics()
     assert metrics["environment/tool_calls"] == metrics["environment/branches"] == 1
     assert metrics["environment/reencoded_tokens"] == 0
@@ -259,3 +263,29 @@ def test_equal_answers_to_equal_requests_keep_their_own_log_probs(harness, scrip
     found = [sequence.rollout_log_probs[sequence.loss_mask].tolist() for sequence in sequences]
     expected = [engine.answer(request).rollout_log_probs[-2:].tolist() for request in engine.asked]
     assert found == [expected[2], expected[0], expected[1]]
+
+
+def test_recent_conversations_forget_the_oldest_and_obey_sampling_parameters(
+    environment, scripted, requests, play, monkeypatch
+):
+    source = """
+    from engine_plugin_agents.conversations import Question, RecentConversations
+
+    async def mine(episode):
+        recent = RecentConversations(episode)
+        user, tools = {"role": "user", "content": "Hi"}, [{"type": "function", "function": {"name": "f"}}]
+        first = (await recent.answer(Question([user], tools, drawn={"temperature": 0.25}))).message()
+        questions = [Question([user, first, {**user, "content": text}], tools) for text in "abc"]
+        for question in questions[:2]:
+            await recent.answer(question)
+        assert len(recent._branches) == len(recent._calls) == 2
+        assert recent._find(questions[2])[2] == 0  # the first turn is forgotten
+        return episode.rollout()
+    """
+    monkeypatch.setattr(conversations, "KEPT", 2)
+    engine = scripted(lambda request: ('Hm <tool_call>{"name":"f","arguments":{}}</tool_call>', "stop"))
+    runner = environment(textwrap.dedent(source), on_error="fail", max_tokens=1000)
+    play(runner, engine, requests(1, max_response_tokens=60, temperature=0.7))
+    assert [request.sampling.temperature for request in engine.asked] == [0.25, 0.7, 0.7]
+    said = engine.answer(engine.asked[0]).token_ids.tolist()
+    assert all(request.prompt.token_ids[: len(said)] == said for request in engine.asked[1:])

@@ -132,6 +132,29 @@ def test_a_form_of_a_plugin_is_found_before_the_others_and_by_name(tmp_path):
     assert CallReader(ChatFormat(tokenizer), plugins).read(said) == [ToolCall("f", {"x": "1"})]
 
 
+TEMPLATES = {  # the calls as the templates of GLM-4.5, DeepSeek-V3 and DeepSeek-V3.1 write them
+    "glm": "\n<tool_call>{{ f.name }}\n{% for k, v in f.arguments.items() %}<arg_key>{{ k }}</arg_key>\n<arg_value>"
+    "{{ v if v is string else v | tojson }}</arg_value>\n{% endfor %}</tool_call>",
+    "deepseek_v3": "<｜tool▁call▁begin｜>{{ 'function<｜tool▁sep｜' + '>' + f.name + '\n```json\n' + f.arguments + '\n```' }}"
+    "<｜tool▁call▁end｜>",
+    "deepseek_v3 ": "<｜tool▁call▁begin｜>{{ f.name + '<｜tool▁sep｜>' + f.arguments }}<｜tool▁call▁end｜>",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_auto_finds_the_forms_of_glm_and_deepseek(name, caplog):
+    caplog.set_level("INFO", "engine")
+    tokenizer = tokenizer_of("qwen3")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
+        f"{{% set f = call.function %}}{TEMPLATES[name]}{{% endfor %}}<|im_end|>{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    reader = CallReader(ChatFormat(tokenizer), PluginSet.load({}))
+    assert [(call.name, call.arguments) for call in reader.read(reader._written)] == [("f", {"x": "8-d-8"})]
+    assert f"Tool calls are read as {name.strip()}, which the chat template writes." in caplog.text
+
+
 def test_an_unknown_form_is_refused_with_the_known_ones():
     with pytest.raises(PluginError, match=r"Unknown tool format 'hermez'\. Did you mean 'hermes'"):
         reader_of("qwen3", name="hermez")

@@ -1,10 +1,12 @@
 """Episodes of a step: what comes of them, whatever the order in which samples and tools end, and whatever fails."""
 
 import random
+import time
 
 import pytest
 import torch
 
+from engine_core.rewards.signatures import OFFERED
 from engine_plugin_agents.policy import turn_seed
 
 THREE_TURNS = """
@@ -31,7 +33,7 @@ def values(rollouts):
             r.loss_mask.tolist(),
             r.rollout_log_probs.tolist(),
             r.rewards,
-            r.messages,
+            OFFERED["dialogues"](r),
             r.finish_reason,
         )
         for r in rollouts
@@ -214,3 +216,40 @@ def test_an_episodes_own_draws_follow_its_seed(environment, scripted, requests, 
     first = [r.messages[1] for r in play(runner, scripted(), requests(4))]
     assert first == [r.messages[1] for r in play(runner, scripted(order=5, per_step=1), requests(4))]
     assert [float(m["content"]) for m in first] == [random.Random(1000 + i).random() for i in range(4)]
+
+
+def test_messages_and_metrics_say_what_took_how_long(environment, scripted, requests, play):
+    source = """
+    async def slow(): await asyncio.sleep(0.05); return "4"
+    def broken(): raise ValueError("no")
+
+    async def mine(episode):
+        await episode.sample()
+        episode.append(await episode.call(slow) + await episode.call(broken))
+        await episode.sample()
+        episode.append("end", role="user")
+        return episode.rollout()
+    """
+
+    def script(request):
+        time.sleep(0.02)
+        return "ab", "stop"
+
+    runner = environment(source, max_concurrent=1)
+    first, second = play(runner, scripted(script), requests(2))
+    for rollout in (first, second):
+        one, tools, two, end = rollout.messages
+        assert one["seconds"] >= 0.02 <= two["seconds"]
+        assert tools["seconds"] >= 0.05
+        assert [(call["name"], call.get("failure")) for call in tools["calls"]] == [
+            ("slow", None), ("broken", "error"),
+        ]  # fmt: skip
+        assert tools["calls"][0]["seconds"] >= 0.05
+        assert end.keys() == {"role", "content", "seconds"}
+        assert OFFERED["dialogues"](rollout)[1] == {"role": "tool", "content": "4error: ValueError: no"}
+    metrics = runner.metrics()
+    assert metrics["time/episode_sampling"] >= 0.04
+    assert metrics["time/episode_tool"] >= 0.05
+    assert metrics["time/episode_waiting"] >= 0.09 / 2  # one of two episodes waited for the other
+    assert metrics["environment/tool_failure_share"] == 0.5
+    assert "time/episode_waiting" not in runner.metrics()

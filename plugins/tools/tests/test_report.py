@@ -88,6 +88,25 @@ def test_the_page_fetches_nothing_runs_nothing_and_shows_what_was_said(tmp_path)
     assert "prompts_per_step" in text
 
 
+def test_an_episode_is_shown_with_its_turns_calls_times_and_rewards(tmp_path):
+    episode = rollout("all text", 1.0)
+    episode.rewards, episode.branches = {"good": 1.0, "numeric": None}, [rollout("other", 1.0)]
+    episode.extras = {"turns": torch.tensor([0, 1], dtype=torch.int32)}
+    episode.messages = [
+        {"role": "assistant", "content": f"I call {HOSTILE}", "seconds": 0.5},
+        {"role": "tool", "content": "4", "seconds": 2.0, "calls": [{"name": "<b>add", "seconds": 1.5}]},
+    ]
+    run = make_run(tmp_path, [{"reward/mean": 0.5, "environment/turns": 2.0, "time/episode_tool": 1.0}])
+    write_rollouts(run, 1, [episode])
+    text = write_report(run.path).read_text()
+    assert "assistant: turn 1, 1 tokens, version 0, 0.5 s" in text
+    assert "I call &lt;script&gt;" in text
+    assert "tool: &lt;b&gt;add 1.5 s, 2 s" in text
+    assert re.search(r"good 1,\s+numeric -", text)
+    assert "1 further conversations" in text
+    assert "all text" not in text
+
+
 def test_the_numbers_at_the_top_are_first_and_last(tmp_path):
     text = write_report(make_run(tmp_path, RL).path).read_text()
     tiles = dict(re.findall(r"<span>([^<]+)</span><b>([^<]+)</b>", text))

@@ -108,6 +108,26 @@ def test_a_later_one_that_a_resume_passed_over_does_not_push_out_the_new_one(tmp
     assert store.save(3, writer(), {}) == store.latest() == store.path(3)
 
 
+def test_a_checkpoint_is_chosen_by_its_step_or_its_rank(tmp_path):
+    config = CheckpointConfig(keep_last=1, best_metric="loss", best_mode="min")
+    store = Checkpoints(tmp_path / "checkpoints", config)
+    losses = {1: 3.0, 2: 1.0, 3: 2.0, 4: float("nan")}
+    for step, loss in losses.items():
+        store.save(step, writer(), {"metrics": {"loss": loss}})
+    assert store.steps() == [2, 4]
+    assert store.chosen() == store.chosen(4) == store.path(4)
+    assert store.chosen(best=True) == store.chosen(2) == store.path(2)
+    (store.path(2) / "actor/model.safetensors").write_text("weightz")
+    with pytest.raises(
+        DataError, match=r"--step best: no checkpoint of \S+ has a value of checkpoint.best_metric"
+    ):
+        store.chosen(best=True)
+    with pytest.raises(
+        DataError, match=r"--step 2: checkpoint .* does not match its hash. Choose another of \[2, 4\]"
+    ):
+        store.chosen(2)
+
+
 def test_an_old_one_that_cannot_be_deleted_fails_no_save(store, monkeypatch, caplog):
     for step in (1, 2):
         store.save(step, writer(), {})

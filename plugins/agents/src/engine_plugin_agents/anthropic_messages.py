@@ -72,7 +72,7 @@ class Tool(BaseModel):
 
 
 class MessagesRequest(Asking):
-    """A request. Fields that are not listed here, such as ``temperature`` or ``thinking``, have no effect."""
+    """A request. Fields that are not listed here, such as ``thinking``, have no effect."""
 
     model: str = "policy"
     messages: list[BlockMessage] = Field(min_length=1)
@@ -93,6 +93,7 @@ class MessagesRequest(Asking):
             [tool.plain() for tool in self.tools or ()] or None,
             self.max_tokens,
             [text for text in self.stop_sequences or () if text] or None,
+            self.drawn,
         )
 
     def whole(self, answer: Answer) -> dict[str, Any]:

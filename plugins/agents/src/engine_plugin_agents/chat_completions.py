@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, PositiveInt, model_validator
 
@@ -66,7 +66,20 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Asking(BaseModel):
+class Drawn(BaseModel):
+    """The sampling parameters of a request, which a run that trains ignores: it samples as ``[rollout]`` says."""
+
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+
+    @property
+    def drawn(self) -> dict[str, float]:
+        """The parameters that are set."""
+        given = {"temperature": self.temperature, "top_p": self.top_p}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+class Asking(Drawn):
     """A request whose last message is not the assistant's."""
 
     messages: Any
@@ -79,7 +92,7 @@ class Asking(BaseModel):
 
 
 class ChatRequest(Asking):
-    """A request. Fields that are not listed here, such as ``temperature``, have no effect."""
+    """A request. Fields that are not listed here, such as ``seed``, have no effect."""
 
     model: str = "policy"
     messages: list[ChatMessage] = Field(min_length=1)
@@ -100,6 +113,7 @@ class ChatRequest(Asking):
             self.tools or None,
             self.max_completion_tokens or self.max_tokens,
             [text for text in stop if text] if stop else None,
+            self.drawn,
         )
 
     def whole(self, answer: Answer) -> Text:

@@ -12,14 +12,18 @@ import contextlib
 import hashlib
 import json
 import re
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from engine_core.data.rows import BadRow
 from engine_core.errors import DataError
 from engine_plugin_agents.calls import ToolCall
+from engine_plugin_agents.episode import said
 from engine_plugin_agents.policy import LimitReached, Turn
+from engine_plugin_agents.reader import parameters_of
 
 if TYPE_CHECKING:
     from engine_core.types import Rollout
@@ -27,8 +31,12 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 
+SHOWN = ("role", "content", "name")
+"""Fields of a message that are recorded."""
+KEPT = 256
+"""Turns and tool calls that ``RecentConversations`` remembers."""
 CALLS_BEGIN = re.compile(
-    r"<tool_call>|<function=|\[TOOL_CALLS\]|<\|python_tag\|>|```(?:json|tool_call)|\[?\s*\{\s*\"(?:name|type)\"\s*:"
+    r"<tool_call>|<function=|<｜tool▁calls?▁begin｜>|\[TOOL_CALLS\]|<\|python_tag\|>|```(?:json|tool_call)|\[?\s*\{\s*\"(?:name|type)\"\s*:"
 )
 """The beginning of calls in the text of a turn that has some; the text before it is the answer's content."""
 
@@ -55,6 +63,7 @@ class Question:
     tools: Sequence[Mapping[str, Any]] | None = None  # JSON schemas
     max_tokens: int | None = None
     stop: Sequence[str] | None = None
+    drawn: Mapping[str, Any] = field(default_factory=dict)  # "temperature", "top_p"; ignored in training
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +90,8 @@ class Branch:
     """A conversation up to a sampled turn."""
 
     turns: tuple[Turn, ...] = ()  # each continues the one before it
-    messages: tuple[dict[str, str], ...] = ()  # after those of the first request, for rewards and logs
+    messages: tuple[Message, ...] = ()  # after those of the first request, for rewards and logs
+    ended: float = 0.0  # when its last turn was sampled
 
 
 class Conversations:
@@ -92,6 +102,8 @@ class Conversations:
     Args:
         episode: the episode, whose policy answers.
     """
+
+    obeys = False  #: whether the sampling parameters of requests count
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
@@ -107,11 +119,18 @@ class Conversations:
         Raises:
             Refused: the episode has no turn or token left, or the chat template refuses the messages.
         """
+        asked = time.perf_counter()
+        names = Counter(name for tool in question.tools or () for name in parameters_of([tool]))
+        if twice := [name for name, count in names.items() if count > 1]:
+            raise Refused(400, "invalid_request", f"tools: the tool '{twice[0]}' is declared twice.")
         begun, key, count = self._find(question)
         policy = self.episode.policy
         try:
+            if names:
+                self.episode.reader.note_tools()
             before = self._render(question, begun, count) if policy.turns_left > 0 else []
-            turn = await policy.sample(before, max_tokens=question.max_tokens, stop=question.stop)
+            drawn: Mapping[str, Any] = question.drawn if self.obeys else {}
+            turn = await policy.sample(before, max_tokens=question.max_tokens, stop=question.stop, **drawn)
         except (BadRow, DataError) as error:
             raise Refused(400, "messages_refused", f"The messages cannot be rendered: {error}") from error
         except LimitReached as error:
@@ -120,10 +139,12 @@ class Conversations:
             # statuses after which clients do not try again
             raise Refused(403 if no_turn else 400, code, f"The budget is used up: {error}.") from error
         answer = self._read(question, turn)
-        new = question.messages[count:] if begun.turns else ()
-        said = {"role": "assistant", "content": turn.text}
-        messages = (*begun.messages, *({name: m[name] for name in ("role", "content")} for m in new), said)
-        self._keep(begun, _digest(key, _identity(answer.message())), Branch((*begun.turns, turn), messages))
+        new = [self._plain(message) for message in question.messages[count:]] if begun.turns else []
+        if new:
+            new[0]["seconds"] = round(asked - begun.ended, 3)
+        messages, turns = (*begun.messages, *new, said(turn)), (*begun.turns, turn)
+        branch = Branch(turns, messages, time.perf_counter())
+        self._keep(begun, _digest(key, _identity(answer.message())), branch)
         return answer
 
     def others(self) -> list[Rollout]:
@@ -169,6 +190,10 @@ class Conversations:
         tool = self._calls.get(message.get("tool_call_id") or "")
         return {"name": tool, **message} if tool and message["role"] == "tool" else message
 
+    def _plain(self, message: Message) -> Message:
+        """Return a message for rewards and logs; the answer of a tool has the tool's name."""
+        return {name: value for name, value in self._named(message).items() if name in SHOWN}
+
     def _read(self, question: Question, turn: Turn) -> Answer:
         tokenizer, text = self.episode.tokenizer, turn.text
         ends = {*tokenizer.all_special_ids, *self.episode.policy.request.sampling.stop_token_ids}
@@ -187,13 +212,11 @@ class Conversations:
         elif calls:
             mark = CALLS_BEGIN.search(text)
             text = text[: mark.start()].strip() if mark else ""
+        first = self.episode.counts["tool_calls"] + 1
         self.episode.counts["tool_calls"] += len(calls)
-        named = []
-        for call in calls:
-            named.append(
-                (f"call{len(self._calls) + 1:05d}", call)
-            )  # Mistral's templates accept ids of nine letters
-            self._calls[named[-1][0]] = call.name
+        # Mistral's templates accept ids of nine letters
+        named = [(f"call{number:05d}", call) for number, call in enumerate(calls, first)]
+        self._calls |= {id: call.name for id, call in named}
         reason = "length" if turn.finish_reason != "stop" else "tool_calls" if calls else "stop"
         return Answer(turn, text, named, reason, stop)
 
@@ -205,6 +228,20 @@ class Conversations:
         if len(branch.turns) >= len(self._longest.turns):
             self._longest = branch
             self.episode.follow(branch.turns, branch.messages)
+
+
+class RecentConversations(Conversations):
+    """The conversations of a server that trains nothing and runs without end: those of the last ``KEPT`` turns."""
+
+    obeys = True
+
+    def _keep(self, begun: Branch, key: bytes, branch: Branch) -> None:
+        """Add a branch, and forget the oldest."""
+        self._branches[key] = branch
+        remembered: list[dict[Any, Any]] = [self._branches, self._calls]
+        for kept in remembered:
+            while len(kept) > KEPT:
+                del kept[next(iter(kept))]
 
 
 def _identity(message: Message) -> list[Any]:

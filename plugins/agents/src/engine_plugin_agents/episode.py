@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -56,13 +57,17 @@ class Episode:
         self.prompt: Prompt = policy.request.prompt  #: with the row's columns
         self.tokenizer: Any = policy.tokenizer  #: the policy's tokenizer
         self.token_ids: list[int] = list(self.prompt.token_ids)  #: the sequence so far
-        self.messages: list[dict[str, str]] = []  #: the same after the prompt, as text
+        self.messages: list[
+            dict[str, Any]
+        ] = []  #: the same after the prompt, as text, with what took how long
         self.counts: Counter[str] = Counter()  #: tool_calls, tool_errors, tool_timeouts
         self.branches: list[
             Rollout
         ] = []  #: further sequences, which are learned with the rewards of this one
         self._names = names
         self._turns: list[tuple[int, Turn]] = []  # position of its first token, and the turn
+        self._calls: list[dict[str, Any]] = []  # tool calls since the last message
+        self._spoke = time.perf_counter()  # when the last message ended
 
     @property
     def seed(self) -> int:
@@ -106,10 +111,11 @@ class Episode:
             )
         self.token_ids += turn.token_ids
         self._turns.append((start, turn))
-        self.messages.append({"role": "assistant", "content": turn.text})
+        self.messages.append(said(turn))
+        self._spoke = time.perf_counter()
         return turn
 
-    def follow(self, turns: Sequence[Turn], messages: Sequence[dict[str, str]]) -> None:
+    def follow(self, turns: Sequence[Turn], messages: Sequence[dict[str, Any]]) -> None:
         """Replace the sequence by another one that the policy sampled.
 
         Args:
@@ -165,10 +171,17 @@ class Episode:
         usable = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
         return tools if usable else None
 
-    def _extend(self, token_ids: Sequence[int], messages: Sequence[dict[str, str]]) -> None:
+    def _extend(self, token_ids: Sequence[int], messages: Sequence[dict[str, Any]]) -> None:
+        """Append tokens and messages; the first one gets the tool calls and the time since the message before."""
         if len(token_ids) > self.tokens_left:
             raise LimitReached(f"{len(token_ids)} tokens do not fit: {self.tokens_left} are left")
         self.token_ids += token_ids
+        if messages:
+            now = time.perf_counter()
+            messages[0]["seconds"] = round(now - self._spoke, 3)
+            if self._calls:
+                messages[0]["calls"] = self._calls
+            self._calls, self._spoke = [], now
         self.messages += messages
 
     async def call(
@@ -181,18 +194,31 @@ class Episode:
             arguments, named: the tool's arguments.
             seconds: time limit, after which the tool is abandoned; default: `environment.tool_timeout_seconds`.
         """
-        self.counts["tool_calls"] += 1
         limit = self.policy.limits.tool_seconds if seconds is None else seconds
+        begun, failure = time.perf_counter(), ""
         try:
             with timeline.span(f"tool {_name(tool)}", "episodes", f"#{self.policy.request.id}"):
                 answer = str(await limited(partial(tool, *arguments, **named), limit))
         except TimeoutError as error:
-            self.counts["tool_timeouts"] += 1
-            answer = f"error: {error}"
+            failure, answer = "timeout", f"error: {error}"
         except Exception as error:
-            self.counts["tool_errors"] += 1
-            answer = error_text(error)
+            failure, answer = "error", error_text(error)
+        self._called(getattr(getattr(tool, "func", tool), "__name__", "tool"), begun, failure)
         return as_answer(answer, self.policy.limits.tool_characters)
+
+    def _called(self, name: str, begun: float, failure: str = "") -> None:
+        """Count and note a tool call.
+
+        Args:
+            name: the tool.
+            begun: when, by ``time.perf_counter``.
+            failure: "", "error" or "timeout".
+        """
+        self.counts["tool_calls"] += 1
+        if failure:
+            self.counts[f"tool_{failure}s"] += 1
+        noted = {"name": name, "seconds": round(time.perf_counter() - begun, 3)}
+        self._calls.append(noted | ({"failure": failure} if failure else {}))
 
     def tool_calls(self, turn: Turn) -> list[ToolCall]:
         """Return the tool calls of a turn, read from its tokens in the form that `environment.tool_format` names."""
@@ -227,8 +253,7 @@ class Episode:
         elif not problem and tool is not None:
             problem = misfit(call, tool, parameters_of(self._tools).get(call.name, {}))
         if problem or tool is None:
-            self.counts["tool_calls"] += 1
-            self.counts["tool_errors"] += 1
+            self._called(call.name, time.perf_counter(), "error")
             return as_answer(f"error: {problem}", MESSAGE_CHARACTERS)
         bound = partial(tool, **call.arguments)  # bound here: names such as "seconds" are the tool's
         return await self.call(bound)
@@ -276,6 +301,11 @@ class Episode:
             extras={**extras, "turns": turns},
             branches=[*self.branches],
         )
+
+
+def said(turn: Turn) -> dict[str, Any]:
+    """Return a turn as a message, with the time in which it was sampled."""
+    return {"role": "assistant", "content": turn.text, "seconds": round(turn.seconds, 3)}
 
 
 def _blank(turns: Sequence[tuple[int, Turn]], length: int) -> dict[str, Any]:

@@ -20,15 +20,45 @@ SEPARATORS = re.compile(r"[\s,;\[\]]*")  # between the calls of a list
 NAMED = re.compile(r'[\s\[]*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:')
 FENCE = re.compile(r"```(?:json|tool_call)?[ \t]*\n")
 MISTRAL_CALL = re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]([^\[]*))?(?:\[ARGS\])?")
-VALUE_END = re.compile(r"\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))")
-PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)" + VALUE_END.pattern, re.DOTALL)
 HERMES_BEGIN = re.compile("<tool_call>|</think>")
-QWEN_BEGIN = re.compile(r"</think>|(?:<tool_call>\s*)?<function=([^>\n]{0,200})>|<tool_call>")
-QWEN_END = re.compile(r"\s*</function>")
+DEEPSEEK_FENCED = re.compile(r"([^\n]*)\n```json\n(.*?)\n?```\s*", re.DOTALL)
 PYTHON_NAMES = {"True": True, "False": False, "None": None}  # as templates write them
 NO_OBJECT = (ToolCall("", problem='the call must be an object with "name" and "arguments"'),)
-NO_FUNCTION = "the call must be <function=NAME><parameter=KEY>VALUE</parameter></function>"
+NO_SEPARATOR = (ToolCall("", problem="the call must have <｜tool▁sep｜> between its name and its arguments"),)
 _decode = JSONDecoder().raw_decode
+
+
+class _Tags:
+    """A form in which each argument has tags.
+
+    Args:
+        begin: matches the beginning of a call with its name, the beginning of one that cannot be read, or ``</think>``.
+        argument: matches a key and the beginning of its value.
+        value_end: matches the end of a value; one within the value is none.
+        end: matches the end of a call.
+        problem: how a call must be.
+    """
+
+    def __init__(self, begin: str, argument: str, value_end: str, end: str, problem: str) -> None:
+        self.begin, self.end, self.problem = re.compile(begin), re.compile(end), problem
+        self.value_end = re.compile(value_end)
+        self.argument = re.compile(rf"\s*{argument}(.*?){value_end}", re.DOTALL)
+
+
+QWEN = _Tags(
+    r"</think>|(?:<tool_call>\s*)?<function=([^>\n]{0,200})>|<tool_call>",
+    r"<parameter=([^>\n]+)>\n?",
+    r"\n?</parameter>(?=\s*(?:<parameter=|</function>|\Z))",
+    r"\s*</function>",
+    "the call must be <function=NAME><parameter=KEY>VALUE</parameter></function>",
+)
+GLM = _Tags(
+    r"</think>|<tool_call>\s*([^<{\n]{0,200})",
+    r"<arg_key>([^<\n]+)</arg_key>\s*<arg_value>",
+    r"</arg_value>(?=\s*(?:<arg_key>|</tool_call>|\Z))",
+    r"\s*</tool_call>",
+    "the call must be <tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>",
+)
 
 
 def hermes(text: str, schemas: Schemas) -> list[ToolCall]:
@@ -47,19 +77,22 @@ def hermes(text: str, schemas: Schemas) -> list[ToolCall]:
 
 def qwen3_coder(text: str, schemas: Schemas) -> list[ToolCall]:
     """Read ``<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>``: Qwen3-Coder, Qwen3.5."""
-    calls, at = list[ToolCall](), 0
-    # a search for the end of a parameter that has none, for each such parameter, would take quadratic time
-    last = max((end.end() for end in VALUE_END.finditer(text)), default=0)
-    while found := QWEN_BEGIN.search(text, at):
-        name, at, arguments = found[1] or "", found.end(), dict[str, Any]()
-        if found[0] == "</think>":
-            calls = []
-            continue
-        while at < last and (parameter := PARAMETER.match(text, at)):
-            at = parameter.end()
-            arguments[parameter[1]] = _typed(parameter[2], types_of(schemas.get(name, {}), parameter[1]))
-        closed = name and QWEN_END.match(text, at)
-        calls.append(ToolCall(name, arguments, problem="" if closed else NO_FUNCTION))
+    return _tagged(text, schemas, QWEN)
+
+
+def glm(text: str, schemas: Schemas) -> list[ToolCall]:
+    """Read ``<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>``: GLM-4.5 to 4.7."""
+    return _tagged(text, schemas, GLM)
+
+
+def deepseek_v3(text: str, schemas: Schemas) -> list[ToolCall]:
+    """Read calls of DeepSeek: V3 and R1 with a type, the name and a fenced block, V3.1 with the name and JSON."""
+    calls = list[ToolCall]()
+    for part in text.rpartition("</think>")[2].split("<｜tool▁call▁begin｜>")[1:]:
+        name, separator, arguments = part.partition("<｜tool▁call▁end｜>")[0].partition("<｜tool▁sep｜>")
+        if fenced := DEEPSEEK_FENCED.fullmatch(arguments):
+            name, arguments = fenced.groups()
+        calls += (_with_arguments(name.strip(), arguments),) if separator else NO_SEPARATOR
     return calls
 
 
@@ -101,6 +134,24 @@ def json(text: str, schemas: Schemas) -> list[ToolCall]:
             read, at = _objects(text, start)
             # an answer in JSON, such as {"name": "Ann", "age": 3}, is no call
             calls += [call for call in read if call.problem or call.arguments or call.name in schemas]
+    return calls
+
+
+def _tagged(text: str, schemas: Schemas, tags: _Tags) -> list[ToolCall]:
+    """Return the calls whose arguments have tags."""
+    calls, at = list[ToolCall](), 0
+    # a search for the end of a value that has none, for each such value, would take quadratic time
+    last = max((end.end() for end in tags.value_end.finditer(text)), default=0)
+    while found := tags.begin.search(text, at):
+        name, at, arguments = (found[1] or "").strip(), found.end(), dict[str, Any]()
+        if found[0] == "</think>":
+            calls = []  # calls in thoughts are no calls
+            continue
+        while at < last and (argument := tags.argument.match(text, at)):
+            at = argument.end()
+            arguments[argument[1]] = _typed(argument[2], types_of(schemas.get(name, {}), argument[1]))
+        closed = name and tags.end.match(text, at)
+        calls.append(ToolCall(name, arguments, problem="" if closed else tags.problem))
     return calls
 
 

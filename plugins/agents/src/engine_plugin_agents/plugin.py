@@ -1,4 +1,4 @@
-"""The plugin's registration: multi-turn episodes, environments, their tasks as data, and the forms of tool calls."""
+"""The plugin's registration: multi-turn episodes, environments, their tasks as data, forms of tool calls, commands."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from engine_core.hooks import hookimpl
-from engine_core.specs import DataSource, Environment, Options, Part
+from engine_core.specs import Command, DataSource, Environment, Options, Part
 from engine_plugin_agents.tables import ToolFormat
-from engine_plugin_agents.tool_options import Command, ToolsOptions
+from engine_plugin_agents.tool_options import Arguments, ToolsOptions
 from engine_plugin_agents.world_options import (
     GymnasiumOptions,
     GymnasiumRows,
@@ -20,14 +20,14 @@ from engine_plugin_agents.world_options import (
     VerifiersRows,
 )
 
-FORMATS = ("hermes", "qwen3_coder", "gpt_oss", "mistral", "llama3", "json")
+FORMATS = ("hermes", "qwen3_coder", "glm", "deepseek_v3", "gpt_oss", "mistral", "llama3", "json")
 """The tool formats, functions of ``formats``, in the order in which ``auto`` tries them."""
 
 
 class EndpointOptions(Options):
     """``[environment.endpoint]``: a command runs each episode through an endpoint of the OpenAI API."""
 
-    command: Annotated[Command, Field(min_length=1)]
+    command: Annotated[Arguments, Field(min_length=1)]
     """Program and arguments, started in an empty folder. ``{NAME}`` becomes the row's column, ``{prompt}`` its prompt. An argument that names a file in the run file's folder becomes its absolute path. The process finds the endpoint in ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY``, and the row as JSON in ``EPISODE_ROW``."""
     reward: Literal["none", "stdout"] = "none"
     """``stdout``: the last line that the command prints is the reward ``harness``, a number. ``none``: only `[[reward]]` judges."""
@@ -37,6 +37,12 @@ class EndpointOptions(Options):
 def engine_parts() -> Mapping[str, Part]:
     """Return the part ``episodes``."""
     return {"episodes": Part(load="engine_plugin_agents.runner:EnvironmentRunner")}
+
+
+@hookimpl
+def engine_commands() -> Mapping[str, Command]:
+    """Return ``serve`` and ``chat``."""
+    return {name: Command(load=f"engine_plugin_agents.serve_command:{name}") for name in ("serve", "chat")}
 
 
 @hookimpl

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +46,7 @@ class Turn:
     finish_reason: str  # "stop" (end token or stop string), "length", "abort"
     text: str  # decoded for reading, special tokens kept except the end of sequence; never encoded again
     extras: dict[str, Tensor] = field(default_factory=dict)  # [n], as in ``Rollout.extras``
+    seconds: float = 0.0  # from the request to the sampler until its answer
 
 
 class Policy:
@@ -59,14 +61,21 @@ class Policy:
 
     def __init__(self, request: Request, limits: Limits, ask: Ask, tokenizer: Any) -> None:
         self.request, self.limits, self.tokenizer = request, limits, tokenizer
-        self.turns: list[Turn] = []  # sampled so far
+        self.turns: MutableSequence[Turn] = []  # sampled so far
         self.asked = 0
         self._ask = ask
+        self._sampled_for = 0.0  # seconds
+        self._waiting, self._since = 0, 0.0  # turns that are being sampled, and since when
 
     @property
     def turns_left(self) -> int:
         """Number of turns that may still be sampled."""
         return self.limits.turns - self.asked
+
+    @property
+    def sampling_seconds(self) -> float:
+        """The time in which at least one turn was being sampled, or waited for the sampler."""
+        return self._sampled_for + (time.perf_counter() - self._since if self._waiting else 0.0)
 
     async def sample(
         self,
@@ -75,6 +84,7 @@ class Policy:
         max_tokens: int | None = None,
         stop: Sequence[str] | None = None,
         stop_token_ids: Sequence[int] | None = None,
+        **options: Any,
     ) -> Turn:
         """Sample a turn that continues ``token_ids``.
 
@@ -86,6 +96,7 @@ class Policy:
             max_tokens: maximum length of the turn; default and upper bound: `rollout.max_response_tokens`.
             stop: strings that end the turn and are kept in it; default: `rollout.stop`.
             stop_token_ids: tokens that end the turn; default: `rollout.stop_token_ids`.
+            options: other sampling options, for turns that are not learned.
 
         Raises:
             LimitReached: the episode has no turn or no token left; nothing was sampled.
@@ -100,7 +111,18 @@ class Policy:
             raise LimitReached(f"no {what} is left after {self.asked} turns and {len(token_ids)} tokens")
         self.asked += 1
         request = self._request(self.asked, list(token_ids), room, max_tokens, stop, stop_token_ids)
-        turn = self._turn(self.asked, request.prompt.token_ids, await self._ask(request))
+        if options:
+            request.sampling = dataclasses.replace(request.sampling, **options)
+        number, begun = self.asked, time.perf_counter()
+        self._since = self._since if self._waiting else begun
+        self._waiting += 1
+        try:
+            rollout = await self._ask(request)
+        finally:
+            self._waiting -= 1
+            if not self._waiting:
+                self._sampled_for += time.perf_counter() - self._since
+        turn = self._turn(number, request.prompt.token_ids, rollout, time.perf_counter() - begun)
         self.turns.append(turn)
         return turn
 
@@ -132,7 +154,7 @@ class Policy:
         prompt = Prompt(own.prompt.id, before, "")
         return Request(f"{own.id}:{number}", prompt, changed, own.group_id, own.index)
 
-    def _turn(self, number: int, before: list[int], rollout: Rollout) -> Turn:
+    def _turn(self, number: int, before: list[int], rollout: Rollout, seconds: float) -> Turn:
         start = len(before)
         tokens: list[int] = rollout.token_ids[start:].tolist()
         end = self.tokenizer.eos_token_id
@@ -146,6 +168,7 @@ class Policy:
             rollout.finish_reason,
             self.tokenizer.decode(shown, skip_special_tokens=False),
             {name: tensor[start:].clone() for name, tensor in rollout.extras.items()},
+            seconds,
         )
 
 

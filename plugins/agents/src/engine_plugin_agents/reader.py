@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -44,6 +45,7 @@ class CallReader:
         names = [*sorted(plugins.local_names("tool_formats")), *FORMATS] if name == AUTO else [name]
         # loaded here: the set of plugins must not change in the thread of episodes
         self._forms: dict[str, Parse] = {each: plugins.require("tool_formats", each) for each in names}
+        self._noted = False
         self._chat, tokenizer = chat, cast("Any", chat.tokenizer)
         self._special = {
             i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -60,6 +62,20 @@ class CallReader:
             tools: the JSON schemas that the prompt shows.
         """
         return self._read(self._parse, token_ids, parameters_of(tools))
+
+    def note_tools(self) -> None:
+        """Log a warning, once, if the chat template does not show the tools of requests."""
+        if self._noted:
+            return
+        function = {"name": PROBE.name, "description": "", "parameters": PROBE_SCHEMA}
+        question = [{"role": "user", "content": "a"}]
+        with_tools = self._chat.prompt(question, [{"type": "function", "function": function}])
+        if with_tools.text == self._chat.prompt(question).text:
+            log.warning(
+                "The chat template shows no tools: the policy does not see those of the harness's requests. Use a tokenizer "
+                "with tool support ('engine check-template FOLDER'), or describe the tools in the messages."
+            )
+        self._noted = True
 
     @functools.cached_property
     def _parse(self) -> Parse:
@@ -79,14 +95,14 @@ class CallReader:
     @functools.cached_property
     def _written(self) -> list[int]:
         """The tokens that the chat template writes for a call; empty if it writes none."""
-        function = {"name": PROBE.name, "arguments": PROBE.arguments}
-        call = {"id": PROBE.id, "type": "function", "function": function}
-        turn: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
-        try:
-            rendered = self._chat.conversation([{"role": "user", "content": "a"}, turn])
-        except (BadRow, DataError):
-            return []
-        return list(itertools.compress(rendered.token_ids, rendered.loss_mask))
+        for arguments in (PROBE.arguments, json.dumps(PROBE.arguments)):  # DeepSeek's templates take text
+            function = {"name": PROBE.name, "arguments": arguments}
+            call = {"id": PROBE.id, "type": "function", "function": function}
+            turn: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [call]}
+            with contextlib.suppress(BadRow, DataError):
+                rendered = self._chat.conversation([{"role": "user", "content": "a"}, turn])
+                return list(itertools.compress(rendered.token_ids, rendered.loss_mask))
+        return []
 
     def _read(self, parse: Parse, token_ids: Sequence[int], schemas: Mapping[str, Any]) -> list[ToolCall]:
         ids = list(token_ids)

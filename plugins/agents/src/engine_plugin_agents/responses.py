@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, PositiveInt, Tag, model_validator
 
+from engine_plugin_agents.chat_completions import Drawn
 from engine_plugin_agents.conversations import Answer, Message, Question
 
 
@@ -76,8 +77,8 @@ class FunctionTool(BaseModel):
         return {"type": "function", "function": function}
 
 
-class ResponsesRequest(BaseModel):
-    """A request. Fields that are not listed here, such as ``temperature`` or ``reasoning``, have no effect."""
+class ResponsesRequest(Drawn):
+    """A request. Fields that are not listed here, such as ``reasoning``, have no effect."""
 
     model: str = "policy"
     input: str | Annotated[list[Item], Field(min_length=1)]
@@ -114,7 +115,7 @@ class ResponsesRequest(BaseModel):
                 call = {"id": item.call_id, "type": "function", "function": function}
                 messages[-1].setdefault("tool_calls", []).append(call)
         tools = [tool.plain() for tool in self.tools or ()] or None
-        return Question(messages, tools, self.max_output_tokens)
+        return Question(messages, tools, self.max_output_tokens, drawn=self.drawn)
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """Return the body of the response."""

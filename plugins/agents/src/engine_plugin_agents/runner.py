@@ -7,7 +7,8 @@ import copy
 import inspect
 import logging
 from collections import Counter
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from engine_core.config.models import DataConfig
@@ -38,6 +39,11 @@ COUNTS = (
     "environment/tool_errors",
     "environment/tool_timeouts",
 )
+PHASES = {
+    "time/episode_sampling": "sampling",
+    "time/episode_tool": "tool",
+    "time/episode_waiting": "waiting",
+}
 ENDPOINT_COUNTS = ("environment/branches", "environment/reencoded_tokens")
 
 HELD_OUT = "0:"
@@ -93,6 +99,10 @@ class EnvironmentRunner:
         self.loop: LoopThread | None = None  # from the first session on
         self.clock: Clock | None = None  # of a sampler that does nothing else; None: that of the machine
         self._counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}  # by whether held out
+        self._seconds: dict[bool, list[Mapping[str, float]]] = {
+            False: [],
+            True: [],
+        }  # by phase of each episode
         self._last_failure = ""
         self._logged: set[str] = set()
 
@@ -166,8 +176,15 @@ class EnvironmentRunner:
         counts, self._counts[held_out] = self._counts[held_out], Counter()
         names = (*COUNTS, *(name for name in ENDPOINT_COUNTS if name.partition("/")[2] in counts))
         counted = {name: float(counts[name.partition("/")[2]]) for name in names}
-        turns = {"environment/turns": counts["turns"] / counts["episodes"]} if counts["episodes"] else {}
-        return turns | counted
+        seconds, self._seconds[held_out] = self._seconds[held_out], []
+        if seconds:
+            counted["environment/turns"] = counts["turns"] / len(seconds)
+            if not held_out:  # an evaluation is repeated exactly
+                counted |= {name: fmean(each[phase] for each in seconds) for name, phase in PHASES.items()}
+        if counts["tool_calls"]:
+            failed = counts["tool_errors"] + counts["tool_timeouts"]
+            counted["environment/tool_failure_share"] = failed / counts["tool_calls"]
+        return counted
 
     def close(self) -> None:
         """Close the environment, if it has ``close`` (on the loop, if asynchronous), and stop the loop."""
@@ -205,7 +222,7 @@ class EnvironmentRunner:
         request, rollout = end.request, end.rollout
         counts = self._counts[request.id.startswith(HELD_OUT)]
         counts.update(end.counts)
-        counts["episodes"] += 1
+        self._seconds[request.id.startswith(HELD_OUT)].append(end.seconds)
         counts["turns"] += int(rollout.extras["turns"].max())
         counts["truncated"] += end.limited
         rollout.request_id, rollout.group_id, rollout.index = request.id, request.group_id, request.index

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import secrets
+import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
@@ -123,9 +124,13 @@ class EndpointServer:
 
     consumes: HTTP requests; waits for: sampled turns; unblocked by: the episodes' sessions, clients that disconnect;
     produces: one response for each request.
+
+    Args:
+        listener: a bound socket; None: a free port of the loopback address.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, listener: socket.socket | None = None) -> None:
+        self._listener = listener
         self._sessions: dict[int, Session] = {}
         self._count = 0  # sessions so far
         self._runner: web.AppRunner | None = None
@@ -133,7 +138,7 @@ class EndpointServer:
         self.url = ""  #: the address, without a path
 
     async def start(self) -> None:
-        """Listen on a free port of the loopback address; a second call does nothing."""
+        """Start to listen; a second call does nothing."""
         async with self._starting:
             if self._runner is not None:
                 return
@@ -146,7 +151,8 @@ class EndpointServer:
                 app, access_log=None, handler_cancellation=True, shutdown_timeout=CLOSE_SECONDS
             )
             await self._runner.setup()
-            site = web.TCPSite(self._runner, "127.0.0.1", 0, backlog=BACKLOG)
+            listener = self._listener or bound()
+            site = web.SockSite(self._runner, listener, backlog=BACKLOG)
             await site.start()
             self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
@@ -230,6 +236,15 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         if status == 404:
             message = f"{request.path} is not served. The endpoint serves {', '.join((MODELS, *FORMS))}."
     return web.json_response(error_body(status, code, message), status=status)
+
+
+def bound(port: int = 0) -> socket.socket:
+    """Return a socket that is bound to a port of the loopback address; 0: a free one.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    return socket.create_server(("127.0.0.1", port), backlog=0)
 
 
 def _over() -> Refused:

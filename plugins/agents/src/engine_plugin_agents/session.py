@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import threading
+import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,6 +53,7 @@ class Finished:
     message: str = ""
     trace: str = ""
     limited: bool = False  # ended because no turn or token was left
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by phase: "sampling", "tool", "waiting"
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,14 +237,21 @@ class EpisodeSession:
         self._fresh = []
 
     async def _run(self, episode: Episode, cut: asyncio.Future[str]) -> None:
+        asked = time.perf_counter()
         async with self.game.slots or contextlib.nullcontext():
             id = episode.policy.request.id
             with timeline.span(id, "episodes", f"#{id}"):
-                await self._play(episode, cut)
+                await self._play(episode, cut, time.perf_counter() - asked)
 
-    async def _play(self, episode: Episode, cut: asyncio.Future[str]) -> None:
-        """Run an episode within its time limit and report its end."""
-        request = episode.policy.request
+    async def _play(self, episode: Episode, cut: asyncio.Future[str], waited: float) -> None:
+        """Run an episode within its time limit and report its end.
+
+        Args:
+            episode: the episode.
+            cut: resolved by a turn that timed out.
+            waited: seconds that the episode waited for `environment.max_concurrent`.
+        """
+        request, begun = episode.policy.request, time.perf_counter()
         self._playing += 1
         task = asyncio.ensure_future(calls.contained(partial(self.game.play, episode)))
         task.add_done_callback(lambda task: task.cancelled() or task.exception())  # not "never retrieved"
@@ -249,12 +259,16 @@ class EpisodeSession:
             await asyncio.wait({task, cut}, timeout=self.game.seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._playing -= 1
+            sampling = episode.policy.sampling_seconds
+            between = max(time.perf_counter() - begun - sampling, 0.0)
             in_time = task.done()
             task.cancel()  # a task that resists cancellation is abandoned
             episode.policy.close()
         try:
             late = cut.result() if cut.done() else f"not over after {self.game.seconds:g} s"
             finished = self._ending(episode, task) if in_time else _late(episode, late)
+            seconds = {"sampling": sampling, "tool": between, "waiting": waited}
+            finished = dataclasses.replace(finished, seconds=seconds)
             with self._lock:
                 if self._requests.get(request.id) is request:  # else it was dropped
                     self._ended.append(self.game.ended(finished))

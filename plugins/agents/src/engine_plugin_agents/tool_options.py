@@ -17,14 +17,14 @@ def _absolute_files(command: list[str], info: ValidationInfo) -> list[str]:
     return [str(folder / part) if (folder / part).is_file() else part for part in command]
 
 
-Command = Annotated[list[str], AfterValidator(_absolute_files)]
+Arguments = Annotated[list[str], AfterValidator(_absolute_files)]
 """A program and its arguments. An argument that names a file in the run file's folder becomes its absolute path."""
 
 
 class McpServer(Options):
     """``[environment.tools.mcp.NAME]``: an MCP server, one for all episodes of a run. Needs ``pip install 'engine-plugin-agents[mcp]'``."""
 
-    command: Command = []
+    command: Arguments = []
     """Program and arguments of a server that talks over stdin and stdout. An argument that names a file in the run file's folder becomes its absolute path."""
     url: str = ""
     """Address of a server that runs already (streamable HTTP), such as ``http://127.0.0.1:8000/mcp``."""

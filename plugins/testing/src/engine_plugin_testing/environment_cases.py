@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine_core.runs.rollout_files import read_rollouts, rollout_path
+from engine_core.types import sequences_of
 from engine_plugin_testing.contracts import contract, refused
 from engine_plugin_testing.trainer_cases import compare
 
@@ -51,6 +53,25 @@ def a_resumed_run_ends_like_one_that_was_not_stopped(bench: EnvironmentBench) ->
     whole = bench.train("whole", 4)
     bench.train("half", 2)
     compare(whole, bench.train("half", 4, resume=True), "The resumed run")
+
+
+@contract(catches=("a turn that is learned in two sequences",))
+def each_turn_is_learned_once(bench: EnvironmentBench) -> None:
+    """No sampled turn is learned in two sequences of an episode: its rollout and its branches.
+
+    Each branch learns a turn that the others do not, and shares the prompt, the group and the reward of its episode.
+    """
+    bench.train("sequences", 1, tracking__rollouts_every_steps=1)
+    for rollout in read_rollouts(rollout_path(bench.folder / "runs" / "sequences" / "rollouts", 1)):
+        learned: set[int] = set()
+        for sequence in sequences_of([rollout]):
+            at = f"sequence {sequence.request_id}"
+            turns = set(sequence.extras["turns"][sequence.loss_mask].tolist())
+            assert turns, f"{at} learns no turn."
+            assert not turns & learned, f"{at} learns turn {min(turns & learned)}, and so does another one."
+            learned |= turns
+            assert sequence.prompt.id == rollout.prompt.id, f"{at} has the prompt {sequence.prompt.id}."
+            assert sequence.reward == rollout.reward, f"{at} has another reward than its episode."
 
 
 @contract()

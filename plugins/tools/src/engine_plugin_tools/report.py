@@ -22,6 +22,7 @@ from engine_core.runs.logs import with_interval
 from engine_core.runs.tracking import RunFolder, read_rollouts
 from engine_plugin_tools.advice import advice
 from engine_plugin_tools.packages import require_package
+from engine_plugin_tools.transcripts import transcript
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,6 +41,7 @@ STYLE: Any = {
     "grid.alpha": 0.3,
     "legend.frameon": False,
 }
+OF_EPISODES = {f"time/episode_{phase}": phase for phase in ("sampling", "tool", "waiting")}
 PHASES = ("generate", "reward", "log_probs", "train", "sync")
 GENERATED, TRAINED = (f"throughput/{kind}_tokens_per_second" for kind in ("generated", "train"))
 HELD_OUT = "Held-out scores, 95% intervals"
@@ -54,6 +56,9 @@ PANELS = {
     "Response length, tokens": {"response_length/mean": "mean", "response_length/max": "longest"},
     "Entropy, nats per token": {"actor/entropy": "entropy"},
     "Gradient norm": {"actor/grad_norm": "before clipping"},
+    "Seconds of an episode, by phase": OF_EPISODES,
+    "Turns of an episode": {"environment/turns": "mean"},
+    "Share of failed tool calls": {"environment/tool_failure_share": "failed"},
     "Tokens per second": {GENERATED: "generated", TRAINED: "trained"},
 }
 LOGARITHMIC = ("Mismatch of log-probs", "KL to the reference")
@@ -90,6 +95,7 @@ def write_report(run_path: Path | str) -> Path:
         headline=_headline(metrics),
         curves=_svg(figure),
         samples=_samples(run),
+        transcript=transcript,
         config=(run.path / "config.resolved.toml").read_text(encoding="utf-8"),
     )
     target = run.path / "report.html"

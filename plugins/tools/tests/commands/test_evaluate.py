@@ -11,8 +11,9 @@ import hub_folders
 import pytest
 
 from engine_core.config import ModelConfig
+from engine_core.data.tokenizer import end_tokens
 from engine_core.runs.rollout_files import read_rollouts
-from engine_plugin_tools.commands.evaluate import end_tokens, print_metrics
+from engine_plugin_tools.commands.evaluate import print_metrics
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 GSM8K = """\

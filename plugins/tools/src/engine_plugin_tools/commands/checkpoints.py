@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine_core.errors import DataError
-from engine_core.runs.checkpoint import Checkpoints, problems
+from engine_core.runs.checkpoint import Checkpoints
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,17 +24,4 @@ def checkpoint_of(folder: RunFolder, step: int | None) -> Path:
     Raises:
         DataError: the run has no usable checkpoint of this step.
     """
-    checkpoints = Checkpoints(folder.checkpoints)
-    if step is None:
-        return checkpoints.latest()
-    path, known = checkpoints.path(step), checkpoints.steps()
-    if step not in known:
-        listed = ", ".join(map(str, known)) or "none"
-        raise DataError(
-            f"--step {step}: {folder.path.name} has no checkpoint of that step. It has: {listed}."
-        )
-    if found := problems(path):
-        raise DataError(
-            f"--step {step}: checkpoint {path} is not usable: {found[0]}. Choose another of {known}."
-        )
-    return path
+    return Checkpoints(folder.checkpoints).chosen(step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -17,6 +16,7 @@ from engine_core.cli.options import AllowCode, Json, Sets
 from engine_core.cli.output import check_new, print_json, print_table
 from engine_core.config.read import key_text, read_config
 from engine_core.data import load_tokenizer
+from engine_core.data.tokenizer import end_tokens
 from engine_core.errors import ConfigError
 from engine_core.runs.logs import half_width, with_interval
 from engine_core.runs.tracking import RunFolder
@@ -24,9 +24,7 @@ from engine_plugin_tools.commands.checkpoints import Step, checkpoint_of
 from engine_plugin_tools.suites import SUITES, Suite, chosen_suites, described, run_settings
 
 if TYPE_CHECKING:
-    from engine_core.config import EngineConfig, ModelConfig
-
-log = logging.getLogger("engine")
+    from engine_core.config import EngineConfig
 
 PROTOCOL_TABLES = ("data.", "eval.", "reward.")
 """Tables of a run file that define what a suite measures; their keys in ``--set`` are changes of the suite."""
@@ -186,21 +184,6 @@ def no_length_limit(files: Sequence[str], allow_code: bool) -> dict[str, None]:
     tables = rollout.items() if isinstance(rollout, dict) else ()
     held = [name for name, table in tables if isinstance(table, dict) and "max_model_len" in table]
     return {key_text(("rollout", name, "max_model_len")): None for name in held}
-
-
-def end_tokens(model: ModelConfig) -> tuple[int, ...]:
-    """Return the ids with which a model ends a response, from its ``generation_config.json``; empty without such a file.
-
-    Samplers end a response at the tokenizer's end of sequence alone, and some chat models end a turn with another token.
-    """
-    from transformers import GenerationConfig
-
-    try:
-        ends = GenerationConfig.from_pretrained(model.path).eos_token_id
-    except OSError as error:
-        log.info("Only the tokenizer's end token ends a response: %s", str(error).strip().split("\n")[0])
-        return ()
-    return tuple(ends) if isinstance(ends, list) else () if ends is None else (ends,)
 
 
 def result(

@@ -18,6 +18,7 @@ from engine_core.redaction import harmless
 from engine_core.runs.checkpoint import Checkpoints
 from engine_core.runs.tracking import RunFolder, read_rollouts
 from engine_core.types import sequences_of
+from engine_plugin_tools.transcripts import transcript
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -136,20 +137,23 @@ def _text(rollout: Rollout) -> str:
     dropped = "" if rollout.valid else ", dropped"
     failed = f", episode failed ({rollout.failure})" if rollout.failure else ""
     return (
-        f"--- {rollout.prompt.id} #{rollout.index}: reward {rollout.reward:g} ({parts}){dropped}{failed}\n{rollout.prompt.text}\n"
+        f"--- {rollout.prompt.id} #{rollout.index}{_branch(rollout)}: reward {rollout.reward:g} ({parts}){dropped}{failed}\n{rollout.prompt.text}\n"
         f"{_response(rollout)}  [{rollout.finish_reason}, {rollout.response_length} tokens{_turns(rollout)}]"
     )
 
 
 def _response(rollout: Rollout) -> str:
-    """Return the policy's messages after ``>>>``, the others after ``<<<`` and their role."""
-    if not rollout.messages:
-        return f">>> {rollout.text}"
+    """Return the policy's messages after ``>>>``, the others after ``<<<`` and their role, each with its note."""
     lines = []
-    for message in rollout.messages:
-        role, text = message["role"], message["content"]
-        lines.append(f">>> {text}" if role == "assistant" else f"<<< {role}: {text}")
+    for entry in transcript(rollout):
+        begin = ">>>" if entry.role == "assistant" else f"<<< {entry.role}:"
+        lines.append(f"{begin} {entry.text}" + (f"  [{entry.note}]" if entry.note else ""))
     return "\n".join(lines)
+
+
+def _branch(rollout: Rollout) -> str:
+    number = rollout.request_id.partition("/")[2]
+    return f" branch {number}" if number else ""
 
 
 def _turns(rollout: Rollout) -> str:
@@ -191,12 +195,17 @@ def _evaluation_files(folder: RunFolder, step: int | None) -> list[Path]:
 
 def _plain(rollout: Rollout) -> dict[str, Any]:
     return {
+        "request_id": rollout.request_id,
         "prompt_id": rollout.prompt.id,
         "group_id": rollout.group_id,
         "index": rollout.index,
         "prompt": rollout.prompt.text,
         "response": rollout.text,
-        "messages": rollout.messages,
+        "messages": [
+            {"role": entry.role, "content": entry.text, **entry.facts}
+            for entry in transcript(rollout)
+            if rollout.messages
+        ],
         "finish_reason": rollout.finish_reason,
         "response_tokens": rollout.response_length,
         "reward": rollout.reward,
