@@ -4,7 +4,8 @@ The state before step N is the newest good checkpoint of an earlier step, or the
 between are replayed from their own rollouts, so that on the same machine with unchanged settings the numbers of step N
 equal the recorded ones.
 
-Left out on purpose: sampling again. A replay learns from the rollouts that were written.
+A replay learns from the rollouts that were written. It samples and scores its prompts again if asked to, to compare samplers
+and rewards; the checkpoint must then be that of step N - 1, whose place in the data it has.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from engine_core.runs.tracking import RunFolder
     from engine_core.train.run import TrainingRun
+    from engine_core.types import Rollout
 
 log = logging.getLogger("engine")
 
@@ -80,11 +82,13 @@ class Replayed:
         start: the state before.
         metrics: the metrics of the replayed step.
         recorded: the line of the step in the run's ``metrics.jsonl``; empty if the run did not finish the step.
+        samples: the rollouts of a replay that samples.
     """
 
     start: Start
     metrics: Mapping[str, float]
     recorded: Mapping[str, Any]
+    samples: Sequence[Rollout] = ()
 
     def rows(self) -> list[tuple[str, float | None, float]]:
         """Return name, recorded value and present value of each metric, without times and memory."""
@@ -116,7 +120,12 @@ def find_start(run: TrainingRun, folder: RunFolder, step: int) -> Start:
 
 
 def replay(
-    run: TrainingRun, folder: RunFolder, step: int, start: Start, weights: Path | None = None
+    run: TrainingRun,
+    folder: RunFolder,
+    step: int,
+    start: Start,
+    weights: Path | None = None,
+    sample: bool = False,
 ) -> Replayed:
     """Replay a step.
 
@@ -126,18 +135,27 @@ def replay(
         step: the step to replay, from 1.
         start: the result of ``find_start`` for these.
         weights: a folder that gets the actor's weights before and after the step, in ``before`` and ``after``.
+        sample: sample and score the prompts of the step again.
 
     Raises:
+        DataError: a replay should sample, and there is no checkpoint of the step before.
         ConfigError: a changed setting does not fit the checkpoint.
         TrainingFailed: the step fails, as it may have in the run.
     """
+    if sample and (start.again or start.left_out):
+        raise DataError(
+            f"--step {step}: sampler and rewards can be compared in a step after a checkpoint. Choose step {start.step + 1}."
+        )
     found = Resume.at(start.checkpoint) if start.checkpoint else None
     if found:
         found.compare(run.config, run.plugins)
     run.setup(training=True, resume=found)
     if found:
         run.restore(found)
-    if run.samples:
+    samples: list[Rollout] = []
+    if sample:
+        _keep_samples(run, samples)
+    elif run.samples:
         run.recorded = folder.rollouts_dir  # type: ignore[attr-defined]
     metrics: dict[str, float] = {}
     for number in (*start.again, step):
@@ -150,7 +168,33 @@ def replay(
         run.step_done = number
     if weights:
         run.export(weights / "after")
-    return Replayed(start=start, metrics=metrics, recorded=folder.metrics_of(step))
+    return Replayed(start=start, metrics=metrics, recorded=folder.metrics_of(step), samples=samples)
+
+
+def _keep_samples(run: Any, samples: list[Rollout]) -> None:
+    """Let the run add the rollouts of its steps to ``samples``."""
+    draw = run.rollouts
+
+    def rollouts(step: int) -> tuple[list[Rollout], dict[str, float]]:
+        drawn: tuple[list[Rollout], dict[str, float]] = draw(step)
+        samples.extend(drawn[0])
+        return drawn
+
+    run.rollouts = rollouts
+
+
+def differing_samples(first: Sequence[Rollout], second: Sequence[Rollout]) -> str:
+    """Return a sentence on the responses of two replays that differ; "" if all tokens are equal."""
+    others = {rollout.request_id: rollout.token_ids.tolist() for rollout in second}
+    for count, rollout in enumerate(first):
+        ids, other = rollout.token_ids.tolist(), others.get(rollout.request_id, [])
+        if ids == other:
+            continue
+        differing = sum(each.token_ids.tolist() != others.get(each.request_id) for each in first[count:])
+        at = next((i for i, pair in enumerate(zip(ids, other, strict=False)) if pair[0] != pair[1]), len(ids))
+        where = f"{rollout.request_id} from its token {at - rollout.prompt_length} on"
+        return f"The first part that differs: samples ({differing} of {len(first)} responses; {where})."
+    return ""
 
 
 def check_step(step: int, folder: RunFolder) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 
@@ -76,6 +77,22 @@ def test_the_swapped_part_is_named_as_the_first_that_differs(run):
     for setting, part in SWAPS.items():
         out = run(setting)
         assert f"The first part that differs: {part} (" in out, (setting, out)
+
+
+def test_a_swap_of_sampler_or_reward_samples_the_step_again(run):
+    assert "The first part that differs: samples (" in run("rollout.temperature=0.5")
+    assert "The first part that differs: rewards (" in run("reward.python.weight=0.5")
+    assert "first part" not in run("rollout.hf.batch_size=16")
+
+
+def test_sampling_again_needs_the_checkpoint_of_the_step_before(engine, run, tmp_path):
+    shutil.rmtree(tmp_path / "runs/first/checkpoints/step_00000001")
+    answer = engine("replay", "first", "--step", "2", "--swap", "rollout.temperature=0.5")
+    assert answer.code == 4
+    assert (
+        "--step 2: sampler and rewards can be compared in a step after a checkpoint. Choose step 1."
+        in answer.err
+    )
 
 
 def test_another_backend_and_another_attention_differ_by_rounding_alone(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import tempfile
 from contextlib import closing
@@ -25,6 +26,10 @@ if TYPE_CHECKING:
     from engine_plugin_tools.replaying import Replayed
 
 
+SAMPLED = ("rollout.", "reward.", "environment.")
+"""Keys whose swap shows only if the step is sampled again."""
+
+
 def replay(
     run: Run,
     step: Annotated[int, typer.Option("--step", min=1, metavar="N", help="The step that is done again.")],
@@ -44,25 +49,29 @@ def replay(
     It starts from the newest checkpoint of an earlier step, or from the model, and learns the steps between
     from their rollouts first. With unchanged settings on the same machine the numbers are equal. Nothing is
     sampled, and nothing is written into RUN. With --swap, the step is replayed twice on this machine; the
-    updates of the weights are compared by layer.
+    updates of the weights are compared by layer. A swap of [rollout], [[reward]] or [environment] samples and
+    scores the step's prompts again.
 
     Example: engine replay latest --step 12 --swap actor.backend=fsdp
     """
     from engine_plugin_tools.layer_updates import compare_updates
-    from engine_plugin_tools.replaying import Replayed, check_step, first_difference
+    from engine_plugin_tools.replaying import check_step, differing_samples, first_difference
 
     folder = RunFolder.open(run)
     check_step(step, folder)
     config = read_run(folder, sets)
     layers: list[LayerUpdate] = []
+    samples = ""
     if swaps:
         swapped = read_run(folder, [*(sets or []), *swaps])
         with tempfile.TemporaryDirectory() as name:
             first, second = Path(name, "first"), Path(name, "second")
-            before, _ = _again(folder, config, step, as_json, first)
-            done, updates = _again(folder, swapped, step, as_json, second)
+            sample = any(swap.startswith(SAMPLED) for swap in swaps)
+            before, _ = _again(folder, config, step, as_json, first, sample)
+            done, updates = _again(folder, swapped, step, as_json, second, sample)
             layers = compare_updates(first, second)
-        done = Replayed(start=done.start, metrics=done.metrics, recorded=before.metrics)
+        samples = differing_samples(before.samples, done.samples)
+        done = dataclasses.replace(done, recorded=before.metrics)
     else:
         swapped = config
         done, updates = _again(folder, config, step, as_json)
@@ -77,7 +86,7 @@ def replay(
     if layers:
         _print_layers(layers, done)
     pairs = {name: (then, now) for name, then, now in done.rows() if then is not None}
-    said, where = first_difference(pairs, updates), _where(layers)
+    said, where = samples or first_difference(pairs, updates), _where(layers)
     if where and not said:
         said = "The first part that differs: update (its metrics are equal)."
     print("\n".join(line for line in (said, where) if line))
@@ -93,7 +102,12 @@ def _print_layers(layers: Sequence[LayerUpdate], done: Replayed) -> None:
 
 
 def _again(
-    folder: RunFolder, config: EngineConfig, step: int, quiet: bool, weights: Path | None = None
+    folder: RunFolder,
+    config: EngineConfig,
+    step: int,
+    quiet: bool,
+    weights: Path | None = None,
+    sample: bool = False,
 ) -> tuple[Replayed, int]:
     """Return the replayed step and the optimizer steps of a step; say from which state it starts."""
     from engine_plugin_tools.replaying import find_start, replay
@@ -101,7 +115,7 @@ def _again(
     with closing(trainer_of(config)) as trainer:
         start = find_start(trainer, folder, step)
         print(f"step {step} of {folder.path}, {start}", file=sys.stderr if quiet else sys.stdout, flush=True)
-        return replay(trainer, folder, step, start, weights), trainer.optimizer_steps_per_step
+        return replay(trainer, folder, step, start, weights, sample), trainer.optimizer_steps_per_step
 
 
 def _where(layers: Sequence[LayerUpdate]) -> str:
