@@ -144,7 +144,7 @@ def test_a_role_that_is_not_trained_or_not_loaded_is_not_exported(make, tmp_path
     run = make({"run.steps": 1, "algorithm.kl_coef": 0.1})
     run.train()
     latest = Checkpoints(run.folder.checkpoints).latest()
-    with pytest.raises(ConfigError, match=r"--role: .* has no role 'ref'. It has: actor, critic."):
+    with pytest.raises(ConfigError, match=r"--role: step_\d+ holds no model 'ref'"):
         write_model(tmp_path / "out", latest, run.config, adapter=False, role="ref")
     again = make()
     again.load_checkpoint(latest)

@@ -27,7 +27,7 @@ def names_in(path):
 def test_an_option_is_named_by_its_declaration_the_samplers_the_kit_and_protocols_alone():
     """What a new option needs is what ``top_p`` needs; that a file of each sampler reads it is its implementation.
 
-    A published protocol of evaluation sets it to a value.
+    A published protocol, of evaluation or of requests, names it too.
     """
     roots = [CORE, *CORE.parent.glob("plugins/*/src")]
     files = [path for root in roots for path in root.rglob("*.py")]
@@ -35,6 +35,7 @@ def test_an_option_is_named_by_its_declaration_the_samplers_the_kit_and_protocol
     naming = {path.relative_to(CORE.parent).as_posix() for path in files if "top_p" in names_in(path)}
     assert naming == {
         "engine_core/tables.py",
+        "plugins/agents/src/engine_plugin_agents/chat_completions.py",
         "plugins/hf_rollout/src/engine_plugin_hf_rollout/distribution.py",
         "plugins/testing/src/engine_plugin_testing/rollout_cuts.py",
         "plugins/tools/src/engine_plugin_tools/suites.py",

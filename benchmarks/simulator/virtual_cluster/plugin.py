@@ -9,7 +9,7 @@ HERE = "virtual_cluster"
 
 
 class ToolsOptions(Options):
-    """``[environment.tools]``."""
+    """``[environment.slow_tools]``."""
 
     turns: int
     """Turns of an episode."""
@@ -25,7 +25,7 @@ class ToolsOptions(Options):
 def engine_environments() -> Mapping[str, Environment]:
     """Offer episodes with tools that take virtual time."""
     return {
-        "tools": Environment(
+        "slow_tools": Environment(
             load=f"{HERE}.episodes:tools", config=ToolsOptions, rewards=frozenset({"played"})
         )
     }

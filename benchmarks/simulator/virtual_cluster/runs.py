@@ -267,7 +267,12 @@ def _settings(setting: Setting, mode: Mode, steps: int, folder: str) -> dict[str
     }
     if setting.tools:
         hour = {"timeout_seconds": 3600.0, "tool_timeout_seconds": 3600.0}
-        tools = {"name": "tools", "max_turns": setting.tools["turns"], "tools": dict(setting.tools), **hour}
+        tools = {
+            "name": "slow_tools",
+            "max_turns": setting.tools["turns"],
+            "slow_tools": dict(setting.tools),
+            **hour,
+        }
         found["environment"] = tools
     if mode.staleness:
         found |= {"trainer": "async", "async.max_staleness": mode.staleness}

@@ -21,7 +21,7 @@ def smi(tmp_path, monkeypatch):
 
     def install(*names):
         tool = tmp_path / "nvidia-smi"
-        lines = "\n".join(names)
+        lines = "\n".join(f"81559, {name}" for name in names)
         tool.write_text(f"#!/bin/sh\ncat <<'END'\n{lines}\nEND\n")
         tool.chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path), prepend=":")

@@ -130,6 +130,8 @@ def _compared(run: TrainingRun, steps: Sequence[Mapping[str, Any]]) -> str:
     pairs["step"] = planned.seconds, measured["step"]
     said = [f"{name} {a:.3g}, {b:.3g}" for name, (a, b) in pairs.items() if a is not None and b is not None]
     text = f"Planned and measured seconds of a step, medians of {len(steps)}: {'; '.join(said)}."
+    if planned.floor:
+        text += f" The floor of a step is {planned.floor:.3g} s, {planned.floor / measured['step']:.0%} of the measured seconds."
     if peaks:
         most = max(plan.peak for plan in plans) / GIB
         text += f" Peak memory of a device: planned {most:.1f} GiB, measured {max(peaks):.1f} GiB by torch."

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from typing import TYPE_CHECKING
 
 from engine_core.model_config import load_hf_config
 from engine_plugin_tools.bench.shapes import Cost, flops_of
+from engine_plugin_tools.devices import installed_devices
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,16 +15,8 @@ if TYPE_CHECKING:
 
 
 def device_rate() -> float | None:
-    """Return the dense bf16 operations a second of the slowest GPU here; None without one, or if the table lacks one.
-
-    The driver's tool gives the names, because torch would start a CUDA context in the controller.
-    """
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    words = [tool, "--query-gpu=name", "--format=csv,noheader"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
-    rates = [flops_of(name) for name in done.stdout.splitlines()]
+    """Return the dense bf16 operations a second of the slowest GPU here; None without one, or if the table lacks one."""
+    rates = [flops_of(device.name) for device in installed_devices()]
     return min((rate for rate in rates if rate), default=None) if all(rates) else None
 
 

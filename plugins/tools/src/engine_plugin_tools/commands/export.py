@@ -12,10 +12,8 @@ from engine_core.cli.loading import placing, read_run
 from engine_core.cli.options import Run, Sets
 from engine_core.cli.output import check_new
 from engine_core.config.assemble import plugins_for
-from engine_core.contracts.runtime import Role
-from engine_core.errors import ConfigError
+from engine_core.errors import ConfigError, did_you_mean
 from engine_core.runs.tracking import RunFolder
-from engine_core.train.checkpointing import Resume
 from engine_plugin_tools.commands.checkpoints import Step, checkpoint_of
 
 if TYPE_CHECKING:
@@ -54,6 +52,21 @@ def export(
     print(out)
 
 
+def exported_role(checkpoint: Path, config: EngineConfig, adapter: bool, role: str) -> str:
+    """Return the role of a checkpoint that is written: ``actor`` is the learned model also where its role has another name.
+
+    Raises:
+        ConfigError: the checkpoint does not hold the role, or its adapter is wanted and it has none.
+    """
+    known = sorted(folder.name for folder in checkpoint.iterdir() if folder.is_dir())
+    role = known[0] if role == "actor" and len(known) == 1 else role
+    if role not in known:
+        raise ConfigError(f"--role: {checkpoint.name} holds no model '{role}'.{did_you_mean(role, known)}")
+    if adapter and config.role(role).lora is None:
+        raise ConfigError(f"--adapter: the run has no [{role}.lora]: it trained the whole model.")
+    return role
+
+
 def write_model(out: Path, checkpoint: Path, config: EngineConfig, adapter: bool, role: str) -> int:
     """Write the model of a checkpoint into a new folder; return the checkpoint's step.
 
@@ -67,16 +80,14 @@ def write_model(out: Path, checkpoint: Path, config: EngineConfig, adapter: bool
         role: the trained role.
 
     Raises:
-        ConfigError: the checkpoint has no such role, or the role has no adapter.
+        ConfigError: see ``exported_role``.
     """
+    from engine_core.contracts.runtime import Role
     from engine_core.data.tokenizer import load_tokenizer
-    from engine_core.train.models import export_options
+    from engine_core.train.checkpointing import Resume
 
     plugins, found = plugins_for(config), Resume.at(checkpoint)
-    known = sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
-    if role not in known:
-        raise ConfigError(f"--role: {checkpoint} has no role '{role}'. It has: {', '.join(known)}.")
-    what = export_options(config, role, adapter)
+    role = exported_role(checkpoint, config, adapter, role)
     with placing(config):
         tokenizer = load_tokenizer(config.model)
         runtime = plugins.resolve("runtimes", config.runtime.backend)(
@@ -85,6 +96,6 @@ def write_model(out: Path, checkpoint: Path, config: EngineConfig, adapter: bool
         with closing(runtime):
             group = runtime.start({role: Role("train", trainable=False)}, 0)[role]
             group.call("load", folder=checkpoint / role).result()
-            group.call("export", folder=out, **what).result()
+            group.call("export", folder=out, **({"adapter": True} if adapter else {})).result()
     tokenizer.save_pretrained(out)
     return int(found.state["step"])

@@ -15,11 +15,11 @@ import typer
 from engine_core.cli.loading import read_run
 from engine_core.cli.options import Sets
 from engine_core.cli.output import print_table
-from engine_core.errors import ConfigError, EnvironmentProblem, did_you_mean
+from engine_core.errors import ConfigError, EnvironmentProblem
 from engine_core.runs.tracking import RunFolder
 from engine_core.temporary_folder import TemporaryFolder
 from engine_plugin_tools.commands.checkpoints import Step, checkpoint_of
-from engine_plugin_tools.commands.export import write_model
+from engine_plugin_tools.commands.export import exported_role, write_model
 from engine_plugin_tools.hub import CARD, Target
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def push(
     else:
         run = RunFolder.open(source)
         checkpoint, config = checkpoint_of(run, step), read_run(run, sets)
-        _check_exportable(checkpoint, config, adapter, role)
+        exported_role(checkpoint, config, adapter, role)
         fill = partial(_export, run, checkpoint, config, adapter, role, name, dry_run)
     if not dry_run:
         target.prepare()
@@ -123,15 +123,6 @@ def _export(
         fetch_base_card(config, role)
     write_card(folder, run, config, step, adapter, role, name)
     return f"Upload {run.path.name}, step {step}"
-
-
-def _check_exportable(checkpoint: Path, config: EngineConfig, adapter: bool, role: str) -> None:
-    """Raise ``ConfigError`` if the checkpoint does not hold the role, or its adapter is wanted and it has none."""
-    if not (checkpoint / role).is_dir():
-        known = [folder.name for folder in checkpoint.iterdir() if folder.is_dir()]
-        raise ConfigError(f"--role: {checkpoint.name} holds no model '{role}'.{did_you_mean(role, known)}")
-    if adapter and config.role(role).lora is None:
-        raise ConfigError(f"--adapter: the run has no [{role}.lora]: it trained the whole model.")
 
 
 def _refuse_options(source: str, given: dict[str, object]) -> None:
