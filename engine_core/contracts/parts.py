@@ -138,7 +138,7 @@ class RewardWorkers(Protocol):
 
 
 class TimelineWriter(Protocol):
-    """The writer of the controller's spans (``engine_core.timeline``); built with the run folder's path and the config."""
+    """The writer of the controller's spans (``engine_core.timeline``); built with the run folder's path and the trainer."""
 
     def write(self, processes: Mapping[str, int], metrics: Mapping[str, float]) -> dict[str, float]:
         """Write the spans since the last call; return metrics of them.

@@ -157,7 +157,7 @@ def start(run: TrainingRun, resume: Resume | None, attempt: ExitStack) -> Loop:
         run.plugins.require("parts", "profiler")
     writer = None
     if run.plugins.offered("parts", "timeline"):
-        writer = run.plugins.resolve("parts", "timeline")(folder.path, run.config)
+        writer = run.plugins.resolve("parts", "timeline")(folder.path, run)
         attempt.callback(writer.close)
     run.setup(training=True, resume=resume)
     point = None

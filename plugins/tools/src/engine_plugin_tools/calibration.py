@@ -9,7 +9,6 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,8 @@ from pydantic import PositiveFloat, TypeAdapter, ValidationError
 
 from engine_core.errors import DataError, EnvironmentProblem
 from engine_core.runs.folders import replace_text
-from engine_plugin_tools.devices import CPU, GIB, find_devices, installed_devices
+from engine_plugin_tools.devices import CPU, GIB
+from engine_plugin_tools.floors import device_of
 from engine_plugin_tools.time_plan import StepPlan, measured_lengths, median, plan_step, plans_of
 
 if TYPE_CHECKING:
@@ -115,10 +115,9 @@ def plan_check(run: TrainingRun, lines: Sequence[Mapping[str, Any]]) -> None:
 def _compared(run: TrainingRun, steps: Sequence[Mapping[str, Any]]) -> str:
     """Return the comparison as text; empty without a plan."""
     peaks = [value for line in steps for name, value in line.items() if name.endswith("/peak_gib") and value]
-    if run.builds_model or not run.trained_roles or (peaks and not installed_devices()):
+    device = device_of(run, bool(peaks))
+    if device is None:
         return ""
-    device = find_devices(None if peaks else CPU.name, None)
-    device = replace(device, count=run.groups[run.trained_roles[0]].world_size)
     ratios = read_ratios(device.limits.name) if device.limits else {}
     if device.limits is CPU and not ratios:
         return ""

@@ -290,10 +290,9 @@ def _passes(trainer: Any, plan: MemoryPlan, name: str, limits: Limits, lengths: 
     """
     config: EngineConfig = trainer.config
     table, need, cost = config.role(name), plan.needs[name], _cost(config, name)
-    speed = need.speed if need else None
-    if not isinstance(speed, PassSpeed) or cost is None:
-        return Phase(None, None, f"{name}: {table.backend} with these options has no measured speed")
-    both, again = times == BOTH, 1 + (speed.repeated / 3 if times == BOTH else 0)
+    speed, both = need.speed if need else None, times == BOTH
+    if cost is None:
+        return Phase(None, None, f"{name}: the operations of this model are not known")
     epochs = config.algorithm.epochs if both and hasattr(trainer, RL) else 1
     updates = trainer.optimizer_steps_per_step if both else 1
     tokens = epochs * lengths.tokens / plan.ranks
@@ -302,11 +301,14 @@ def _passes(trainer: Any, plan: MemoryPlan, name: str, limits: Limits, lengths: 
     weights = 2 if both and table.lora is not None else times  # frozen weights get no gradient
     body = 2 * weights * cost.body * tokens
     attention = 2 * times * cost.attention * epochs * lengths.seen / plan.ranks
+    floor = (body + 2 * weights * head + attention) / limits.flops
+    if not isinstance(speed, PassSpeed):
+        return Phase(floor, None, f"{name}: {table.backend} with these options has no measured speed")
+    again = 1 + (speed.repeated / 3 if both else 0)
     seconds = (body * again + 2 * weights * head) / limits.flops / speed.products
     seconds += attention * again / limits.flops / speed.attention
     seconds += tokens * cost.streams * speed.traffic * again * times / BOTH / limits.bandwidth
     seconds += updates * cost.layers * speed.layer * times / BOTH
-    floor = (body + 2 * weights * head + attention) / limits.flops
     says = f"{name}: {tokens:,.0f} tokens a device, {floor / seconds:.0%} of the device's rate"
     says += f", {speed.repeated:.0%} of the layers recomputed" if both and speed.repeated else ""
     micro = need.chosen.get("max_tokens_per_rank", table.max_tokens_per_rank) if need else "auto"

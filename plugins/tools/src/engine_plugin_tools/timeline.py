@@ -18,8 +18,8 @@ from engine_core import timeline
 from engine_core.errors import DataError
 
 if TYPE_CHECKING:
-    from engine_core.config import EngineConfig
     from engine_core.timeline import Span
+    from engine_core.train.run import TrainingRun
 
 FILE, OLDER = "timeline.jsonl", "timeline.older.jsonl"
 MOST_BYTES = 32 * 2**20
@@ -34,19 +34,17 @@ class TimelineFile:
 
     Args:
         folder: the run folder.
-        config: the run file.
+        run: the run's trainer.
     """
 
-    def __init__(self, folder: Path, config: EngineConfig) -> None:
-        from engine_plugin_tools.mfu import (
-            StepMFU,
-        )  # imports transformers, which `engine trace` does not need
+    def __init__(self, folder: Path, run: TrainingRun) -> None:
+        from engine_plugin_tools.floors import StepFloors  # imports torch, which `engine trace` does not need
 
-        self.folder, self.mfu = folder, StepMFU(config)
+        self.folder, self.floors = folder, StepFloors(run)
         timeline.drain()  # of what this process did before the run
 
     def write(self, processes: Mapping[str, int], metrics: Mapping[str, float]) -> dict[str, float]:
-        """Write the spans since the last call; return ``time/idle/NAME``, ``throughput/NAME_in_flight`` and MFU."""
+        """Write the spans since the last call; return ``time/idle/NAME``, ``throughput/NAME_in_flight``, MFU and floor."""
         spans = joined(timeline.drain())
         self._append(spans)
         seconds, busy, open_seconds = (
@@ -60,7 +58,7 @@ class TimelineFile:
         return {
             **{f"time/idle/{role}": max(1 - busy[role] / seconds / n, 0.0) for role, n in processes.items()},
             **{f"throughput/{group}_in_flight": total / seconds for group, total in open_seconds.items()},
-            **self.mfu.of(metrics, processes.get("actor", 1)),
+            **self.floors.of(metrics),
         }
 
     def close(self) -> None:
