@@ -17,3 +17,11 @@ def device_bytes(device: torch.device) -> int | None:
     index = module.current_device() if device.index is None else device.index
     limit = getattr(module, "get_per_process_memory_fraction", None)
     return int(report(index)[1] * (limit(index) if limit else 1.0))
+
+
+def has_others(device: torch.device) -> bool:
+    """Return whether other processes hold more than a tenth of an accelerator's memory."""
+    module = torch.get_device_module(device)
+    index = module.current_device() if device.index is None else device.index
+    free, total = module.mem_get_info(index)
+    return bool(total - free - module.memory_reserved(index) > total / 10)

@@ -15,7 +15,7 @@ import torch
 from engine_core.contracts.engines import RolloutEngine, TrainEngine, WorkerContext
 from engine_core.contracts.weight_sync import SyncResult, same_process, sends_adapter, stream_of
 from engine_core.errors import ConfigError
-from engine_core.local.device_memory import device_bytes
+from engine_core.local.device_memory import device_bytes, has_others
 from engine_core.local.host_memory import keep_freed_memory
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class EngineHost:
         """
         total, given = device_bytes(self.place.device), self.live.get("model") is not None
         known = total and not given and not self.plugins.overrides("engine_build_model")
-        if known and self.plugins.offered("parts", "memory_plan"):
+        if known and not has_others(self.place.device) and self.plugins.offered("parts", "memory_plan"):
             plan = self.plugins.resolve("parts", "memory_plan")
             self.config = plan(self.config, self.plugins, roles, self.place.world_size, total)
 

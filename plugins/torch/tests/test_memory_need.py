@@ -122,3 +122,8 @@ def test_quantized_weights_are_counted_to_the_byte(model_folder, method):
 
 def test_what_is_unknown_is_said(model_folder):
     assert need_of(model_folder("qwen3_moe")).unknown == ("activations",)
+
+
+def test_a_role_on_another_device_has_no_estimate(model_folder):
+    assert need_of(model_folder("qwen3"), device="cpu") is None
+    assert need_of(model_folder("qwen3"), device="cuda:1") is None

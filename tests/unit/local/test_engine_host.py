@@ -111,8 +111,9 @@ class Planning(Plugins):
 
 @pytest.fixture
 def host_of(monkeypatch):
-    def make(plan, live=None, memory=1000, **facts):
+    def make(plan, live=None, memory=1000, others=False, **facts):
         monkeypatch.setattr(engine_host, "device_bytes", lambda device: memory)
+        monkeypatch.setattr(engine_host, "has_others", lambda device: others)
         plugins = Planning(OnRanks, plan)
         vars(plugins).update(facts)
         return EngineHost(EngineConfig(), plugins, live or {}, RankPlacement(torch.device("cpu")))
@@ -140,9 +141,11 @@ def test_a_run_that_does_not_fit_is_refused_before_a_model_is_built(host_of):
     assert host.engines == {}
 
 
-def test_nothing_is_planned_without_an_accelerator_or_for_a_model_of_a_plugin_or_from_python(host_of):
+def test_nothing_is_planned_without_an_accelerator_of_its_own_or_for_a_model_of_a_plugin_or_from_python(
+    host_of,
+):
     def plan(*facts):
         raise AssertionError("planned")
 
-    for facts in ({"memory": None}, {"built": True}, {"live": {"model": 1}}):
+    for facts in ({"memory": None}, {"others": True}, {"built": True}, {"live": {"model": 1}}):
         host_of(plan, **facts).build(ROLES, 1)

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine_core.errors import EnvironmentProblem
+
 LAYER = re.compile(r"(.*?\.\d+)\.")
 """The name of a layer at the start of a weight's name, such as ``model.layers.3``."""
 
@@ -50,7 +52,16 @@ def compare_updates(first: Path, second: Path) -> list[LayerUpdate]:
     Args:
         first: a folder with the exported weights of a replay, in ``before`` and ``after``.
         second: the same of the other replay.
+
+    Raises:
+        EnvironmentProblem: the weights are not here, or have other names in the other replay.
     """
+    names = [set(_tensors(folder / "before")) for folder in (first, second)]
+    if not names[0] or names[0] != names[1]:
+        raise EnvironmentProblem(
+            "The updates of the two replays cannot be compared: the weights have other names, or were written on another "
+            "machine (set TMPDIR to a folder that all machines share)."
+        )
     squares: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
     for (name, one), (_, other) in zip(_updates(first), _updates(second), strict=True):
         found = LAYER.match(name)

@@ -7,6 +7,7 @@ a device, what sleeps in which phase, and the context of the device's library.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ GIB = 2**30
 CONTEXT = int(0.6 * GIB)  # of a process: CUDA's context, and workspaces of its libraries
 COLLECTIVES = int(0.4 * GIB)  # buffers of NCCL, with several ranks
 UNKNOWN = "unknown"
+MOST_OFFLOADED = 0.5  # of the device, for a sampler whose trainer sleeps
 
 log = logging.getLogger("engine")
 
@@ -83,10 +85,11 @@ class MemoryPlan:
 
     @property
     def hopeless(self) -> bool:
-        """Whether the device is too small for the smallest values that the run file allows, without any reserve."""
-        return any(
-            sum(self._in(name, least=True)) > self.device_bytes for name in ("generate", "log_probs", "train")
-        )
+        """Whether trained and frozen roles are too large with the smallest values that the run file allows, without reserve.
+
+        Of a sampler only the weights count, because how little cache it can work with is not known.
+        """
+        return any(sum(self._in(name, least=True)) > self.device_bytes for name in ("log_probs", "train"))
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -173,6 +176,9 @@ class MemoryPlan:
         for name, need in self.needs.items():
             if need is None:
                 continue
+            if least and self.roles[name].kind == "rollout":
+                yield need.kept.get("weights", 0)
+                continue
             yield sum(need.kept.values())
             if not self.offload or (self.roles[name].kind == "rollout") == (phase == "generate"):
                 yield sum(need.idle.values())
@@ -235,7 +241,8 @@ def _ask(
     if config.trainer == "sft":
         length, sampled = config.options.max_tokens, False
     trains = any(each.kind == "train" and each.trainable for each in roles.values())
-    slices = ranks // (getattr(table.options, "sp", 1) * getattr(table.options, "tp", 1)) or 1
+    together = (getattr(table.options, key, 1) for key in ("sp", "tp", "tensor_parallel_size"))
+    slices = ranks // math.prod(together) or 1
     tokens = rows * (length or 0) * (config.rollout.group_size if sampled else 1)
     known = sampled or config.trainer == "sft"
     question = MemoryQuestion(
@@ -327,7 +334,10 @@ def nearest_change(
 def planned(
     config: EngineConfig, plugins: PluginSet, roles: Mapping[str, Role], ranks: int, device_bytes: int
 ) -> EngineConfig:
-    """Log the plan of a device and return the config with the sampler's share, if every role has an estimate; a part that a run calls.
+    """Log the plan of a device and return the config with the sampler's share; a part that a run calls.
+
+    The share stays as it is where a role has no estimate. With `offload_idle_roles` it is at most half of the device, because
+    a resumed run loads the optimizer while the sampler has its cache. Nothing is planned for an export.
 
     Args:
         config: of the run.
@@ -339,18 +349,26 @@ def planned(
     Raises:
         ConfigError: the smallest values that the run file allows do not fit; the nearest change is named.
     """
-    plan = plan_device(config, plugins, roles, ranks, device_bytes)
+    if not any(role.kind == "rollout" or role.trainable for role in roles.values()):
+        return config
+    try:
+        plan = plan_device(config, plugins, roles, ranks, device_bytes)
+        change = "" if plan.fits else nearest_change(config, plugins, roles, ranks, device_bytes)
+    except Exception:  # a run must not fail because of an estimate
+        log.warning("The memory of this device could not be planned.", exc_info=True)
+        return config
     log.info("Memory plan of one device, by estimate:")
     for role, part, size in plan.table():
         log.info("    %-12s %-24s %s", role, part, size)
     if plan.hopeless:
-        raise ConfigError(too_small(plan, nearest_change(config, plugins, roles, ranks, device_bytes)))
+        raise ConfigError(too_small(plan, change))
     if not plan.fits:
-        log.warning("%s", too_small(plan, nearest_change(config, plugins, roles, ranks, device_bytes)))
-    if plan.unknown:  # what is free for the sampler is not known
-        return config
+        log.warning("%s", too_small(plan, change))
     share = plan.chosen.get(f"rollout.{config.rollout.backend}.gpu_memory_utilization")
-    return config if share is None else _with(config, ("rollout", "options", "gpu_memory_utilization"), share)
+    if share is None or plan.unknown:
+        return config
+    share = min(share, MOST_OFFLOADED) if plan.offload else share
+    return _with(config, ("rollout", "options", "gpu_memory_utilization"), share)
 
 
 def too_small(plan: MemoryPlan, change: str) -> str:

@@ -6,11 +6,13 @@ Ratios of measured and planned seconds, kept by ``engine plan --calibrate``, cor
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from engine_core.config.models import ModelConfig
 from engine_core.contracts.memory import DecodeSpeed, PassSpeed
 from engine_core.model_config import load_hf_config
 from engine_plugin_tools.bench.shapes import Cost
@@ -248,7 +250,14 @@ def _cost(config: EngineConfig, name: str) -> Cost | None:
     model = config.model_of(name)
     if path := config.role(name).path:
         model = model.model_copy(update={"path": path})
-    return Cost.of(load_hf_config(model).get_text_config(decoder=True).to_dict())
+    return _cost_of(model.model_dump_json())
+
+
+@functools.lru_cache(maxsize=16)
+def _cost_of(table: str) -> Cost | None:
+    """Return the operations of a model by its table as JSON; each step asks."""
+    config = load_hf_config(ModelConfig.model_validate_json(table))
+    return Cost.of(config.get_text_config(decoder=True).to_dict())
 
 
 def _sampling(config: EngineConfig, cost: Cost, plan: MemoryPlan, limits: Limits, lengths: Lengths) -> Phase:

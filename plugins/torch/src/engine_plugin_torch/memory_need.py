@@ -36,6 +36,8 @@ def memory_need(
     if engine._build_model_optimizer is not TorchEngine._build_model_optimizer:
         return None  # a custom model
     options: Any = engine._options(config)
+    if options.device not in ("auto", "cuda"):
+        return None  # not the planned device
     role, trained, budget = question.role, question.trainable, engine.budget_class
     types = resolved(options, config.lora is not None or question.frozen)
     method = getattr(options, "quantize", None)

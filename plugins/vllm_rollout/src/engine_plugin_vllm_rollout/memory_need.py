@@ -13,6 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
 from engine_core.contracts.memory import DecodeSpeed, MemoryNeed, MemoryQuestion
 from engine_core.model_config import load_hf_config
+from engine_plugin_vllm_rollout.plugin import WITHOUT_PLAN
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig
@@ -49,6 +50,8 @@ def memory_need(
     each = min(question.length or longest, longest)
     wanted = max(least, min(options.max_num_seqs, question.sequences or options.max_num_seqs) * each * token)
     device, share, chosen = question.device_bytes, options.gpu_memory_utilization, {}
+    if share == "auto" and question.role != "rollout":
+        share = WITHOUT_PLAN  # only the sampler's share is chosen
     if share == "auto":
         free = None if question.free is None else question.free - fixed - SLACK
         share = _share(fixed, least, wanted, free, device)
@@ -61,7 +64,6 @@ def memory_need(
         {name: size for name, size in parts.items() if name not in freed},
         {name: size for name, size in parts.items() if name in freed},
         working,
-        least=working["workspace"],
         chosen=chosen,
         speed=_speed(options, weights, token),
     )
@@ -96,7 +98,8 @@ def _share(fixed: int, least: int, wanted: int, free: int | None, device: int) -
     """
     floor = max(least, min(wanted, int(SHARE_OF_ALL * device) - fixed))
     cache = min(wanted, max(floor, wanted if free is None else free))
-    steps = -(-(fixed + cache + SLACK) // max(1, int(STEP * device)))
+    whole, unit = fixed + cache + SLACK, max(1, int(STEP * device))
+    steps = whole // unit if cache == free else -(-whole // unit)  # what is free is not exceeded
     return round(min(MOST, steps * STEP), 3)
 
 

@@ -40,6 +40,10 @@ FIXED = {
 """Options of vLLM that this plugin sets, and why."""
 
 
+WITHOUT_PLAN = 0.5
+"""The meaning of ``gpu_memory_utilization = "auto"`` where no memory plan has chosen a share."""
+
+
 class EngineOptions(Options):
     """The options of every vLLM engine: the keys below, and every option of ``EngineArgs`` under vLLM's own name."""
 

@@ -16,6 +16,7 @@ import torch
 
 from engine_core.errors import ConfigError, EnvironmentProblem
 from engine_plugin_vllm_rollout import installed
+from engine_plugin_vllm_rollout.plugin import WITHOUT_PLAN
 from engine_plugin_vllm_rollout.transformers_classes import restore_classes
 
 if TYPE_CHECKING:
@@ -86,9 +87,6 @@ MEANINGS: tuple[tuple[str, type[ConfigError] | type[EnvironmentProblem], str], .
 )
 """vLLM's text, the class of the error, and what to do. ``{key}`` is the table of vLLM's options, ``{table}`` the one that
 chose vLLM, and ``{name}`` another backend for it."""
-
-WITHOUT_PLAN = 0.5
-"""The meaning of ``gpu_memory_utilization = "auto"`` where no memory plan has chosen a share."""
 
 
 @dataclass(frozen=True)

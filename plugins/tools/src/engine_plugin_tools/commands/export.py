@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -88,6 +88,7 @@ def write_model(out: Path, checkpoint: Path, config: EngineConfig, adapter: bool
 
     plugins, found = plugins_for(config), Resume.at(checkpoint)
     role = exported_role(checkpoint, config, adapter, role)
+    config = for_role(config, role)
     with placing(config):
         tokenizer = load_tokenizer(config.model)
         runtime = plugins.resolve("runtimes", config.runtime.backend)(
@@ -99,3 +100,16 @@ def write_model(out: Path, checkpoint: Path, config: EngineConfig, adapter: bool
             group.call("export", folder=out, **({"adapter": True} if adapter else {})).result()
     tokenizer.save_pretrained(out)
     return int(found.state["step"])
+
+
+def for_role(config: EngineConfig, role: str) -> EngineConfig:
+    """Return the config with the processes of one role."""
+    pool = config.placement.pool_of(role)
+    if pool is None:
+        return config
+    placement = config.placement.model_copy(update={"pools": {pool: config.placement.pools[pool]}})
+    fewer = {"processes": "auto", "max_replacements": 0}
+    options: Any = config.runtime.options
+    options = options.model_copy(update={key: value for key, value in fewer.items() if hasattr(options, key)})
+    runtime = config.runtime.model_copy(update={"options": options})
+    return config.model_copy(update={"placement": placement, "runtime": runtime})
