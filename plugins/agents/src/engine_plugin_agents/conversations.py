@@ -103,9 +103,7 @@ class Conversations:
         episode: the episode, whose policy answers.
     """
 
-    serves = (
-        False  #: whether requests choose their sampling parameters; then reencoded_tokens are not counted
-    )
+    serves = False  #: whether requests choose sampling parameters, and reencoded_tokens are not counted
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode

@@ -168,7 +168,7 @@ def answer(base_url: str, key: str, messages: list[dict[str, Any]]) -> Iterator[
                 event = {} if data.strip() == "[DONE]" else json.loads(data)
                 if error := event.get("error"):
                     raise ConfigError(f"{base_url} ends its answer with an error: {error}")
-                for choice in event.get("choices", ()):
+                for choice in event.get("choices") or ():
                     yield choice["delta"].get("content") or ""
             if not begun:
                 raise ValueError("it sent no events")
