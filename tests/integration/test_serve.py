@@ -7,9 +7,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine_core import sampling
 from engine_core.cli.main import main
-from engine_core.errors import TrainingFailed
+from engine_core.errors import ConfigError, TrainingFailed
 from engine_plugin_agents import serve_command
 from engine_plugin_agents.server import bound
 from engine_plugin_agents.serving import Service, read_target
@@ -193,6 +195,66 @@ def test_a_chat_with_a_server_prints_its_answers(monkeypatch, capsys):
         monkeypatch.setattr("sys.stdin", io.StringIO("1 + 2 = \n"))
         assert main(["chat", service.url]) == 2
         assert "/chat/completions is not served" in capsys.readouterr().err
+
+
+class _Scripted(BaseHTTPRequestHandler):
+    """A server that answers with what its class says, and keeps the headers of requests."""
+
+    status, body, location, asked = 200, b"", "", []
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.asked.append(self.headers)
+        self.send_response(self.status)
+        if self.location:
+            self.send_header("Location", self.location)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    do_GET = do_POST
+
+    def log_message(self, *_):
+        """Print nothing."""
+
+
+@contextmanager
+def scripted_server(body, status=200, location=""):
+    """scripted_server(...): the URL of a server with these answers, and the headers of its requests."""
+    kind = type("Handler", (_Scripted,), {"body": body, "status": status, "location": location, "asked": []})
+    with HTTPServer(("127.0.0.1", 0), kind) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1", kind.asked
+        server.shutdown()
+        thread.join()
+
+
+PART = b'data: {"choices": [{"delta": {"content": "a"}}]}\n\n'
+
+
+def test_a_chat_reads_streams_with_comments_and_other_fields():
+    usage = b'data: {"choices": [], "usage": {"total_tokens": 3}}\n\ndata:[DONE]\n\n'
+    with scripted_server(b": keep-alive\n\nevent: part\n" + PART + PART + usage) as (url, _):
+        assert "".join(serve_command.answer(url, "key", [USER])) == "aa"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (PART + b'data: {"error": {"message": "too long"}}\n\n', "ends its answer with an error: .*too long"),
+        (b"<html>Hi</html>", "no answer .it sent no events.. Expected the URL of a server, with /v1"),
+    ],
+)
+def test_a_chat_names_an_error_in_a_stream_and_an_answer_that_is_no_stream(body, message):
+    with scripted_server(body) as (url, _), pytest.raises(ConfigError, match=message):
+        [*serve_command.answer(url, "key", [USER])]
+
+
+def test_a_chat_sends_its_key_to_no_other_server():
+    refused = pytest.raises(ConfigError, match="answers 302 Found")
+    with scripted_server(PART) as (other, asked), scripted_server(b"", 302, other) as (url, first), refused:
+        [*serve_command.answer(url, "key", [USER])]
+    assert (len(first), asked) == (1, [])
 
 
 def test_a_sampler_that_fails_ends_the_chat_with_its_error(monkeypatch, capsys):

@@ -99,6 +99,13 @@ GOOD = {
         (deepseek("search", '{\n"q": "tides"\n}'), [SEARCH]),
         (deepseek("search", '{"q": "```json\\n"}'), [ToolCall("search", {"q": "```json\n"})]),
         ("<think>" + deepseek("now", "{}") + "no</think>" + deepseek("search", '{"q": "tides"}'), [SEARCH]),
+        ("<think><｜tool▁call▁begin｜>no</think>" + deepseek("search", '{"q": "tides"}'), [SEARCH]),
+        ("<think><｜tool▁call▁begin｜>function</think>No.", []),
+        ("no</think>" + deepseek("search", '{"q": "</think>"}'), [ToolCall("search", {"q": "</think>"})]),
+        (  # the tokens at the end of a turn are cut
+            deepseek("search", '{"q": "</think>"}').removesuffix("<｜tool▁call▁end｜>"),
+            [ToolCall("search", {"q": "</think>"})],
+        ),
     ],
     "gpt_oss": [
         (harmony("search", '{"q": "tides"}'), [SEARCH]),

@@ -280,12 +280,18 @@ def test_recent_conversations_forget_the_oldest_and_obey_sampling_parameters(
             await recent.answer(question)
         assert len(recent._branches) == len(recent._calls) == 2
         assert recent._find(questions[2])[2] == 0  # the first turn is forgotten
+        for messages in ([user], [user, {"role": "assistant", "content": "I said"}, user]):
+            await recent.answer(Question(messages))
+        assert episode.counts["reencoded_tokens"] == 0
+        keys = [*recent._branches]
+        await recent.answer(Question([user]))
+        assert [*recent._branches] == keys[::-1]  # a repeated turn is the newest
         return episode.rollout()
     """
     monkeypatch.setattr(conversations, "KEPT", 2)
     engine = scripted(lambda request: ('Hm <tool_call>{"name":"f","arguments":{}}</tool_call>', "stop"))
     runner = environment(textwrap.dedent(source), on_error="fail", max_tokens=1000)
     play(runner, engine, requests(1, max_response_tokens=60, temperature=0.7))
-    assert [request.sampling.temperature for request in engine.asked] == [0.25, 0.7, 0.7]
+    assert [request.sampling.temperature for request in engine.asked] == [0.25] + [0.7] * 5
     said = engine.answer(engine.asked[0]).token_ids.tolist()
-    assert all(request.prompt.token_ids[: len(said)] == said for request in engine.asked[1:])
+    assert all(request.prompt.token_ids[: len(said)] == said for request in engine.asked[1:3])

@@ -15,6 +15,7 @@ from engine_plugin_agents.runner import EnvironmentRunner
 from engine_plugin_agents.tool_environment import ToolEnvironment
 from engine_plugin_rewards.sandbox import tiers
 from engine_plugin_rewards.sandbox.box import Box, BoxProblem
+from engine_plugin_rewards.sandbox.session import Session
 
 
 def boxes():
@@ -143,6 +144,19 @@ def test_memory_files_and_network_are_limited(tools, converse):
     assert "PermissionError" in seen[2]
     assert seen[3].count("No such file or directory") == 3
     assert seen[3].count("Permission denied") == 1 or "Read-only" in seen[3]
+
+
+@pytest.mark.parametrize("error", [BoxProblem("it ended"), OSError(12, "Cannot allocate memory")])
+def test_a_sandbox_that_cannot_start_fails_its_episode(tools, scripted, requests, play, monkeypatch, error):
+    def run(session, source):
+        raise error
+
+    runner = tools({"max_failure_share": 1, "on_error": "zero"}, tools=["python"])
+    monkeypatch.setattr(Session, "run", run)
+    call = json.dumps({"name": "python", "arguments": {"code": "1"}})
+    engine = scripted(lambda request: (call, "stop"))
+    [rollout] = play(runner, engine, requests(1, group_size=1, max_response_tokens=200))
+    assert (rollout.failure, len(engine.asked)) == ("error", 1)
 
 
 def test_processes_end_with_an_episode_that_is_cancelled_or_late(tools, scripted, requests):

@@ -1,6 +1,7 @@
 """Sessions: state between pieces of code, the attacks of the probes, and the end."""
 
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import psutil
 import pytest
 
 from engine_plugin_rewards.sandbox import probes, tiers
+from engine_plugin_rewards.sandbox import session as sessions
 from engine_plugin_rewards.sandbox.box import BoxProblem
 from engine_plugin_rewards.sandbox.session import OUTPUT_BYTES, Session
 
@@ -160,6 +162,52 @@ def test_the_middle_of_a_large_output_is_left_out_and_the_session_continues(sess
     assert len(reply.output) == OUTPUT_BYTES
     assert reply.left_out == 50_000_011 - OUTPUT_BYTES
     assert said(each, "print(3)" if kind == "python" else "echo 3") == "3\n"
+
+
+@pytest.mark.parametrize(("kind", "tier"), KINDS)
+def test_an_output_without_end_ends_the_session(session, kind, tier, monkeypatch):
+    monkeypatch.setattr(sessions, "FLOOD_BYTES", 1 << 20)
+    each = session(kind, tier)
+    reply = each.run(
+        "while True: print('a' * 1000)" if kind == "python" else "while true; do echo aaaa; done"
+    )
+    assert reply.ended == "was stopped: it printed too much"
+    assert reply.left_out < 3 << 20
+    assert each.run("1").ended == reply.ended
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        ("python", "import os, time; os.close(1); os.close(2); time.sleep(1)"),
+        ("bash", "exec >&- 2>&-; sleep 1"),
+    ],
+)
+def test_a_piece_that_closed_its_output_is_waited_for_without_a_busy_loop(session, kind, source, monkeypatch):
+    waits = []
+
+    class Counted(selectors.DefaultSelector):
+        def select(self, timeout=None):
+            waits.append(timeout)
+            return super().select(timeout)
+
+    monkeypatch.setattr(selectors, "DefaultSelector", Counted)
+    session(kind).run(source)
+    assert 0 < len(waits) < 10
+
+
+def test_programs_of_a_shell_are_those_of_its_folders_though_one_does_not_exist(session, monkeypatch):
+    monkeypatch.setattr(sessions, "PROGRAMS", ("/usr/bin", "/no/such", "/bin", "/etc/alternatives"))
+    assert said(session("bash"), "echo $PATH") == "/usr/bin:/no/such:/bin\n"
+
+
+def test_a_closed_session_signals_no_process(session, monkeypatch):
+    each = session("python", "limits")
+    each.run("1")
+    each.close()
+    monkeypatch.setattr(os, "killpg", lambda *_: pytest.fail("the id may belong to another process"))
+    each.kill()
+    each.close()
 
 
 def test_a_program_that_ends_ends_its_session(session):

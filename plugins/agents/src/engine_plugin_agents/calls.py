@@ -1,7 +1,7 @@
 """Tool calls: checked, and run with a time limit.
 
 A call that cannot be read or fails becomes a text for the policy, which may learn from it. It does not make the episode
-fail.
+fail; ``ToolBroken`` does.
 """
 
 from __future__ import annotations
@@ -36,6 +36,10 @@ class ToolCall:
     arguments: dict[str, Any] = field(default_factory=dict)  #: by name
     problem: str = ""  #: why the call could not be read
     id: str = ""  #: as the policy wrote it, if it did
+
+
+class ToolBroken(Exception):
+    """An error of the machine on which a tool runs, which no call causes: the episode fails."""
 
 
 def misfit(call: ToolCall, tool: Callable[..., Any], schema: Mapping[str, Any]) -> str:

@@ -103,7 +103,7 @@ class Conversations:
         episode: the episode, whose policy answers.
     """
 
-    obeys = False  #: whether the sampling parameters of requests count
+    serves = False  #: whether requests choose sampling parameters, and reencoded_tokens are not counted
 
     def __init__(self, episode: Episode) -> None:
         self.episode = episode
@@ -129,7 +129,7 @@ class Conversations:
             if names:
                 self.episode.reader.note_tools()
             before = self._render(question, begun, count) if policy.turns_left > 0 else []
-            drawn: Mapping[str, Any] = question.drawn if self.obeys else {}
+            drawn: Mapping[str, Any] = question.drawn if self.serves else {}
             turn = await policy.sample(before, max_tokens=question.max_tokens, stop=question.stop, **drawn)
         except (BadRow, DataError) as error:
             raise Refused(400, "messages_refused", f"The messages cannot be rendered: {error}") from error
@@ -175,7 +175,7 @@ class Conversations:
     def _render(self, question: Question, branch: Branch, count: int) -> list[int]:
         """Return the tokens before the answer, and count those of the policy's messages that had to be rendered."""
         chat, new, tools = self.episode.chat, [*map(self._named, question.messages[count:])], question.tools
-        for message in (message for message in new if message["role"] == "assistant"):
+        for message in (message for message in new if message["role"] == "assistant" and not self.serves):
             calls = message.get("tool_calls")
             text = message["content"] + (json.dumps(calls) if calls else "")
             self.episode.counts["reencoded_tokens"] += len(chat.text(text))
@@ -233,10 +233,11 @@ class Conversations:
 class RecentConversations(Conversations):
     """The conversations of a server that trains nothing and runs without end: those of the last ``KEPT`` turns."""
 
-    obeys = True
+    serves = True
 
     def _keep(self, begun: Branch, key: bytes, branch: Branch) -> None:
-        """Add a branch, and forget the oldest."""
+        """Add a branch as the newest, and forget the oldest."""
+        self._branches.pop(key, None)
         self._branches[key] = branch
         remembered: list[dict[Any, Any]] = [self._branches, self._calls]
         for kept in remembered:

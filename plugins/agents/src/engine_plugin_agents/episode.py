@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 from engine_core import timeline
 from engine_core.errors import did_you_mean
 from engine_core.types import SUPPORT, Rollout, padded_support
-from engine_plugin_agents.calls import MESSAGE_CHARACTERS, ToolCall, as_answer, error_text, limited, misfit
+from engine_plugin_agents.calls import (
+    MESSAGE_CHARACTERS,
+    ToolBroken,
+    ToolCall,
+    as_answer,
+    error_text,
+    limited,
+    misfit,
+)
 from engine_plugin_agents.policy import LimitReached, Policy, Turn
 from engine_plugin_agents.reader import parameters_of
 
@@ -193,6 +201,9 @@ class Episode:
             tool: a coroutine function, or a blocking function, which runs in a dedicated thread.
             arguments, named: the tool's arguments.
             seconds: time limit, after which the tool is abandoned; default: `environment.tool_timeout_seconds`.
+
+        Raises:
+            ToolBroken: the machine cannot run the tool.
         """
         limit = self.policy.limits.tool_seconds if seconds is None else seconds
         begun, failure = time.perf_counter(), ""
@@ -201,6 +212,8 @@ class Episode:
                 answer = str(await limited(partial(tool, *arguments, **named), limit))
         except TimeoutError as error:
             failure, answer = "timeout", f"error: {error}"
+        except ToolBroken:
+            raise
         except Exception as error:
             failure, answer = "error", error_text(error)
         self._called(getattr(getattr(tool, "func", tool), "__name__", "tool"), begun, failure)

@@ -88,11 +88,14 @@ def glm(text: str, schemas: Schemas) -> list[ToolCall]:
 def deepseek_v3(text: str, schemas: Schemas) -> list[ToolCall]:
     """Read calls of DeepSeek: V3 and R1 with a type, the name and a fenced block, V3.1 with the name and JSON."""
     calls = list[ToolCall]()
-    for part in text.rpartition("</think>")[2].split("<｜tool▁call▁begin｜>")[1:]:
-        name, separator, arguments = part.partition("<｜tool▁call▁end｜>")[0].partition("<｜tool▁sep｜>")
+    for part in text.split("<｜tool▁call▁begin｜>")[1:]:
+        written, closed, rest = part.partition("<｜tool▁call▁end｜>")
+        name, separator, arguments = written.partition("<｜tool▁sep｜>")
         if fenced := DEEPSEEK_FENCED.fullmatch(arguments):
             name, arguments = fenced.groups()
         calls += (_with_arguments(name.strip(), arguments),) if separator else NO_SEPARATOR
+        if "</think>" in (rest if closed or not calls[-1].problem else part):
+            calls = []  # calls in thoughts are no calls
     return calls
 
 

@@ -5,12 +5,13 @@ Each episode has a sandbox for each tool that it calls, from the first call to i
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from engine_core.errors import ConfigError
-from engine_plugin_agents.calls import in_thread
+from engine_plugin_agents.calls import ToolBroken, in_thread
 
 if TYPE_CHECKING:
     from engine_plugin_agents.tool_options import ToolsOptions
@@ -92,17 +93,22 @@ class SandboxTool:
         If the call is cancelled, as after `tool_timeout_seconds`, the session is killed.
 
         Raises:
-            BoxProblem: the sandbox cannot be started.
+            ToolBroken: the sandbox cannot be started.
         """
-        from engine_plugin_rewards.sandbox.session import Session
+        from engine_plugin_rewards.sandbox.session import BoxProblem, Session
 
-        if self._session is None:  # in the thread of the loop, which outlives the episode
-            self._session = Session(self.kind, *self._arguments)
-        note, self._late = (f"[{self.kind} was restarted: a call took too long]\n" * self._late), True
+        note, self._late = (f"[{self.kind} was restarted: a call took too long]\n" * self._late), False
         ended = True
         try:
+            if self._session is None:  # in the thread of the loop, which outlives the episode
+                self._session = Session(self.kind, *self._arguments)
             reply = await in_thread(partial(self._session.run, source))
-            ended, self._late = bool(reply.ended), False
+            ended = bool(reply.ended)
+        except asyncio.CancelledError:
+            self._late = True
+            raise
+        except (BoxProblem, OSError) as error:
+            raise ToolBroken(f"the sandbox of the tool '{self.kind}' cannot be started: {error}") from error
         finally:
             if ended:
                 self.close()

@@ -141,22 +141,37 @@ def converse(base_url: str, key: str, system: str | None) -> None:
             print(flush=True)
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A handler that follows no redirect: another server would receive the API key."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Refuse the redirect, which makes the answer an error."""
+
+
 def answer(base_url: str, key: str, messages: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the parts of the answer to a conversation.
 
     Raises:
-        ConfigError: the server cannot be reached, or refuses the request.
+        ConfigError: the server cannot be reached, refuses the request, or reports an error in its answer.
     """
     body = json.dumps({"model": "policy", "messages": messages, "stream": True}).encode()
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
     try:
-        with urllib.request.urlopen(request) as response:
+        with urllib.request.build_opener(_NoRedirect).open(request) as response:
+            begun = False
             for line in response:
-                data = line.decode().removeprefix("data: ").strip()
-                if data and data != "[DONE]":
-                    for choice in json.loads(data)["choices"]:
-                        yield choice["delta"].get("content") or ""
+                field, _, data = line.decode().partition(":")
+                if field != "data":  # a comment or an empty line
+                    continue
+                begun = True
+                event = {} if data.strip() == "[DONE]" else json.loads(data)
+                if error := event.get("error"):
+                    raise ConfigError(f"{base_url} ends its answer with an error: {error}")
+                for choice in event.get("choices") or ():
+                    yield choice["delta"].get("content") or ""
+            if not begun:
+                raise ValueError("it sent no events")
     except urllib.error.HTTPError as error:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             message = json.loads(error.read())["error"]["message"]

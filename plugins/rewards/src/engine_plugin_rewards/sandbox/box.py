@@ -212,10 +212,15 @@ class Box:
         self._start()
         raise BoxProblem(f"the box broke ({why}) and was started again")
 
+    def kill(self) -> None:
+        """Kill all processes of the box, unless it was closed: its id may be another process's by then."""
+        if self.popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
+
     def close(self) -> None:
         """Kill the box with all processes in it."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.kill()
         self.popen.wait()
         self.channel.close()
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from engine_plugin_rewards.sandbox.box import Box, BoxProblem, job_file, readable
+from engine_plugin_rewards.sandbox.box import Box, BoxProblem, job_file
 
 PROGRAMS = ("/usr/bin", "/bin", f"{sys.base_prefix}/bin", "/etc/alternatives")
 """Folders of the programs of a shell."""
@@ -26,6 +26,8 @@ PROCESSES = 32
 """Processes that a shell may have."""
 OUTPUT_BYTES = 256 * 1024
 """The beginning and the end of an output that are kept."""
+FLOOD_BYTES = 64 << 20
+"""Bytes of an output that are left out before the session is killed."""
 REST_BYTES = 1 << 20  # read after the end of a piece: background processes may print without end
 
 
@@ -67,7 +69,7 @@ class Session:
     ) -> None:
         shell = kind == "bash"
         shown = [*show, *(PROGRAMS if shell else ())]
-        self._seconds, self._what = seconds, {"kind": kind, "path": ":".join(readable(PROGRAMS[:3])[-3:])}
+        self._seconds, self._what = seconds, {"kind": kind, "path": ":".join(PROGRAMS[:3])}
         self._ended = ""
         self._lock = threading.Lock()  # of the descriptors
         self._code = self._output = self._values = -1
@@ -115,7 +117,7 @@ class Session:
                 raise BoxProblem(f"the box does not answer: {error}") from error
 
     def _collect(self) -> Reply:
-        """Read the output until the piece or the session ends, then what is left in the pipe."""
+        """Read the output until the piece or the session ends, then what is left in the pipe. Kill a flood."""
         kept, left_out, rest = bytearray(), 0, REST_BYTES
         with selectors.DefaultSelector() as selector:
             for each in (self._box.channel, self._values, self._output):
@@ -132,11 +134,16 @@ class Session:
                 data = os.read(self._output, 1 << 16) if self._output in ready else b""
                 if not (data or running):
                     break
+                if not data and self._output in ready:  # the program has closed it
+                    selector.unregister(self._output)
                 rest -= 0 if running else len(data)
                 kept += data
                 if (extra := len(kept) - OUTPUT_BYTES) > 0:
                     del kept[OUTPUT_BYTES // 2 : OUTPUT_BYTES // 2 + extra]
                     left_out += extra
+                if running and left_out > FLOOD_BYTES:
+                    self.kill()
+                    self._ended, running = "was stopped: it printed too much", False
         return Reply(bytes(kept), left_out, self._ended)
 
     def _end(self) -> str:
@@ -152,8 +159,7 @@ class Session:
 
     def kill(self) -> None:
         """Kill all processes of the session, from any thread; a call of ``run`` then returns."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._box.popen.pid, signal.SIGKILL)
+        self._box.kill()
 
     def close(self) -> None:
         """Kill all processes of the session and release what it holds; the session cannot be used any more."""
