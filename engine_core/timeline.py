@@ -6,6 +6,8 @@ sends its spans with its answers. The part ``timeline`` writes those of a run in
 
 from __future__ import annotations
 
+import functools
+import logging
 import threading
 import time
 from collections import deque
@@ -44,7 +46,14 @@ def span(name: str, group: str = CONTROLLER, lane: str = "run") -> Iterator[None
 
 def drain() -> list[Span]:
     """Remove and return the recorded spans. Called by one thread of a process."""
+    if len(_spans) == MOST:
+        _warn()
     return [_spans.popleft() for _ in range(len(_spans))]
+
+
+@functools.cache  # once in a process
+def _warn() -> None:
+    logging.getLogger("engine").warning("The timeline lacks spans: it keeps the newest %d of a step.", MOST)
 
 
 class Clock:

@@ -105,10 +105,12 @@ def test_a_run_in_one_process_shows_its_phases_calls_requests_rewards_transfers_
 
 @pytest.mark.slow
 def test_a_sampler_in_its_own_process_sends_its_calls_and_requests(grpo, trace_of):
-    spans, _ = trace_of(grpo | NUMERIC | {"rollout.process.engines": 2})
+    spans, folder = trace_of(grpo | NUMERIC | {"rollout.process.engines": 2})
     assert {span[1] for span in of(spans, "rollout", "flow")} == {"sampler 0", "sampler 1"}
     assert len(of(spans, "requests", "2:")) == 32  # as the controller and as the processes see them
     assert outside_of_steps(spans) == []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        assert 0 < json.loads(line)["throughput/requests_in_flight"] <= 16
 
 
 def test_two_ranks_have_a_lane_each_and_their_spans_lie_in_the_step(grpo, trace_of):
@@ -135,13 +137,15 @@ def test_rollouts_that_run_ahead_overlap_the_training(grpo, trace_of):
 def test_an_episode_holds_its_turns_and_tool_calls(grpo, trace_of, tmp_path):
     (tmp_path / "echo.py").write_text(ECHO)
     environment = {"plugins": [str(tmp_path / "echo.py")], "environment.name": "echo"}
-    spans, _ = trace_of(grpo | environment | {"model.override.max_position_embeddings": 256})
+    spans, folder = trace_of(grpo | environment | {"model.override.max_position_embeddings": 256})
     episodes = [span for span in of(spans, "episodes") if span[2].count(":") == 2]
     assert len(episodes) == 32
     for _, lane, _, start, end in episodes:
         inside = [s[2] for s in of(spans, "episodes") if s[1] == lane and start <= s[3] and s[4] <= end + 0.2]
         assert inside[1:] == ["turn", "tool upper", "turn"]
     assert outside_of_steps(spans) == []
+    for line in (folder / "metrics.jsonl").read_text().splitlines():
+        assert 0 < json.loads(line)["throughput/episodes_in_flight"] <= 16
 
 
 def test_a_run_that_failed_keeps_its_timeline_and_a_resumed_one_continues_it(

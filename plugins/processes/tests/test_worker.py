@@ -1,5 +1,6 @@
 """What a worker sends to a sampler of another pool, and what it gives the controller with its responses."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -76,3 +77,28 @@ def test_responses_that_have_ended_come_with_their_text_and_others_as_the_engine
     assert worker._with_texts("judge", [rollout("stop")])[0].text == ""  # its tokens are another model's
     assert worker._with_texts("rollout", None) is None
     assert worker._with_texts("rollout", ["1:0:0"]) == ["1:0:0"]
+
+
+class Closing:
+    """A part of a worker that notes when it is closed, and may fail then."""
+
+    def __init__(self, order, name, error=None):
+        self.order, self.name, self.error = order, name, error
+
+    def close(self):
+        self.order.append(self.name)
+        if self.error:
+            raise self.error
+
+
+@pytest.mark.parametrize("host_error", [None, RuntimeError("no engine")])
+def test_a_profile_that_cannot_be_written_leaves_nothing_open_and_comes_after_the_engines(caplog, host_error):
+    worker, order = Worker.__new__(Worker), []
+    worker.host = Closing(order, "host", host_error)
+    worker.links, worker.outbox = {}, Closing(order, "outbox")
+    worker.profile = contextlib.ExitStack()
+    worker.profile.callback(Closing(order, "profile", OSError("No space left")).close)
+    with pytest.raises(RuntimeError, match="no engine") if host_error else contextlib.nullcontext():
+        worker._leave()
+    assert order == ["host", "profile", "outbox"]
+    assert "The profile of this process is not written: No space left" in caplog.text

@@ -17,6 +17,7 @@ from engine_plugin_tools.timeline import (
     joined,
     laid_out,
     of_steps,
+    ranks_of,
     read_spans,
 )
 
@@ -43,7 +44,13 @@ def test_the_files_of_a_run_hold_the_newest_spans_within_their_bound(file, tmp_p
     assert len(kept) >= 2000 // 100
 
 
-def test_metrics_say_how_long_each_role_had_no_command_and_how_many_requests_were_in_flight(file):
+@pytest.fixture
+def now(monkeypatch):
+    """The time is 18 s."""
+    monkeypatch.setattr(timeline, "now", lambda: 18.0)
+
+
+def test_metrics_say_how_long_each_role_had_no_command_and_how_many_requests_were_in_flight(file, now):
     timeline.add("actor", "rank 0", "forward_backward", 10.0, 12.0)
     timeline.add("actor", "rank 0", "save", 11.0, 13.0)  # 3 s in all
     timeline.add("actor", "rank 1", "forward_backward", 10.0, 11.0)
@@ -55,6 +62,32 @@ def test_metrics_say_how_long_each_role_had_no_command_and_how_many_requests_wer
         "time/idle/rollout": 1.0,
         "throughput/requests_in_flight": (6 + 4) / 8,
     }
+
+
+def test_time_before_the_step_counts_in_no_metric(file, now):
+    for start, end in ((0.0, 9.0), (8.0, 12.0)):  # of an evaluation or the start, and across the beginning
+        timeline.add("actor", "rank 0", "score", start, end)
+        timeline.add("requests", "#1:0:0", "1:0:0", start, end)
+    found = file.write({"actor": 1}, {"time/step": 8.0})
+    assert found == {"time/idle/actor": 1 - 2 / 8, "throughput/requests_in_flight": 2 / 8}
+    timeline.add("requests", "#2:0:0", "2:0:0", 0.0, 9.0)
+    assert file.write({}, {"time/step": 8.0}) == {"throughput/requests_in_flight": 0.0}
+
+
+def test_a_request_that_a_samplers_process_records_too_counts_once_and_that_process_is_no_rank(file, now):
+    for lane in ("rank 0", "sampler 0", "rank 0 pool"):
+        timeline.add("rollout", lane, "flow", 11.0, 15.0)
+    timeline.add("requests", "#1:0:0", "1:0:0", 11.0, 15.0)
+    timeline.add("requests", "#1:0:0", "1:0:0", 11.1, 14.9)
+    found = file.write({"rollout": 1}, {"time/step": 8.0})
+    assert found == {"time/idle/rollout": 1 - 4 / 8, "throughput/requests_in_flight": 4 / 8}
+
+
+def test_an_episode_counts_once_with_its_turns_and_tools(file, now):
+    timeline.add("episodes", "#1:0:0", "turn", 10.0, 13.0)
+    timeline.add("episodes", "#1:0:0", "tool upper", 13.0, 14.0)
+    timeline.add("episodes", "#1:0:0", "1:0:0", 10.0, 14.0)
+    assert file.write({}, {"time/step": 8.0}) == {"throughput/episodes_in_flight": 4 / 8}
 
 
 def test_spans_that_end_after_the_last_step_are_written_at_the_end(file, tmp_path):
@@ -93,12 +126,18 @@ def test_calls_that_follow_each_other_are_one_span():
 
 def test_time_that_spans_of_a_lane_share_counts_once():
     spans = [
-        ("a", "0", "x", 0.0, 4.0),
-        ("a", "0", "y", 1.0, 2.0),
-        ("a", "0", "z", 3.0, 5.0),
-        ("a", "1", "x", 0.0, 1.0),
+        ("a", "rank 0", "x", 0.0, 4.0),
+        ("a", "rank 0", "y", 1.0, 2.0),
+        ("a", "rank 0", "z", 3.0, 5.0),
+        ("a", "rank 1", "x", 0.0, 1.0),
     ]
-    assert busy_seconds(spans) == {"a": 6.0}
+    assert busy_seconds(spans, 0.0, 9.0) == {"a": 6.0}
+    assert busy_seconds(spans, 0.5, 4.5) == {"a": 4.5}
+
+
+def test_the_ranks_of_a_run_are_those_of_its_lanes():
+    lanes = ["rank 0", "rank 1", "rank 1", "rank 11", "rank 0 math", "sampler 3", "#1:0:0", "7"]
+    assert ranks_of([("actor", lane, "x", 0.0, 1.0) for lane in lanes]) == 3
 
 
 def test_spans_of_any_lane_get_the_first_free_one_and_those_of_an_id_stay_together():

@@ -181,9 +181,16 @@ class MultiProcessRuntime(Runtime):
 
     @contextmanager
     def profiled(self, folder: Path) -> Iterator[None]:
-        """Profile all ranks during the context; after a failure they write their files when they end."""
+        """Profile all ranks during the context, also one that fails; after a stop they write their files when they end."""
         self._profile(str(folder))
-        yield
+        try:
+            yield
+        except Exception:
+            try:
+                self._profile("")
+            except Exception as error:
+                log.warning("The profile of the failed step may lack files: %s", error)
+            raise
         self._profile("")
 
     def close(self) -> None:

@@ -315,13 +315,18 @@ class Worker:
     def _leave(self) -> None:
         from engine_plugin_processes.starting import leave_pool
 
-        self.profile.close()
-        if hasattr(self, "host"):
-            self.host.close()
-        for transport in self.links.values():
-            transport.close()
-        leave_pool()
-        self.outbox.close()
+        try:
+            if hasattr(self, "host"):
+                self.host.close()
+            for transport in self.links.values():
+                transport.close()
+            leave_pool()
+        finally:
+            try:
+                self.profile.close()  # last: it may take long, or fail
+            except Exception as error:
+                logging.getLogger("engine").warning("The profile of this process is not written: %s", error)
+            self.outbox.close()
 
 
 class ToOwner(logging.Handler):

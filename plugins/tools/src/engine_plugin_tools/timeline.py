@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ FILE, OLDER = "timeline.jsonl", "timeline.older.jsonl"
 MOST_BYTES = 32 * 2**20
 GAP_SECONDS = 1e-3  # calls of one method with at most this time between them are one span
 STEP = "step "
+RANK = re.compile(r"rank \d+")
 
 log = logging.getLogger("engine")
 
@@ -47,17 +49,12 @@ class TimelineFile:
         """Write the spans since the last call; return ``time/idle/NAME``, ``throughput/NAME_in_flight``, MFU and floor."""
         spans = joined(timeline.drain())
         self._append(spans)
-        seconds, busy, open_seconds = (
-            metrics["time/step"],
-            busy_seconds(spans),
-            defaultdict[str, float](float),
-        )
-        for group, lane, _, start, end in spans:
-            if lane.startswith("#"):
-                open_seconds[group] += end - start
+        seconds, end = metrics["time/step"], timeline.now()
+        busy = busy_seconds(spans, end - seconds, end)
+        groups = {span[0] for span in spans if span[1].startswith("#")}
         return {
             **{f"time/idle/{role}": max(1 - busy[role] / seconds / n, 0.0) for role, n in processes.items()},
-            **{f"throughput/{group}_in_flight": total / seconds for group, total in open_seconds.items()},
+            **{f"throughput/{group}_in_flight": busy[group] / seconds for group in groups},
             **self.floors.of(metrics),
         }
 
@@ -93,15 +90,23 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def busy_seconds(spans: Iterable[Span]) -> defaultdict[str, float]:
-    """Return the seconds in which a lane of each group has a span, summed over its lanes."""
-    ends: dict[tuple[str, str], float] = {}
+def busy_seconds(spans: Iterable[Span], first: float, last: float) -> defaultdict[str, float]:
+    """Return the seconds from ``first`` to ``last`` in which a rank or an ``#ID`` of a group has a span, summed over them."""
+    until = defaultdict[tuple[str, str], float](
+        lambda: first
+    )  # by lane, the end of the seconds that are counted
     found = defaultdict[str, float](float)
     for group, lane, _, start, end in sorted(spans, key=lambda span: span[3]):
-        before = ends.get((group, lane), start)
-        found[group] += max(end - max(start, before), 0.0)
-        ends[group, lane] = max(end, before)
+        if lane.startswith("#") or RANK.fullmatch(lane):
+            counted = until[group, lane]
+            found[group] += max(min(end, last) - max(start, counted), 0.0)
+            until[group, lane] = max(end, counted)
     return found
+
+
+def ranks_of(spans: Iterable[Span]) -> int:
+    """Return the number of ranks that have spans."""
+    return len({lane for _, lane, *_ in spans if RANK.fullmatch(lane)})
 
 
 def read_spans(folder: Path) -> list[Span]:

@@ -8,6 +8,8 @@ import statistics
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine_plugin_tools import calibration
+
 GIB = 2**30
 
 
@@ -89,6 +91,25 @@ def test_a_calibrated_plan_has_the_seconds_of_the_run(engine, learned, tmp_path)
     assert after["phases"]["reward"]["seconds"] is None
     assert after["step"] == pytest.approx(sum(p["seconds"] or 0 for p in after["phases"].values()))
     assert after["run"] == pytest.approx(4 * after["step"])
+
+
+def test_a_calibration_takes_the_number_of_devices_from_the_run(engine, learned, tmp_path, monkeypatch):
+    counts, file = [], tmp_path / "runs/first/timeline.jsonl"
+    monkeypatch.setattr(
+        calibration,
+        "ratios_of",
+        lambda trainer, device, lines: counts.append(device.count) or {"train.torch": 1.0},
+    )
+    words = ("plan", "rl.toml", "--devices", "cpu", *learned, "--calibrate", "first")
+    assert engine(*words).code == 0
+    with file.open("a") as lines:
+        lines.write('\n["actor", "rank 1", "save", 1.0, 2.0]')
+    assert engine(*words).code == 0
+    assert counts == [1, 2]
+    file.unlink()
+    refused = engine(*words)
+    assert refused.code == 4
+    assert "timeline.jsonl has no span" in refused.err
 
 
 def test_a_run_on_a_calibrated_device_logs_plan_and_measurement_at_its_end(engine, learned, tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -187,16 +187,19 @@ def calibrate_with(name: str, device: Device, quiet: bool) -> None:
 
     Args:
         name: of the run, or its folder.
-        device: the device of the run.
+        device: the device of the run; the run's timeline has their number.
         quiet: print nothing.
 
     Raises:
         ConfigError: the run has no plan on such a device, or no steps.
+        DataError: the run has no timeline.
     """
     from engine_core.runs.tracking import RunFolder
     from engine_plugin_tools.calibration import calibration_file, keep_ratios, ratios_of
+    from engine_plugin_tools.timeline import ranks_of, read_spans
 
     folder = RunFolder.open(name)
+    device = replace(device, count=ranks_of(read_spans(folder.path)))
     with closing(trainer_of(read_run(folder, None))) as trainer:
         trainer.load_inputs()
         ratios = ratios_of(trainer, device, folder.read_metrics())
