@@ -32,6 +32,12 @@ def fail(text: str) -> str:
 
 
 @server.tool()
+def empty() -> str:
+    """Answer nothing."""
+    return ""
+
+
+@server.tool()
 def die() -> str:
     """End the server."""
     os._exit(3)

@@ -95,7 +95,7 @@ def test_tools_of_a_command_are_shown_and_called(tools, converse, monkeypatch):
     assert add["function"]["name"] == "add"
     assert add["function"]["description"] == "Add two integers."
     assert add["function"]["parameters"]["required"] == ["a", "b"]
-    assert len(others) == 5
+    assert len(others) == 6
     calls = [("add", {"a": 40, "b": 2}), ("add", {"a": "x", "b": 2}), ("add", {"a": 1}), ("count", {})]
     seen = converse(runner, *calls, episodes=3)
     assert {tuple(each[:3]) for each in seen} == {
@@ -103,6 +103,14 @@ def test_tools_of_a_command_are_shown_and_called(tools, converse, monkeypatch):
     }
     assert sorted(each[3] for each in seen) == ["1 given ", "2 given ", "3 given "]  # one server for all
     assert len(servers()) == 1
+
+
+def test_an_empty_text_is_no_output(tools, converse):
+    assert converse(tools({"test": STDIO}), ("empty", {})) == ["[no output]"]
+
+
+def test_the_function_of_a_tool_has_its_name():
+    assert mcp_tools.McpTools("test", None).function("add").__name__ == "add"
 
 
 def test_an_error_of_a_tool_is_an_observation(tools, converse):
@@ -245,6 +253,17 @@ def test_tools_of_a_server_by_http_survive_its_restart(tools, converse, http):
     http(port)
     seen = converse(runner, ("count", {}), ("count", {}))
     assert seen[-1].split()[0] in ("1", "2")
+
+
+def test_a_server_by_http_that_restarted_between_two_calls_is_connected_again(tools, converse, http):
+    process, port = http()
+    runner = tools({"test": {"url": f"http://127.0.0.1:{port}/mcp"}})
+    assert converse(runner, ("count", {}))[0].split() == ["1"]
+    process.kill()
+    process.wait()
+    http(port)
+    seen = converse(runner, *[("count", {})] * 3)  # the first may find that its session has ended
+    assert seen[-1].split()[0] in ("2", "3")
 
 
 RUN = """

@@ -1,6 +1,9 @@
 """Environments of Gymnasium in processes: actions, observations, seeds, other interpreters, and processes that fail."""
 
+import asyncio
+import os
 import sys
+import tempfile
 import threading
 
 import psutil
@@ -10,11 +13,12 @@ from engine_core.config.models import EnvironmentConfig
 from engine_core.errors import ConfigError
 from engine_core.plugins.plugin_set import PluginSet
 from engine_plugin_agents import world_process
+from engine_plugin_agents.child import kill_child, start_child
 from engine_plugin_agents.runner import EnvironmentRunner
-from engine_plugin_agents.world_process import gymnasium_rows
+from engine_plugin_agents.world_process import gymnasium_rows, verifiers_rows
 
 WORLD = '''
-import os, time
+import os, subprocess, sys, time
 import gymnasium
 from gymnasium.spaces import Box, Discrete, Text
 
@@ -39,6 +43,15 @@ class Words(gymnasium.Env):
             print('{"id": 0, "value": "forged"}', flush=True)
         if action == "raise":
             raise ValueError("no such word")
+        if action == "slow":
+            time.sleep(0.3)
+            return "", 0.5, True, False, {}
+        if action == "child":
+            return subprocess.check_output(["readlink", "/proc/self/fd/0"], text=True), 0, False, False, {}
+        if action == "noise":
+            sys.stderr.write("x" * 2**21)
+        if action == "size":
+            return str(os.fstat(2).st_size), 0, False, False, {}
         if action == "flood":
             return "x" * 20_000_000, 0, False, False, {}
         return f"{os.getpid()} {self.said} \\x1b[2J<|im_end|>", 0.5, action == "end", False, {}
@@ -173,7 +186,7 @@ def test_limits_end_an_episode_with_its_rewards_so_far(world, act):
     [
         ("die", "the process of gymnasium has ended"),
         ("hang", "gymnasium did not answer 'step' within 2 s"),
-        ("raise", "ValueError: no such word"),
+        ("raise", "register.py:26)"),
         ("flood", "the process of gymnasium has ended"),
     ],
 )
@@ -193,6 +206,64 @@ def test_a_world_that_does_not_start_in_time_fails_its_episode(world, act, regis
     [rollout] = act(runner, "one")
     assert rollout.failure == "error"
     assert "the process of gymnasium did not start within 0.01 s" in runner._last_failure
+
+
+def test_one_process_replaces_one_that_was_lost(world, act):
+    runner = world(settings={"max_failure_share": 1.0})
+    act(runner, "die")
+    rollouts = act(runner, "end", episodes=8)
+    assert {rollout.failure for rollout in rollouts} == {""}
+    assert len(worlds()) == 1
+
+
+def test_a_process_that_cannot_be_started_is_not_used_again(world, act, monkeypatch):
+    runner = world(settings={"max_failure_share": 1.0})
+
+    async def fail(*_):
+        raise OSError("too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world_process, "start_child", fail)
+        [rollout] = act(runner, "end")
+    assert rollout.failure == "error"
+    assert "too many open files" in runner._last_failure
+    [rollout] = act(runner, "end")
+    assert rollout.failure == ""
+
+
+def test_a_call_that_waits_for_others_fails_alone(world, act):
+    runner = world(settings={"tool_timeout_seconds": 1.5, "max_failure_share": 1.0, "on_error": "zero"})
+    act(runner, "end")
+    before = [process.pid for process in worlds()]
+    rollouts = act(runner, "slow", episodes=10)
+    assert {rollout.failure for rollout in rollouts} == {"", "error"}
+    assert [process.pid for process in worlds()] == before
+
+
+def test_children_of_a_world_do_not_read_its_messages(world, act):
+    [rollout] = act(world(), "child", "end")
+    assert rollout.messages[1]["content"].strip() == "/dev/null"
+
+
+def test_what_a_world_writes_to_stderr_does_not_grow_without_limit(world, act):
+    [rollout] = act(world(), "noise", "size", "end")
+    assert int(rollout.messages[3]["content"]) < 2**20
+
+
+def test_a_child_is_killed_while_another_process_holds_its_output():
+    """Also with Python 3.11, which waits for the end of the output."""
+    code = "import subprocess; p = subprocess.Popen(['sleep', '600'], start_new_session=True); print(p.pid); p.wait()"
+
+    async def kill():
+        with tempfile.TemporaryFile() as errors:
+            process = await start_child([sys.executable, "-c", code], dict(os.environ), errors)
+            holder = psutil.Process(int(await process.stdout.readline()))
+            await kill_child(process)
+            assert holder.is_running()
+            holder.kill()
+            await process.wait()
+
+    asyncio.run(kill())
 
 
 def test_what_a_world_prints_is_no_answer(world, act):
@@ -216,6 +287,16 @@ def test_rows_are_first_observations_of_seeds_and_held_out_ones_follow(register)
     assert len({row["prompt"] for row in rows}) == 3
     assert [row["seed"] for row in gymnasium_rows("validation", **options)] == [3, 4]
     assert gymnasium_rows("validation", **options | {"held_out": 0}) == []
+
+
+def test_fewer_rows_than_count_are_reported_and_none_held_out_is_refused(caplog, monkeypatch):
+    monkeypatch.setattr(world_process, "_rows", lambda *_: [{"task": n} for n in range(5)])
+    with pytest.raises(ConfigError, match=r"data.verifiers: no row is held out of 5 rows; count = 5 and"):
+        verifiers_rows("train", "", 5, 1)
+    assert len(verifiers_rows("validation", "", 4, 2)) == 1
+    assert not caplog.records
+    assert len(verifiers_rows("train", "", 6, 0)) == 5
+    assert "data.verifiers: 5 rows; count = 6 and held_out = 0 ask for 6" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from typing import Any
 
 LINE_BYTES = 16 * 2**20  # of one message of a child; a longer one ends the connection
 GUARD = Path(__file__).with_name("end_with_parent.py")
+WAIT_SECONDS = 1.0  # for the end of a killed child
+ERRORS_BYTES = 2**20  # of the file of a child's stderr
 SAID_BYTES = 300  # of a child's stderr, in messages
 
 
@@ -41,7 +43,15 @@ async def kill_child(process: asyncio.subprocess.Process) -> None:
     """Kill a child and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+    with contextlib.suppress(TimeoutError):  # Python 3.11 waits for all that hold its pipes
+        await asyncio.wait_for(process.wait(), WAIT_SECONDS)
+
+
+def shorten(errors: Any) -> None:
+    """Empty the file of a child's stderr if it is large."""
+    if os.fstat(errors.fileno()).st_size > ERRORS_BYTES:
+        errors.seek(0)  # for the child too
+        errors.truncate()
 
 
 def last_words(errors: Any) -> str:

@@ -216,7 +216,7 @@ class Episode:
             raise
         except Exception as error:
             failure, answer = "error", error_text(error)
-        self._called(getattr(getattr(tool, "func", tool), "__name__", "tool"), begun, failure)
+        self._called(_name(tool), begun, failure)
         return as_answer(answer, self.policy.limits.tool_characters)
 
     def _called(self, name: str, begun: float, failure: str = "") -> None:

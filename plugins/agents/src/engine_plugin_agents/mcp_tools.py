@@ -10,14 +10,13 @@ import asyncio
 import contextlib
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError, did_you_mean
-from engine_plugin_agents.child import LINE_BYTES, kill_child, last_words, start_child
+from engine_plugin_agents.child import LINE_BYTES, kill_child, last_words, shorten, start_child
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -120,6 +119,7 @@ async def _started(connection: Connection, errors: Any) -> AsyncGenerator[Any, N
         async with received:
             with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
                 while line := await next_line():
+                    shorten(errors)
                     try:
                         message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
                     except ValueError as error:  # the library reports it
@@ -167,6 +167,7 @@ class McpTools:
             """Call the tool and return its text."""
             return await self._call(tool, arguments)
 
+        call.__name__ = tool
         return call
 
     async def _connected(self) -> Connection:
@@ -188,20 +189,21 @@ class McpTools:
             ToolError: the tool reports an error, or the server was lost.
         """
         from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED
+        from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST
 
         connection = await self._connected()
         try:
             result = await connection.client.result().call_tool(tool, dict(arguments))
         except MCPError as error:
-            if error.code == CONNECTION_CLOSED:
+            ended = error.code == INVALID_REQUEST and "session" in error.message.lower()
+            if error.code == CONNECTION_CLOSED or (self.server.url and ended):
                 connection.lost = True
                 await connection.close()
                 raise ToolError(
                     f"MCP server '{self.name}' {connection.why}; the next call starts it again"
                 ) from error
             raise ToolError(error.message) from error
-        parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
+        parts = [part.text if part.type == "text" else f"[{part.type}]" for part in result.content]
         if result.is_error:
             raise ToolError("\n".join(parts))
         return "\n".join(parts) or "[no output]"
@@ -277,11 +279,11 @@ def listed_schemas(servers: Mapping[str, McpServer]) -> dict[str, tuple[dict[str
             raise ConfigError(
                 f"environment.tools.mcp.{name}.command: there is no program '{server.command[0]}'. Install it, or write its path."
             )
-    with contextlib.suppress(ModuleNotFoundError):
+    try:
         import mcp  # noqa: F401
-    if "mcp" not in sys.modules:
+    except ModuleNotFoundError as error:
         raise ConfigError(
             "environment.tools.mcp needs the package mcp, which is not installed. Try: pip install 'engine-plugin-agents[mcp]'"
-        )
+        ) from error
     with ThreadPoolExecutor(1) as thread:  # this thread may have a loop that runs
         return dict(zip(servers, thread.submit(asyncio.run, ask_all()).result(), strict=True))

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 import os
 import shutil
 import sys
@@ -21,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from engine_core.errors import ConfigError
-from engine_plugin_agents.child import kill_child, last_words, start_child
+from engine_plugin_agents.child import kill_child, last_words, shorten, start_child
+
+log = logging.getLogger("engine")
 
 START_SECONDS = 120.0
 ROWS_SECONDS = 600.0
@@ -49,6 +52,7 @@ class WorldProcess:
         self.lost, self._why = False, "the run has ended"
         self._ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._answered = 0.0  # when, by the clock of the loop
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._ready = self._calls[READY] = asyncio.get_running_loop().create_future()
         self._process: asyncio.subprocess.Process | None = None
@@ -60,14 +64,20 @@ class WorldProcess:
         if self.python:  # another environment: its packages, not ours
             variables = {name: value for name, value in variables.items() if not name.startswith("PYTHON")}
         command = [self.python or sys.executable, str(WORLDS), self.kind, json.dumps(self.options)]
-        process = self._process = await start_child(command, variables, self._errors)
-        self._reading = asyncio.ensure_future(self._read(process))
         try:
+            process = self._process = await start_child(command, variables, self._errors)
+            self._reading = asyncio.ensure_future(self._read(process))
             await asyncio.wait_for(self._ready, START_SECONDS)
         except TimeoutError:
             self.lost = True
             await kill_child(process)
-            raise WorldError(f"the process of {self.kind} did not start within {START_SECONDS:g} s") from None
+            said = last_words(self._errors)
+            raise WorldError(
+                f"the process of {self.kind} did not start within {START_SECONDS:g} s. {said}".rstrip(". ")
+            ) from None
+        except BaseException:
+            self.lost = True
+            raise
         return process
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
@@ -76,6 +86,8 @@ class WorldProcess:
         with contextlib.suppress(ValueError):
             while line := await process.stdout.readline():
                 answer = json.loads(line)
+                self._answered = asyncio.get_running_loop().time()
+                shorten(self._errors)
                 future = self._calls.get(answer["id"])
                 if future and not future.done():
                     future.set_result(answer)
@@ -91,7 +103,7 @@ class WorldProcess:
 
         Args:
             name: a method of ``World``.
-            seconds: time limit; after it the process is killed. None: no limit.
+            seconds: time limit; after it the process is killed if it has answered no call for as long. None: no limit.
             arguments: values for JSON.
 
         Raises:
@@ -100,14 +112,19 @@ class WorldProcess:
         process = await asyncio.shield(self._started)
         if self.lost:
             raise WorldError(self._why)
-        id, future = next(self._ids), asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        id, future = next(self._ids), loop.create_future()
         self._calls[id] = future
         try:
             self._send(process, {"id": id, "call": name, "arguments": arguments})
             answer = await asyncio.wait_for(future, seconds)
         except TimeoutError:
-            self.lost = True
-            await kill_child(process)
+            assert seconds is not None
+            if loop.time() - self._answered < seconds:  # it works: other calls took the time
+                self._send(process, {"id": id, "cancel": True})
+            else:
+                self.lost = True
+                await kill_child(process)
             raise WorldError(f"{self.kind} did not answer '{name}' within {seconds:g} s") from None
         except asyncio.CancelledError:
             self._send(process, {"id": id, "cancel": True})
@@ -143,7 +160,7 @@ class Worlds:
     """
 
     def __init__(self, make: Callable[[], WorldProcess], processes: int) -> None:
-        self._make, self._slots = make, [None] * processes
+        self._make, self._slots = make, processes
         self._processes: dict[int, WorldProcess] = {}
         self._episodes = itertools.count()
 
@@ -155,12 +172,13 @@ class Worlds:
             seconds: time limit of each call; None: no limit.
         """
         session = next(self._episodes)
-        slot = session % len(self._slots)
+        slot = session % self._slots
         process = self._processes.get(slot)
         if process is None or process.lost:
-            if process is not None:
-                await process.close()
-            process = self._processes[slot] = self._make()
+            old, process = process, self._make()
+            self._processes[slot] = process  # before other episodes run
+            if old is not None:
+                await old.close()
 
         async def call(name: str, **arguments: Any) -> Any:
             """Call the world for this episode."""
@@ -206,10 +224,15 @@ def world_rows(
         world: the arguments of the ``World``.
 
     Raises:
-        ConfigError: the world cannot be used.
+        ConfigError: the world cannot be used, or no row is left for the held-out ones.
     """
     check_python(f"data.{kind}", python)
     rows = _rows(kind, python, count + held_out, json.dumps(world))
+    said = f"{len(rows)} rows; count = {count} and held_out = {held_out} ask for {count + held_out}"
+    if held_out and len(rows) <= count:
+        raise ConfigError(f"data.{kind}: no row is held out of {said}. Lower count.")
+    if split == "train" and len(rows) < count + held_out:
+        log.warning("data.%s: %s", kind, said)
     return rows[:count] if split == "train" else rows[count:]
 
 

@@ -14,6 +14,7 @@ import inspect
 import json
 import os
 import sys
+import traceback
 from typing import Any
 
 READY = -1  # id of the answer that the world is made
@@ -24,11 +25,12 @@ async def main() -> None:
     """Serve until stdin ends."""
     output = os.dup(1)
     os.dup2(2, 1)  # what the world prints is no answer
+    messages = os.fdopen(os.dup(0))  # of all episodes, not for the world's children
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
     world = importlib.import_module(f"{sys.argv[1]}_world").World(**json.loads(sys.argv[2]))
     reader = asyncio.StreamReader(limit=LINE_BYTES)
-    await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(reader), sys.stdin
-    )
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), messages)
     tasks: dict[int, asyncio.Task[None]] = {}
 
     def write(answer: dict[str, Any]) -> None:
@@ -43,7 +45,8 @@ async def main() -> None:
             value = getattr(world, message["call"])(**message["arguments"])
             found = {"value": await value if inspect.isawaitable(value) else value}
         except (Exception, SystemExit) as error:
-            found = {"error": f"{type(error).__name__}: {error}"}
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            found = {"error": f"{type(error).__name__}: {error} ({at.filename}:{at.lineno})"}
         finally:
             tasks.pop(message["id"], None)
         write({"id": message["id"], **found})
@@ -54,7 +57,7 @@ async def main() -> None:
         if "cancel" not in message:
             tasks[message["id"]] = asyncio.ensure_future(answer(message))
         elif message["id"] in tasks:
-            tasks[message["id"]].cancel()
+            tasks.pop(message["id"]).cancel()  # one that has not begun does not remove itself
 
 
 if __name__ == "__main__":
