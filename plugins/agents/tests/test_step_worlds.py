@@ -261,7 +261,7 @@ def test_a_child_is_killed_while_another_process_holds_its_output():
             await kill_child(process)
             assert holder.is_running()
             holder.kill()
-            await process.wait()
+            await process.stdout.read()  # to its end: the transport is closed
 
     asyncio.run(kill())
 
