@@ -106,7 +106,7 @@ def fails():
     raise ZeroDivisionError("by zero")
 
 
-async def tools(episode):
+async def failing(episode):
     for tool in (sleeps, fails):
         turn = await episode.sample(max_tokens=1)
         episode.append(await episode.call(tool))
@@ -131,13 +131,13 @@ async def forges(episode):
 @hookimpl
 def engine_environments():
     names = frozenset({"length"})
-    return {each.__name__: Environment(load=each, rewards=names) for each in (tools, blocks, forges)}
+    return {each.__name__: Environment(load=each, rewards=names) for each in (failing, blocks, forges)}
 """
 IN_ORDER = {"data.shuffle": False, "run.steps": 3, "checkpoint.every_steps": 1}  # train:5 is in step 2
 
 
 def test_the_policy_receives_what_its_tools_failed_of_and_the_run_continues(engine, tiny, metrics):
-    table = '[environment]\nname = "tools"\ntool_timeout_seconds = 0.2\n'
+    table = '[environment]\nname = "failing"\ntool_timeout_seconds = 0.2\n'
     changes = {"run.steps": 1, "rollout.max_response_tokens": 100, "rollout.group_size": 2}
     run = engine("train", tiny(changes, reward=table, plugin=HARMFUL))
     assert run.code == 0, run.err

@@ -89,7 +89,8 @@ def replay(
     said, where = samples or first_difference(pairs, updates), _where(layers)
     if where and not said:
         said = "The first part that differs: update (its metrics are equal)."
-    print("\n".join(line for line in (said, where) if line))
+    for line in filter(None, (said, where)):
+        print(line)
 
 
 def _print_layers(layers: Sequence[LayerUpdate], done: Replayed) -> None:
