@@ -56,6 +56,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=12, help="of the real runs")
     parser.add_argument("--turns", type=int, default=6, help="of an episode of the real runs")
+    parser.add_argument(
+        "--most", type=float, default=3.0, help="seconds of the longest tool call of the real runs"
+    )
+    parser.add_argument(
+        "--real", type=int, nargs="*", default=[0, 2], help="versions ahead of the real runs; 0: in turn"
+    )
     parser.add_argument("--out", type=Path, help="file for the results")
     return parser.parse_args()
 
@@ -92,7 +98,13 @@ def real(folder: Path, given: argparse.Namespace, staleness: int) -> dict[str, A
     name = f"async-{staleness}" if staleness else "sync"
     settings: dict[str, Any] = {
         "plugins": [str(folder / "slow.py")],
-        "environment": {"name": "slow", "max_turns": given.turns},
+        "environment": {
+            "name": "slow",
+            "max_turns": given.turns,
+            "tool_timeout_seconds": 2 * given.most,
+            "timeout_seconds": 600.0,
+            "slow": {"most": given.most},
+        },
         "model.path": str(folder / "model"),
         "model.override": {"max_position_embeddings": 512},
         "data.train": str(folder / "data" / "train.jsonl"),
@@ -133,8 +145,8 @@ def main() -> None:
         prepare.ROWS = {"sft": 8, "train": 256, "heldout": 8}
         prepare.prepare(folder)
         (folder / "slow.py").write_text(PLUGIN)
-        found["real"] = {"turns": given.turns, "tool_seconds": [1.0, 3.0]}
-        for staleness in (0, 2):
+        found["real"] = {"turns": given.turns, "tool_seconds": [1.0, given.most]}
+        for staleness in given.real:
             result = real(folder, given, staleness)
             first = found["real"].get("sync", result)
             ratio = first["step_s"] / result["step_s"]
