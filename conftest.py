@@ -241,3 +241,30 @@ def rl_run(tmp_path, sft_run) -> Path:
     path = tmp_path / "rl.toml"
     path.write_text(textwrap.dedent(text))
     return path
+
+
+@pytest.fixture
+def grpo_run(tmp_path, sft_run) -> Path:
+    """``grpo.toml`` next to ``run.toml``: two steps of GRPO with the sampler ``hf``, and a reward from ``reward.py``."""
+    (tmp_path / "reward.py").write_text(
+        "def digits(completions):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n\n\n"
+        "def letters(completions):\n    return [sum(c.isalpha() for c in text) / 8 for text in completions]\n"
+    )
+    text = """
+        extends = ["run.toml"]
+        trainer = "rl"
+        [rollout]
+        group_size = 4
+        max_response_tokens = 8
+        [algorithm]
+        loss = "reinforce"
+        [[reward]]
+        name = "python"
+        [reward.python]
+        path = "reward.py"
+        function = "digits"
+        allow_local_code = true
+        """
+    path = tmp_path / "grpo.toml"
+    path.write_text(textwrap.dedent(text))
+    return path

@@ -420,11 +420,10 @@ class Loop:
         return True
 
     def _step_of_trainer(self, step: int) -> dict[str, float]:
-        wanted, folder = (
-            step in self.run.config.profile.steps,
-            self.folder.path / "profile" / f"step_{step:06}",
-        )
-        with self._memory_explained(), self.run.runtime.profiled(folder) if wanted else nullcontext():
+        profiled: AbstractContextManager[None] = nullcontext()
+        if step in self.run.config.profile.steps:
+            profiled = self.run.runtime.profiled(self.folder.path / "profile" / f"step_{step:06}")
+        with self._memory_explained(), profiled:
             return self.run.step(step)
 
     def _memory_explained(self) -> AbstractContextManager[None]:

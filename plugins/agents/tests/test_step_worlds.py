@@ -1,7 +1,6 @@
 """Environments of Gymnasium in processes: actions, observations, seeds, other interpreters, and processes that fail."""
 
 import asyncio
-import os
 import sys
 import tempfile
 import threading
@@ -48,6 +47,8 @@ class Words(gymnasium.Env):
             return "", 0.5, True, False, {}
         if action == "child":
             return subprocess.check_output(["readlink", "/proc/self/fd/0"], text=True), 0, False, False, {}
+        if action == "variables":
+            return " ".join(sorted(name for name in os.environ if name.startswith("WORLD_"))), 0, False, False, {}
         if action == "noise":
             sys.stderr.write("x" * 2**21)
         if action == "size":
@@ -245,6 +246,13 @@ def test_children_of_a_world_do_not_read_its_messages(world, act):
     assert rollout.messages[1]["content"].strip() == "/dev/null"
 
 
+def test_a_world_receives_the_variables_that_are_named_alone(world, act, monkeypatch):
+    monkeypatch.setenv("WORLD_SECRET", "a")
+    monkeypatch.setenv("WORLD_HOME", "b")
+    [rollout] = act(world(variables=["WORLD_HOME", "WORLD_ABSENT"]), "variables", "end")
+    assert rollout.messages[1]["content"] == "WORLD_HOME"
+
+
 def test_what_a_world_writes_to_stderr_does_not_grow_without_limit(world, act):
     [rollout] = act(world(), "noise", "size", "end")
     assert int(rollout.messages[3]["content"]) < 2**20
@@ -252,11 +260,11 @@ def test_what_a_world_writes_to_stderr_does_not_grow_without_limit(world, act):
 
 def test_a_child_is_killed_while_another_process_holds_its_output():
     """Also with Python 3.11, which waits for the end of the output."""
-    code = "import subprocess; p = subprocess.Popen(['sleep', '600'], start_new_session=True); print(p.pid); p.wait()"
+    code = "import subprocess; p = subprocess.Popen(['sleep', '600'], start_new_session=True); print(p.pid, flush=True); p.wait()"
 
     async def kill():
         with tempfile.TemporaryFile() as errors:
-            process = await start_child([sys.executable, "-c", code], dict(os.environ), errors)
+            process = await start_child([sys.executable, "-c", code], (), errors)
             holder = psutil.Process(int(await process.stdout.readline()))
             await kill_child(process)
             assert holder.is_running()

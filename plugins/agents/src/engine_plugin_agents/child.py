@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,19 @@ LINE_BYTES = 16 * 2**20  # of one message of a child; a longer one ends the conn
 GUARD = Path(__file__).with_name("end_with_parent.py")
 WAIT_SECONDS = 1.0  # for the end of a killed child
 ERRORS_BYTES = 2**20  # of the file of a child's stderr
+BASIC = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TZ", "USER")
+"""Environment variables that a child receives in any case."""
 SAID_BYTES = 300  # of a child's stderr, in messages
 
 
 async def start_child(
-    command: Sequence[str], variables: Mapping[str, str], errors: Any
+    command: Sequence[str], variables: Iterable[str], errors: Any
 ) -> asyncio.subprocess.Process:
     """Start a command that ends with the thread of this loop.
 
     Args:
         command: program and arguments.
-        variables: its environment.
+        variables: names of the environment variables that it receives in addition to ``BASIC``.
         errors: the file of its stderr.
     """
     return await asyncio.create_subprocess_exec(
@@ -33,7 +35,7 @@ async def start_child(
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=errors,
-        env=variables,
+        env={name: os.environ[name] for name in (*BASIC, *variables) if name in os.environ},
         start_new_session=True,
         limit=LINE_BYTES,
     )

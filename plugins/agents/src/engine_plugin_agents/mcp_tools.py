@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 START_SECONDS = 60.0
 CLOSE_SECONDS = 10.0
-BASIC = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TZ", "USER")
-"""Environment variables that a command receives in any case."""
 
 
 class ToolError(Exception):
@@ -100,8 +97,7 @@ async def _started(connection: Connection, errors: Any) -> AsyncGenerator[Any, N
     from mcp_types import jsonrpc_message_adapter
 
     server = connection.server
-    variables = {name: os.environ[name] for name in (*BASIC, *server.variables) if name in os.environ}
-    process = await start_child(server.command, variables, errors)
+    process = await start_child(server.command, server.variables, errors)
     received, incoming = anyio.create_memory_object_stream[Any](0)
     outgoing, sent = anyio.create_memory_object_stream[Any](0)
 

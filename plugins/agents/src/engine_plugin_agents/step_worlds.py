@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ class StepEnvironment:
     """An environment whose episodes are those of a world. Subclasses set ``kind``.
 
     Args:
-        python, processes, action_tag: see ``StepOptions``.
+        python, processes, action_tag, variables: see ``StepOptions``.
         world: the arguments of the ``World``.
 
     Raises:
@@ -27,10 +28,12 @@ class StepEnvironment:
 
     kind = ""
 
-    def __init__(self, python: str, processes: int, action_tag: str, **world: Any) -> None:
+    def __init__(
+        self, python: str, processes: int, action_tag: str, variables: Iterable[str] = (), **world: Any
+    ) -> None:
         check_python(f"environment.{self.kind}", python)
         self._tag = action_tag
-        self._worlds = Worlds(partial(WorldProcess, self.kind, python, world), processes)
+        self._worlds = Worlds(partial(WorldProcess, self.kind, python, world, variables), processes)
 
     async def __call__(self, episode: Episode) -> Rollout:
         """Run an episode: the sum of the world's rewards is the reward ``score``.

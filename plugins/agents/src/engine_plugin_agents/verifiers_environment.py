@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,16 +14,16 @@ class VerifiersEnvironment(EndpointEnvironment):
     """An environment of verifiers: its harness runs the library's episode in another process.
 
     Args:
-        python, processes: see ``WorldOptions``.
+        python, processes, variables: see ``WorldOptions``.
         world: the arguments of the ``World``.
 
     Raises:
         ConfigError: there is no such interpreter.
     """
 
-    def __init__(self, python: str, processes: int, **world: Any) -> None:
+    def __init__(self, python: str, processes: int, variables: Iterable[str] = (), **world: Any) -> None:
         check_python("environment.verifiers", python)
-        self._worlds = Worlds(partial(WorldProcess, "verifiers", python, world), processes)
+        self._worlds = Worlds(partial(WorldProcess, "verifiers", python, world, variables), processes)
         super().__init__()
 
     async def harness(self, row: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, float]:  # type: ignore[override]

@@ -20,6 +20,8 @@ class WorldOptions(Options):
 
     python: Annotated[str, AfterValidator(_from_folder)] = ""
     """Python interpreter of another environment that has the world's library; it needs no package of Engine. Empty: the interpreter of the run. A relative path starts at the folder of the run file."""
+    variables: list[str] = []
+    """Environment variables that the world receives, by name, in addition to ``PATH``, ``HOME`` and ``USER``, such as ``HF_HOME``. Programs that a world runs for the policy can read them."""
 
 
 class EpisodeOptions(Options):

@@ -12,11 +12,10 @@ import functools
 import itertools
 import json
 import logging
-import os
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -45,10 +44,13 @@ class WorldProcess:
         kind: the module of ``worlds``, without ``_world``.
         python: its interpreter; empty: that of the run.
         options: the arguments of its ``World``.
+        variables: names of environment variables that it receives.
     """
 
-    def __init__(self, kind: str, python: str, options: dict[str, Any]) -> None:
-        self.kind, self.python, self.options = kind, python, options
+    def __init__(
+        self, kind: str, python: str, options: dict[str, Any], variables: Iterable[str] = ()
+    ) -> None:
+        self.kind, self.python, self.options, self.variables = kind, python, options, variables
         self.lost, self._why = False, "the run has ended"
         self._ids = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
@@ -60,12 +62,10 @@ class WorldProcess:
         self._started = asyncio.ensure_future(self._start())
 
     async def _start(self) -> asyncio.subprocess.Process:
-        variables = dict(os.environ)
-        if self.python:  # another environment: its packages, not ours
-            variables = {name: value for name, value in variables.items() if not name.startswith("PYTHON")}
+        ours = () if self.python else ("PYTHONPATH",)  # another environment has its packages, not ours
         command = [self.python or sys.executable, str(WORLDS), self.kind, json.dumps(self.options)]
         try:
-            process = self._process = await start_child(command, variables, self._errors)
+            process = self._process = await start_child(command, (*ours, *self.variables), self._errors)
             self._reading = asyncio.ensure_future(self._read(process))
             await asyncio.wait_for(self._ready, START_SECONDS)
         except TimeoutError:
@@ -213,21 +213,27 @@ def check_python(where: str, python: str) -> None:
 
 
 def world_rows(
-    kind: str, split: str, python: str, count: int, held_out: int, **world: Any
+    kind: str,
+    split: str,
+    python: str,
+    count: int,
+    held_out: int,
+    variables: Iterable[str] = (),
+    **world: Any,
 ) -> list[dict[str, Any]]:
     """Return the rows of a data source. Held-out rows follow those of training.
 
     Args:
         kind: the world.
         split: ``train`` or ``validation``.
-        python, count, held_out: see ``RowsOptions``.
+        python, count, held_out, variables: see ``RowsOptions``.
         world: the arguments of the ``World``.
 
     Raises:
         ConfigError: the world cannot be used, or no row is left for the held-out ones.
     """
     check_python(f"data.{kind}", python)
-    rows = _rows(kind, python, count + held_out, json.dumps(world))
+    rows = _rows(kind, python, count + held_out, json.dumps(world), tuple(variables))
     said = f"{len(rows)} rows; count = {count} and held_out = {held_out} ask for {count + held_out}"
     if held_out and len(rows) <= count:
         raise ConfigError(f"data.{kind}: no row is held out of {said}. Lower count.")
@@ -237,7 +243,7 @@ def world_rows(
 
 
 @functools.lru_cache(maxsize=1)  # a run asks for one split after the other
-def _rows(kind: str, python: str, count: int, world: str) -> list[dict[str, Any]]:
+def _rows(kind: str, python: str, count: int, world: str, variables: tuple[str, ...]) -> list[dict[str, Any]]:
     """Start a process of a world and return its first rows.
 
     Raises:
@@ -246,7 +252,7 @@ def _rows(kind: str, python: str, count: int, world: str) -> list[dict[str, Any]
 
     async def ask() -> list[dict[str, Any]]:
         """Make the call."""
-        process = WorldProcess(kind, python, json.loads(world))
+        process = WorldProcess(kind, python, json.loads(world), variables)
         try:
             rows: list[dict[str, Any]] = await process.call("rows", ROWS_SECONDS, count=count)
             return rows

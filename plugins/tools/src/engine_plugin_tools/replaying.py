@@ -176,6 +176,7 @@ def _keep_samples(run: Any, samples: list[Rollout]) -> None:
     draw = run.rollouts
 
     def rollouts(step: int) -> tuple[list[Rollout], dict[str, float]]:
+        """Draw the rollouts of a step and keep them."""
         drawn: tuple[list[Rollout], dict[str, float]] = draw(step)
         samples.extend(drawn[0])
         return drawn

@@ -42,26 +42,8 @@ SWAPS = {
 
 
 @pytest.fixture
-def run(engine, sft_run, tmp_path):
-    """A GRPO run of two steps, each with a checkpoint."""
-    (tmp_path / "reward.py").write_text(
-        "def digits(completions):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n"
-    )
-    (tmp_path / "grpo.toml").write_text("""
-        extends = ["run.toml"]
-        trainer = "rl"
-        [rollout]
-        group_size = 4
-        max_response_tokens = 8
-        [algorithm]
-        loss = "reinforce"
-        [[reward]]
-        name = "python"
-        [reward.python]
-        path = "reward.py"
-        function = "digits"
-        allow_local_code = true
-        """)
+def run(engine, grpo_run):
+    """A GRPO run of two steps, each with a checkpoint: replays a step of it with swaps and returns what is printed."""
     assert engine("train", "grpo.toml").code == 0
 
     def swap(*settings, step=2):
@@ -108,8 +90,10 @@ def test_a_gradient_that_is_wrong_from_a_layer_on_is_found_by_its_updates(run, t
     assert "The last in the model is model.layers.0" in out, out
 
 
-def test_json_has_the_layers(engine, run):
+def test_json_has_the_layers_and_what_is_said(engine, run):
     answer = engine("replay", "first", "--step", "2", "--swap", "actor.optim.lr=0.3", "--json")
-    layers = json.loads(answer.out)["layers"]
+    found = json.loads(answer.out)
+    assert found["said"][0].startswith("The first part that differs: update (actor/lr: ")
+    layers = found["layers"]
     assert layers["model.layers.1"]["difference"] == pytest.approx(1, abs=0.1)
     assert json.loads(engine("replay", "first", "--step", "2", "--json").out)["layers"] == {}

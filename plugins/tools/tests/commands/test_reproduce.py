@@ -57,23 +57,6 @@ def test_weights_that_are_not_as_recorded_are_found_although_the_metrics_are_equ
     assert "2     actor/weights.safetensors  000000000000" in answer.out
 
 
-GRPO = """
-extends = ["run.toml"]
-trainer = "rl"
-[rollout]
-group_size = 4
-max_response_tokens = 8
-[algorithm]
-loss = "reinforce"
-[[reward]]
-name = "python"
-[reward.python]
-path = "reward.py"
-function = "digits"
-allow_local_code = true
-"""
-
-
 CHANGES = {
     "rollout.temperature=0.7": "samples",
     "run.seed=5": "samples",
@@ -91,12 +74,7 @@ CHANGES = {
 }
 
 
-def test_a_changed_part_is_named_as_the_first_that_differs(engine, sft_run, tmp_path):
-    (tmp_path / "grpo.toml").write_text(GRPO)
-    (tmp_path / "reward.py").write_text(
-        "def digits(completions):\n    return [sum(c.isdigit() for c in text) / 8 for text in completions]\n\n\n"
-        "def letters(completions):\n    return [sum(c.isalpha() for c in text) / 8 for text in completions]\n"
-    )
+def test_a_changed_part_is_named_as_the_first_that_differs(engine, grpo_run):
     assert engine("train", "grpo.toml", "--set", "run.name=first").code == 0
     assert engine("manifest", "first", "-o", "run.json").code == 0
     for setting, part in CHANGES.items():

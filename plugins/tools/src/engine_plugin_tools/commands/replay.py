@@ -54,30 +54,22 @@ def replay(
 
     Example: engine replay latest --step 12 --swap actor.backend=fsdp
     """
-    from engine_plugin_tools.layer_updates import compare_updates
-    from engine_plugin_tools.replaying import check_step, differing_samples, first_difference
+    from engine_plugin_tools.replaying import check_step
 
     folder = RunFolder.open(run)
     check_step(step, folder)
     config = read_run(folder, sets)
     layers: list[LayerUpdate] = []
-    samples = ""
+    swapped = read_run(folder, [*(sets or []), *swaps]) if swaps else config
     if swaps:
-        swapped = read_run(folder, [*(sets or []), *swaps])
-        with tempfile.TemporaryDirectory() as name:
-            first, second = Path(name, "first"), Path(name, "second")
-            sample = any(swap.startswith(SAMPLED) for swap in swaps)
-            before, _ = _again(folder, config, step, as_json, first, sample)
-            done, updates = _again(folder, swapped, step, as_json, second, sample)
-            layers = compare_updates(first, second)
-        samples = differing_samples(before.samples, done.samples)
-        done = dataclasses.replace(done, recorded=before.metrics)
+        sample = any(swap.startswith(SAMPLED) for swap in swaps)
+        done, layers, said = _compare(folder, config, swapped, step, sample, as_json)
     else:
-        swapped = config
         done, updates = _again(folder, config, step, as_json)
-    changed = _changed(folder, swapped)
+        said = _first_difference(done, updates)
+    changed, lines = _changed(folder, swapped), [line for line in (said, _where(layers)) if line]
     if as_json:
-        print_json(_plain(folder, step, done, changed, layers))
+        print_json(_plain(folder, step, done, changed, layers, lines))
         return
     for difference in changed:
         print(f"changed: {difference}")
@@ -85,12 +77,38 @@ def replay(
     print_table([_row(*row) for row in done.rows()], header=header)
     if layers:
         _print_layers(layers, done)
-    pairs = {name: (then, now) for name, then, now in done.rows() if then is not None}
-    said, where = samples or first_difference(pairs, updates), _where(layers)
-    if where and not said:
-        said = "The first part that differs: update (its metrics are equal)."
-    for line in filter(None, (said, where)):
+    for line in lines:
         print(line)
+
+
+def _compare(
+    folder: RunFolder, config: EngineConfig, swapped: EngineConfig, step: int, sample: bool, quiet: bool
+) -> tuple[Replayed, list[LayerUpdate], str]:
+    """Replay a step without and with a change; return the second replay, the updates by layer, and what differs first.
+
+    The metrics of the first replay are the recorded ones of the second.
+    """
+    from engine_plugin_tools.layer_updates import compare_updates
+    from engine_plugin_tools.replaying import differing_samples
+
+    with tempfile.TemporaryDirectory() as name:
+        first, second = Path(name, "first"), Path(name, "second")
+        before, _ = _again(folder, config, step, quiet, first, sample)
+        done, updates = _again(folder, swapped, step, quiet, second, sample)
+        layers = compare_updates(first, second)
+    done = dataclasses.replace(done, recorded=before.metrics)
+    said = differing_samples(before.samples, done.samples) or _first_difference(done, updates)
+    if not said and _where(layers):
+        said = "The first part that differs: update (its metrics are equal)."
+    return done, layers, said
+
+
+def _first_difference(done: Replayed, updates: int) -> str:
+    from engine_plugin_tools.replaying import first_difference
+
+    return first_difference(
+        {name: (then, now) for name, then, now in done.rows() if then is not None}, updates
+    )
 
 
 def _print_layers(layers: Sequence[LayerUpdate], done: Replayed) -> None:
@@ -147,7 +165,12 @@ def _changed(folder: RunFolder, config: EngineConfig) -> list[str]:
 
 
 def _plain(
-    folder: RunFolder, step: int, done: Replayed, changed: list[str], layers: Sequence[LayerUpdate]
+    folder: RunFolder,
+    step: int,
+    done: Replayed,
+    changed: list[str],
+    layers: Sequence[LayerUpdate],
+    said: list[str],
 ) -> dict[str, Any]:
     start = done.start
     return {
@@ -157,6 +180,7 @@ def _plain(
         "learned_again": list(start.again),
         "left_out": list(start.left_out),
         "changed": changed,
+        "said": said,
         "metrics": {name: {"recorded": then, "again": now} for name, then, now in done.rows()},
         "layers": {
             row.name: {"update": row.size, "swapped": row.other, "difference": row.share} for row in layers
