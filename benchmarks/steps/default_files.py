@@ -10,6 +10,7 @@ vLLM, and no key that tunes anything. The first step (compilation, first update)
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -41,11 +42,13 @@ class Case:
 TWO = '[runtime]\nbackend = "torchrun"\n[rollout.process]\n[actor]\nbackend = "fsdp"\n'
 CASES = {
     "0.6b": Case("qwen3-0.6b"),
+    "0.6b-process": Case("qwen3-0.6b", 1, "[rollout.process]\n"),
     "1.7b": Case("qwen3-1.7b"),
     "4b": Case("qwen3-4b"),
     "0.6b-x2": Case("qwen3-0.6b", 2, TWO),
     "1.7b-x2": Case("qwen3-1.7b", 2, TWO),
     "1.7b-x2-128": Case("qwen3-1.7b", 2, TWO, 128),
+    "1.7b-x4-256": Case("qwen3-1.7b", 4, TWO, 256),
     "4b-x2": Case("qwen3-4b", 2, TWO),
     "tiny": Case("tiny", prompts=4),
 }
@@ -95,11 +98,20 @@ def engine_rewards():
 '''
 
 
-def run(name: str, steps: int, seconds: float) -> dict[str, Any]:
-    """Run a case; return its metrics by step, the seconds to the end of step 1, and how it ended."""
+def run(name: str, steps: int, seconds: float, keys: list[str], keep: Path | None = None) -> dict[str, Any]:
+    """Run a case; return its metrics by step, the seconds to the end of step 1, and how it ended.
+
+    Args:
+        name: of the case.
+        steps: of the run.
+        seconds: after which the run is ended.
+        keys: ``KEY=VALUE``, for ``--set``.
+        keep: a folder that the run is written to and that stays.
+    """
     case = CASES[name]
-    with tempfile.TemporaryDirectory() as text:
+    with contextlib.nullcontext(str(keep)) if keep else tempfile.TemporaryDirectory() as text:
         folder = Path(text)
+        folder.mkdir(exist_ok=True)
         write_inputs(case.shape, folder)
         (folder / "even.py").write_text(REWARD)
         words = {"sampler": "vllm", "response": RESPONSE, "prompt": PROMPT, "prompts": case.prompts}
@@ -110,10 +122,11 @@ def run(name: str, steps: int, seconds: float) -> dict[str, Any]:
         (folder / "run.toml").write_text(FILE.format(**words, steps=steps) + case.more)
         metrics, log = folder / "runs/run/metrics.jsonl", folder / "log"
         code = "import sys; from engine_core.cli.main import main; sys.exit(main(sys.argv[1:]))"
+        more = [part for key in keys for part in ("--set", key)]
         began, first, error = time.monotonic(), 0.0, ""
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-c", code, "train", "run.toml"], cwd=folder, stdout=file, stderr=file
+                [sys.executable, "-c", code, "train", "run.toml", *more], cwd=folder, stdout=file, stderr=file
             )
             while process.poll() is None and time.monotonic() < began + seconds:
                 time.sleep(0.2)
@@ -131,8 +144,18 @@ def run(name: str, steps: int, seconds: float) -> dict[str, Any]:
             "first_step_done": first,
             "error": error,
             "steps": [json.loads(line) for line in lines],
+            "start": _start(metrics.with_name("timeline.jsonl")),
             "log": log.read_text(errors="replace")[-12000:],
         }
+
+
+def _start(timeline: Path) -> dict[str, float]:
+    """Return the seconds of the parts of the setup, by name."""
+    names = ("setup", "load inputs", "plan memory", "build ")
+    spans = (
+        [json.loads(line) for line in timeline.read_text().split("\n") if line] if timeline.exists() else []
+    )
+    return {name: end - start for _, _, name, start, end in spans if name.startswith(names)}
 
 
 def show(row: dict[str, Any]) -> str:
@@ -154,9 +177,11 @@ def show(row: dict[str, Any]) -> str:
     work = cost.train([PROMPT + RESPONSE] * rows, RESPONSE * rows) if cost else 0.0
     mfu = work / median("time/train") / (989e12 * case.gpus) if median("time/train") else 0.0
     first = row["steps"][0]["time/step"]
+    setup = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row["start"].items())
     return (
         f"{row['case']:12} step {median('time/step'):.2f} s: {parts}  MFU of training {mfu:.1%}  peak {peak:.1f} GiB  "
-        f"first step {first:.1f} s, done {row['first_step_done']:.0f} s after the start  ({len(steps)} steps) {row['error']}"
+        f"first step {first:.1f} s, done {row['first_step_done']:.0f} s after the start  ({len(steps)} steps) {row['error']}\n"
+        f"{'':12} of the start: {setup}"
     )
 
 
@@ -168,11 +193,13 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=["0.6b"])
     parser.add_argument("--steps", type=int, default=4, help="of which the first is not counted")
     parser.add_argument("--seconds", type=float, default=280, help="for each case")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys over the run file's")
+    parser.add_argument("--keep", type=Path, help="folder that the run is written to, of one case")
     parser.add_argument("--out", type=Path, help="file of JSON lines")
     arguments = parser.parse_args()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in arguments.cases:
-        row = run(name, arguments.steps, arguments.seconds)
+        row = run(name, arguments.steps, arguments.seconds, arguments.set, arguments.keep)
         print(show(row), flush=True)
         if not row["steps"]:
             print(row["log"][-2500:], flush=True)

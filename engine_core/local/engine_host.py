@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from engine_core import timeline
 from engine_core.contracts.engines import RolloutEngine, TrainEngine, WorkerContext
 from engine_core.contracts.weight_sync import SyncResult, same_process, sends_adapter, stream_of
 from engine_core.errors import ConfigError
@@ -113,12 +114,14 @@ class EngineHost:
         if self.place.device.type == "cpu":
             keep_freed_memory()
         self.check(roles, total_steps)
-        self._plan_memory(roles)
+        with timeline.span("plan memory"):
+            self._plan_memory(roles)
         try:
             for name, role in roles.items():
                 log.info("Building the role %s.", name)
                 build = self._build_train if role.kind == "train" else self._build_rollout
-                self.engines[name] = build(name, role, total_steps)
+                with timeline.span(f"build {name}"):
+                    self.engines[name] = build(name, role, total_steps)
                 self._stack.callback(self.engines[name].close)
                 if role.phase:
                     self.guests[name] = role

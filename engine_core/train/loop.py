@@ -159,7 +159,8 @@ def start(run: TrainingRun, resume: Resume | None, attempt: ExitStack) -> Loop:
     if run.plugins.offered("parts", "timeline"):
         writer = run.plugins.resolve("parts", "timeline")(folder.path, run)
         attempt.callback(writer.close)
-    run.setup(training=True, resume=resume)
+    with timeline.span("setup"):
+        run.setup(training=True, resume=resume)
     point = None
     if resume is not None:
         point = run.restore(resume)

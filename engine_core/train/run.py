@@ -174,7 +174,8 @@ class TrainingRun(abc.ABC):
         self.training = training
         faults.point("run.setup")
         checkpointing.seed_random(self.config.run.seed)
-        self.load_inputs()
+        with timeline.span("load inputs"):
+            self.load_inputs()
         if resume is not None:
             resume.check_inputs(self.tokenizer, self.roles(training=True))
             self.source.load_state(resume.state["data"])

@@ -39,6 +39,6 @@ def test_with_cuda_the_memory_of_the_context_is_written_and_no_longer_recorded(t
 
     monkeypatch.setattr(profiler, "profile", without_kernels)
     with profiled(tmp_path, "rank_0"):
-        assert calls == [{"max_entries": 100_000, "stacks": "python"}]
+        assert calls == [{"max_entries": 100_000}]
     assert calls[1:] == [str(tmp_path / "rank_0.memory.pickle"), {"enabled": None}]
     assert recorded == [ProfilerActivity.CPU, ProfilerActivity.CUDA]

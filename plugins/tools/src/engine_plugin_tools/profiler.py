@@ -28,14 +28,14 @@ def profiled(folder: Path, name: str) -> Iterator[None]:
     cuda = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     if cuda:
-        torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
+        torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
     trace = profile(activities=activities)
     trace.start()
     try:
         yield
     finally:
+        trace.stop()
+        trace.export_chrome_trace(str(folder / f"{name}.json.gz"))
         if cuda:
             torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
-        trace.stop()
-        trace.export_chrome_trace(str(folder / f"{name}.json.gz"))

@@ -7,6 +7,8 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from engine_core.contracts.weight_transport import TransportEndpoint, WeightTransport, WeightUpdate
 from engine_core.errors import DataError, TrainingFailed
 from engine_plugin_processes.channel import new_token
@@ -71,7 +73,7 @@ class Weights:
             Exception: the stream's own, or an engine's refusal: nothing is sampled until a complete update.
         """
         self._unknown = self._incomplete = f"an update to version {version} did not come to its end"
-        copied = _Copied(stream, self._keeps)
+        copied = _Copied(stream, self._kept if self._keeps else None)
         tensors = iter(copied)
         try:
             found = self._send(ranks, tensors, version)
@@ -95,6 +97,8 @@ class Weights:
         if self._version is None:
             return ""
         self._incomplete = f"version {self._version} did not reach a process that was started again"
+        if self.source is None and self.context.device.type == "cuda":
+            torch.cuda.synchronize(self.context.device)  # the copies to the host have ended
         found = self._send(ranks, self._kept if self.source is None else self.source(), self._version)
         self._incomplete = ""
         return found
@@ -176,20 +180,28 @@ class _Copied:
 
     Args:
         stream: of weights.
-        keep: copy them; False: ``kept`` stays empty.
+        old: copies of an earlier update, whose memory is used again; None: copy nothing, so that ``kept`` stays empty.
     """
 
-    def __init__(self, stream: Stream, keep: bool) -> None:
-        self._stream, self._keep = stream, keep
+    def __init__(self, stream: Stream, old: Sequence[tuple[str, Tensor]] | None) -> None:
+        self._stream, self._old = stream, old
         self.kept: list[tuple[str, Tensor]] = []
         self.error: Exception | None = None  # of the stream
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         try:
             for name, tensor in self._stream:
-                if self._keep:
-                    self.kept.append((name, tensor.detach().to("cpu", copy=True)))
+                if self._old is not None:
+                    self.kept.append((name, self._copy(name, tensor.detach(), self._old)))
                 yield name, tensor
         except Exception as error:
             self.error = error
             raise
+
+    def _copy(self, name: str, tensor: Tensor, old: Sequence[tuple[str, Tensor]]) -> Tensor:
+        """Return a copy on the host. From an accelerator it is made in stream order, without waiting for it."""
+        at = len(self.kept)
+        known, memory = old[at] if at < len(old) else ("", tensor)
+        if known != name or memory.shape != tensor.shape or memory.dtype != tensor.dtype:
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        return memory.copy_(tensor, non_blocking=True)
