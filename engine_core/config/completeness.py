@@ -7,7 +7,6 @@ installed.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -144,16 +143,6 @@ def _teacher_missing(config: EngineConfig, who: str) -> list[str]:
     return [f"teacher.path: missing. {who} learns from a teacher: name its folder or hub name in [teacher]."]
 
 
-def peft_missing(role: str) -> str | None:
-    """Return the problem of a role with LoRA if peft is not installed; else None."""
-    if importlib.util.find_spec("peft") is not None:
-        return None
-    return (
-        f"{role}.lora: needs the package peft, which is not installed. Try: pip install 'engine-plugin-torch[lora]', "
-        "or take the table out to train the whole model."
-    )
-
-
 def _role_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
     """Yield a problem for each role whose backend cannot train it, adapt it, or have its weights as its table asks.
 
@@ -177,12 +166,8 @@ def _role_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[s
                 f"{role}.lora: backend '{table.backend}' trains no adapters (it has no capability 'lora'). "
                 'Take the table out, or use backend = "torch".'
             )
-        elif table.lora is not None and (missing := peft_missing(role)):
-            yield missing
-        frozen = table.lora is not None or role in ("ref", "teacher")
-        method = getattr(table.options, "quantize", None)
-        if method and (problem := quantize_problem(method, f"{role}.{table.backend}", frozen)):
-            yield problem
+        elif check := getattr(backend, "check_role", None):
+            yield from resolve(check)(role, table)
 
 
 def _unjudged(config: EngineConfig, plugins: PluginSet, names: Sequence[str], more: bool) -> Iterator[str]:
@@ -265,28 +250,6 @@ def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
                 f"stage.{stage.name}: stands before '{last}', which has groups replaced in rounds; rollouts of earlier "
                 f"steps would count as replacements. Put it after '{last}'."
             )
-
-
-def quantize_problem(method: str, table: str, frozen: bool) -> str | None:
-    """Return why a role's weights cannot be quantized, as far as can be decided without torch; None if they can.
-
-    Args:
-        method: `quantize` of the backend's table.
-        table: the table with the key: ``actor.torch``.
-        frozen: the weights are not trained: those of a frozen role, or those below an adapter.
-    """
-    role = table.partition(".")[0]
-    if not frozen:
-        return (
-            f"{table}.quantize: '{method}' is for weights that are not trained, and this role's are. Leave the key out, "
-            f"or train an adapter above them: [{role}.lora]."
-        )
-    if method in ("nf4", "fp4") and importlib.util.find_spec("bitsandbytes") is None:
-        return (
-            f"{table}.quantize: '{method}' needs the package bitsandbytes, which is not installed. Try: "
-            "pip install 'engine-plugin-torch[quant]', or use 'int8' or 'fp8', which need no package."
-        )
-    return None
 
 
 def sharing_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
