@@ -49,18 +49,11 @@ class GAEOptions(Options):
     """Standardize the advantages over the sampled tokens of the batch."""
 
 
-class RewardToGoOptions(Options):
-    """``[algorithm.reinforce]``, ``[algorithm.reinforce_plus_plus]``: options of the advantage estimators `reinforce` and `reinforce_plus_plus`."""
+class ReinforceOptions(Options):
+    """``[algorithm.reinforce]``: options of the advantage estimator `reinforce`."""
 
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
-
-
-class DistillAdvantageOptions(Options):
-    """``[algorithm.distill]``: options of the advantage estimator `distill`."""
-
-    gamma: float = Field(0.0, ge=0, le=1)
-    """Discount per token. With 0, a token's advantage is its log-ratio. Above 0, the log-ratios of later tokens are added."""
 
 
 @hookimpl
@@ -71,12 +64,6 @@ def engine_advantages() -> Mapping[str, Advantage]:
     apart = partial(Advantage, min_group_size=2, per_group=True)
     return {
         "batch_mean": Advantage(load=whole + "batch_mean", needs=rewards),
-        "distill": Advantage(
-            load=tokens + "distill",
-            config=DistillAdvantageOptions,
-            needs=frozenset({"old_log_probs", "teacher_log_probs"}),
-            per_group=True,
-        ),
         "dr_grpo": apart(load=whole + "dr_grpo"),
         "gae": Advantage(
             load=tokens + "gae",
@@ -86,12 +73,8 @@ def engine_advantages() -> Mapping[str, Advantage]:
         ),
         "grpo": apart(load=whole + "grpo", config=GRPOOptions),
         "reinforce": Advantage(
-            load=tokens + "reinforce", config=RewardToGoOptions, needs=rewards, per_group=True
+            load=tokens + "reinforce", config=ReinforceOptions, needs=rewards, per_group=True
         ),
-        "reinforce_plus_plus": Advantage(
-            load=tokens + "reinforce_plus_plus", config=RewardToGoOptions, needs=rewards
-        ),
-        "remax": Advantage(load=tokens + "remax", needs=rewards | {"greedy_rewards"}),
         "rloo": apart(load=whole + "rloo"),
     }
 

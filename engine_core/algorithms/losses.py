@@ -3,8 +3,7 @@
 A loss sees whole sequences and returns the loss of each token. ``objectives`` adds weights, sum, KL, entropy and
 importance weights, in the same way for all losses. A metric is a [T] tensor, whose token mean is reported.
 
-This module has the losses with a ratio per token; those with a ratio per sequence are in ``losses_sequence``. In the
-formulas p is the policy in training, r is ``p / p_old``, and sg stops the gradient. They hold for any
+In the formulas p is the policy in training, r is ``p / p_old``, and sg stops the gradient. They hold for any
 ``old_log_probs``. If the policy has not changed since (the batch lacks that column), the ratio is exactly 1 and its
 gradient is that of the log-prob. A ratio is computed from a log-ratio clamped to -20..20, so that one token cannot
 overflow the batch.

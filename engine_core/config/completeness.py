@@ -8,7 +8,7 @@ installed.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from engine_core.config.assemble import plugins_for
 from engine_core.config.choices import AUTO, OPTIONAL_ROLES
@@ -26,7 +26,7 @@ from engine_core.tables import CUTTING
 if TYPE_CHECKING:
     from engine_core.config.models import EngineConfig
     from engine_core.plugins.plugin_set import PluginSet
-    from engine_core.specs import RuntimeSpec, TrainerSpec, TransportSpec
+    from engine_core.specs import TrainerSpec
 
 
 def check_complete(
@@ -201,7 +201,7 @@ def _unmet(config: EngineConfig, plugins: PluginSet) -> Sequence[str]:
     except ConfigError as error:
         return error.problems
     who = f"algorithm.advantage = '{config.algorithm.advantage}'"
-    return _teacher_missing(config, who) if plan.needs_teacher else []
+    return _teacher_missing(config, who) if plan.needs("teacher") else []
 
 
 def _sparse_log_probs(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
@@ -209,12 +209,8 @@ def _sparse_log_probs(config: EngineConfig, plugins: PluginSet, reads: Collectio
     every, correction = config.rollout.log_probs_every_steps, config.algorithm.correction
     if every == 1:
         return
-    chosen = ("advantage", "advantages"), ("loss", "losses")
-    learns = [
-        (key, plugins.spec(kind, getattr(config.algorithm, key)))
-        for key, kind in chosen
-        if "algorithm" in reads
-    ]
+    chosen = {"advantage": "advantages", "loss": "losses"} if "algorithm" in reads else {}
+    learns = [(key, plugins.spec(kind, getattr(config.algorithm, key))) for key, kind in chosen.items()]
     stages = [stage.name for stage in config.stage if "stage" in reads]
     cutting = {f"rollout.{name}" for name in CUTTING}
     used: dict[str, Any] = {
@@ -308,15 +304,13 @@ def custom_model_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[
 
 def transport_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
     """Yield why the transport of weights that the file names cannot carry them from actor to sampler."""
-    wanted, runtime = (
-        config.rollout.transport,
-        cast("RuntimeSpec", plugins.spec("runtimes", config.runtime.backend)),
-    )
+    wanted = config.rollout.transport
+    runtime: Any = plugins.spec("runtimes", config.runtime.backend)
     actor, sampler = (config.placement.pool_of(role) for role in ("actor", "rollout"))
     apart = not runtime.in_process and actor != sampler
     if wanted == AUTO["weight_transports"]:
         return
-    spec = cast("TransportSpec", plugins.spec("weight_transports", wanted))
+    spec: Any = plugins.spec("weight_transports", wanted)
     if ("disaggregated" if apart else "colocated") not in spec.serves:
         pools = f"the sampler is in pool '{sampler}', the actor in '{actor}'"
         where = pools if apart else "the sampler is in the actor's processes"

@@ -24,8 +24,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from engine_core.contracts.weight_names import near
-from engine_core.errors import ConfigError, DataError
+from engine_core.errors import ConfigError, DataError, near
 from engine_core.runs import state_files
 from engine_plugin_torch.quantized_linear import QuantizedLinear
 

@@ -359,3 +359,17 @@ class VESPOOptions(Options):
     """Power of a sequence's weight, for other advantages."""
     lambda_neg: float = Field(2.0, gt=0)
     """Decay in a sequence's weight, for other advantages."""
+
+
+class DistillAdvantageOptions(Options):
+    """``[algorithm.distill]``: options of the advantage estimator `distill`."""
+
+    gamma: float = Field(0.0, ge=0, le=1)
+    """Discount per token. With 0, a token's advantage is its log-ratio. Above 0, the log-ratios of later tokens are added."""
+
+
+class ReinforcePlusPlusOptions(Options):
+    """``[algorithm.reinforce_plus_plus]``: options of the advantage estimator `reinforce_plus_plus`."""
+
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per token."""

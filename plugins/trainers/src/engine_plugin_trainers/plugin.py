@@ -76,7 +76,7 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_advantages() -> Mapping[str, Advantage]:
-    """Offer further estimators that compare the rollouts of a group."""
+    """Offer further estimators."""
     here, tokens = (
         f"engine_plugin_trainers.algorithms.{name}:" for name in ("advantages", "advantages_token_baseline")
     )
@@ -85,6 +85,12 @@ def engine_advantages() -> Mapping[str, Advantage]:
     apart = partial(compared, per_group=True)
     of_tokens = partial(apart, needs=grouped | {"old_log_probs", "sum_pi_squared"})
     return {
+        "distill": Advantage(
+            load=here + "distill",
+            config=options.DistillAdvantageOptions,
+            needs=frozenset({"old_log_probs", "teacher_log_probs"}),
+            per_group=True,
+        ),
         "gdpo": compared(
             load=here + "gdpo", config=options.GDPOOptions, needs=frozenset({"reward_terms", "group_ids"})
         ),
@@ -93,7 +99,13 @@ def engine_advantages() -> Mapping[str, Advantage]:
         "opo": apart(load=here + "opo", needs=grouped | {"response_lengths"}),
         "optimal_token_baseline": of_tokens(load=tokens + "optimal_token_baseline"),
         "optimal_token_baseline_multi_turn": of_tokens(load=tokens + "optimal_token_baseline_multi_turn"),
+        "reinforce_plus_plus": Advantage(
+            load=here + "reinforce_plus_plus",
+            config=options.ReinforcePlusPlusOptions,
+            needs=frozenset({"rewards"}),
+        ),
         "reinforce_plus_plus_baseline": compared(load=here + "reinforce_plus_plus_baseline"),
+        "remax": Advantage(load=here + "remax", needs=frozenset({"rewards", "greedy_rewards"})),
     }
 
 

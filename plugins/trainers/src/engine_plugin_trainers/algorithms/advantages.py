@@ -1,4 +1,4 @@
-"""Advantage estimators that compare the rollouts of a group, besides the core's.
+"""Advantage estimators besides the core's: of whole rollouts, and of tokens.
 
 ``engine_core.algorithms.advantages`` describes the properties that all estimators share, and the letters in the formulas.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine_core.algorithms.advantages import EPSILON, group_statistics, on_tokens, standardized, whiten
+from engine_core.algorithms.advantages_tokens import discounted, sampled, token_rewards
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -125,3 +126,59 @@ def reinforce_plus_plus_baseline(batch: Batch) -> Tensor:
     mean, _, count = group_statistics(rewards, batch["group_ids"], valid)
     compared = batch["loss_mask"] & batch.to_tokens(valid & (count > 1))
     return whiten(batch.to_tokens(torch.where(valid, rewards - mean, 0.0)), compared).float()
+
+
+def reinforce_plus_plus(batch: Batch, *, gamma: float = 1.0) -> Tensor:
+    """The rewards of a token and of those after it, standardized over the whole batch.
+
+    Formula: ``A_t = whiten(G_t)`` over the sampled tokens of the batch, ``G_t = r_t + gamma G_{t+1}``
+    Paper: https://arxiv.org/abs/2501.03262
+    Differs: a batch with one sampled token gives 0
+
+    Args:
+        batch: as for ``reinforce``.
+        gamma: discount per token.
+
+    Returns:
+        [T] float32.
+    """
+    counts = sampled(batch)
+    return whiten(discounted(token_rewards(batch), counts, batch, gamma), counts).float()
+
+
+def remax(batch: Batch) -> Tensor:
+    """The reward of the greedy response to the same prompt as baseline.
+
+    Formula: ``A_t = sum_{s >= t} r_s - R(greedy)``
+    Paper: https://arxiv.org/abs/2310.10505
+    Differs: a prompt whose greedy response could not be scored gets 0
+
+    Args:
+        batch: as for ``reinforce``, and ``greedy_rewards`` [B]: rewards of the additional greedy response per prompt,
+            which the core samples and scores (NaN where a reward failed). Stages do not see these responses.
+    """
+    counts = sampled(batch)
+    baseline = batch.to_tokens(batch["greedy_rewards"].double())
+    counts = counts & baseline.isfinite()
+    to_go = discounted(token_rewards(batch), counts, batch, 1.0)
+    return torch.where(counts, to_go - baseline, 0.0).float()
+
+
+def distill(batch: Batch, *, gamma: float = 0.0) -> Tensor:
+    """The teacher's log-prob of each token less the student's: on-policy distillation as a policy gradient.
+
+    Formula: ``A_t = d_t + gamma A_{t+1}``, ``d_t = log p_teacher - log p_old``
+    Paper: https://thinkingmachines.ai/blog/on-policy-distillation/, https://arxiv.org/abs/2306.08543
+    Differs: no reward is read: with one, the teacher is ``[ref]`` and its KL is in the reward (``kl_in = "reward"``)
+
+    On policy, the mean of ``-A_t grad log p_t`` with gamma = 0 is a one-sample estimate of the gradient of the reverse
+    KL of each token's distribution to the teacher's; with gamma = 1, of the reverse KL of whole responses.
+
+    Args:
+        batch: ``old_log_probs`` [T], ``teacher_log_probs`` [T], both at the batch's temperature; ``valid`` [B],
+            ``loss_mask`` [T].
+        gamma: discount per token.
+    """
+    counts = sampled(batch)
+    gap = torch.where(counts, batch["teacher_log_probs"].double() - batch["old_log_probs"].double(), 0.0)
+    return discounted(gap, counts, batch, gamma).float()
