@@ -21,9 +21,7 @@ from engine_core.specs import (
     Loss,
     Objective,
     Options,
-    RefillOptions,
     RuntimeSpec,
-    Stage,
     TrainerSpec,
     TransportSpec,
 )
@@ -76,23 +74,6 @@ def engine_advantages() -> Mapping[str, Advantage]:
             load=tokens + "reinforce", config=ReinforceOptions, needs=rewards, per_group=True
         ),
         "rloo": apart(load=whole + "rloo"),
-    }
-
-
-class DynamicSamplingOptions(RefillOptions):
-    """``[stage.dynamic_sampling]``: options of the stage `dynamic_sampling`."""
-
-    reward: str | None = None
-    """Name of a reward. A group is dropped if this reward is equal in all its rollouts. Default: the sum of all rewards."""
-
-
-@hookimpl
-def engine_stages() -> Mapping[str, Stage]:
-    """Offer the core's stage."""
-    return {
-        "dynamic_sampling": Stage(
-            load="engine_core.algorithms.stages:dynamic_sampling", config=DynamicSamplingOptions
-        )
     }
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from engine_core.errors import PluginError, did_you_mean
-from engine_core.specs import NoOptions, Options, PairLoss
+from engine_core.specs import NoOptions, Options, PairLoss, RefillOptions
 
 
 class AsyncOptions(Options):
@@ -373,3 +373,10 @@ class ReinforcePlusPlusOptions(Options):
 
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
+
+
+class DynamicSamplingOptions(RefillOptions):
+    """``[stage.dynamic_sampling]``: options of the stage `dynamic_sampling`."""
+
+    reward: str | None = None
+    """Name of a reward. A group is dropped if this reward is equal in all its rollouts. Default: the sum of all rewards."""

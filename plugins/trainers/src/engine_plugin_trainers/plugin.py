@@ -132,6 +132,9 @@ def engine_stages() -> Mapping[str, Stage]:
     """Offer resampling and the replay cache."""
     here = "engine_plugin_trainers.algorithms."
     return {
+        "dynamic_sampling": Stage(
+            load=here + "resampling:dynamic_sampling", config=options.DynamicSamplingOptions
+        ),
         "pf_ppo_resample": Stage(load=here + "resampling:pf_ppo_resample", config=options.PFPPOOptions),
         "replay_cache": Stage(
             load=here + "replay_cache:ReplayCache", config=options.ReplayCacheOptions, off_policy=True
