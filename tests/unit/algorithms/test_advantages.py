@@ -302,6 +302,7 @@ def test_every_estimator_here_is_tried():
         for name, value in {**vars(core), **vars(further)}.items()
         if callable(value) and "Formula:" in (value.__doc__ or "")
     }
+    offered -= {"distill", "reinforce_plus_plus", "remax"}  # of tokens: test_advantages_tokens
     assert offered == {estimator.__name__ for estimator in ALL} == {f.__name__ for f in FORMULAS} | {"gdpo"}
 
 
