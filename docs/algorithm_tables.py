@@ -47,8 +47,8 @@ def offered(table: Mapping[str, Spec]) -> Functions:
 TABLES: Mapping[str, tuple[str, Callable[[], Functions]]] = {
     "advantages": ("`advantage`", lambda: offered(builtin.engine_advantages())),
     "losses": ("`loss`", lambda: offered(builtin.engine_losses())),
-    "stages": ("`[[stage]] name`", lambda: offered(builtin.engine_stages())),
     "advantages of trainers": (f"`advantage` of {TRAINERS}", lambda: offered(trainers.engine_advantages())),
+    "losses of trainers": (f"`loss` of {TRAINERS}", lambda: offered(trainers.engine_losses())),
     "stages of trainers": (f"`[[stage]] name` of {TRAINERS}", lambda: offered(trainers.engine_stages())),
 }
 """Name of the table: its first heading, and the functions in it."""

@@ -21,9 +21,7 @@ from engine_core.specs import (
     Loss,
     Objective,
     Options,
-    RefillOptions,
     RuntimeSpec,
-    Stage,
     TrainerSpec,
     TransportSpec,
 )
@@ -38,20 +36,6 @@ class GRPOOptions(Options):
     """Constant added to the standard deviation before the division; TRL uses 1e-4."""
 
 
-class GRPOPassKOptions(Options):
-    """``[algorithm.grpo_passk]``: options of the advantage estimator `grpo_passk`."""
-
-    normalize_by_std: bool = True
-    """Divide by the group's standard deviation."""
-
-
-class GDPOOptions(Options):
-    """``[algorithm.gdpo]``: options of the advantage estimator `gdpo`."""
-
-    whiten_batch: bool = True
-    """Standardize the sum over the rollouts of the batch."""
-
-
 class GAEOptions(Options):
     """``[algorithm.gae]``: options of the advantage estimator `gae`."""
 
@@ -63,42 +47,21 @@ class GAEOptions(Options):
     """Standardize the advantages over the sampled tokens of the batch."""
 
 
-class RewardToGoOptions(Options):
-    """``[algorithm.reinforce]``, ``[algorithm.reinforce_plus_plus]``: options of the advantage estimators `reinforce` and `reinforce_plus_plus`."""
+class ReinforceOptions(Options):
+    """``[algorithm.reinforce]``: options of the advantage estimator `reinforce`."""
 
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token."""
-
-
-class DistillAdvantageOptions(Options):
-    """``[algorithm.distill]``: options of the advantage estimator `distill`."""
-
-    gamma: float = Field(0.0, ge=0, le=1)
-    """Discount per token. With 0, a token's advantage is its log-ratio. Above 0, the log-ratios of later tokens are added."""
-
-
-class GPGOptions(Options):
-    """``[algorithm.gpg]``: options of the advantage estimator `gpg`."""
-
-    f_norm: float = Field(1.0, gt=0)
-    """Constant divisor of the advantages."""
 
 
 @hookimpl
 def engine_advantages() -> Mapping[str, Advantage]:
     """Offer the core's advantage estimators."""
     whole, tokens = "engine_core.algorithms.advantages:", "engine_core.algorithms.advantages_tokens:"
-    rewards, grouped = frozenset({"rewards"}), frozenset({"rewards", "group_ids"})
-    compared = partial(Advantage, min_group_size=2)
-    apart = partial(compared, per_group=True)
+    rewards = frozenset({"rewards"})
+    apart = partial(Advantage, min_group_size=2, per_group=True)
     return {
         "batch_mean": Advantage(load=whole + "batch_mean", needs=rewards),
-        "distill": Advantage(
-            load=tokens + "distill",
-            config=DistillAdvantageOptions,
-            needs=frozenset({"old_log_probs", "teacher_log_probs"}),
-            per_group=True,
-        ),
         "dr_grpo": apart(load=whole + "dr_grpo"),
         "gae": Advantage(
             load=tokens + "gae",
@@ -106,39 +69,11 @@ def engine_advantages() -> Mapping[str, Advantage]:
             needs=rewards | {"values"},
             makes=frozenset({"advantages", "returns"}),
         ),
-        "gdpo": compared(
-            load=whole + "gdpo", config=GDPOOptions, needs=frozenset({"reward_terms", "group_ids"})
-        ),
-        "gpg": compared(load=whole + "gpg", config=GPGOptions),
         "grpo": apart(load=whole + "grpo", config=GRPOOptions),
-        "grpo_passk": apart(load=whole + "grpo_passk", config=GRPOPassKOptions),
-        "opo": apart(load=whole + "opo", needs=grouped | {"response_lengths"}),
         "reinforce": Advantage(
-            load=tokens + "reinforce", config=RewardToGoOptions, needs=rewards, per_group=True
+            load=tokens + "reinforce", config=ReinforceOptions, needs=rewards, per_group=True
         ),
-        "reinforce_plus_plus": Advantage(
-            load=tokens + "reinforce_plus_plus", config=RewardToGoOptions, needs=rewards
-        ),
-        "reinforce_plus_plus_baseline": compared(load=whole + "reinforce_plus_plus_baseline"),
-        "remax": Advantage(load=tokens + "remax", needs=rewards | {"greedy_rewards"}),
         "rloo": apart(load=whole + "rloo"),
-    }
-
-
-class DynamicSamplingOptions(RefillOptions):
-    """``[stage.dynamic_sampling]``: options of the stage `dynamic_sampling`."""
-
-    reward: str | None = None
-    """Name of a reward. A group is dropped if this reward is equal in all its rollouts. Default: the sum of all rewards."""
-
-
-@hookimpl
-def engine_stages() -> Mapping[str, Stage]:
-    """Offer the core's stage."""
-    return {
-        "dynamic_sampling": Stage(
-            load="engine_core.algorithms.stages:dynamic_sampling", config=DynamicSamplingOptions
-        )
     }
 
 
@@ -157,101 +92,13 @@ class PPOClipOptions(Options):
     """Two-sided clip: upper bound of the ratio in the unclipped term (https://arxiv.org/abs/2505.07291)."""
 
 
-class GSPOOptions(Options):
-    """``[algorithm.gspo]``, ``[algorithm.luspo]``: options of the policy losses `gspo` and `luspo`."""
-
-    clip_ratio_low: float = Field(3e-4, ge=0)
-    """The lower bound of a sequence's ratio is 1 - `clip_ratio_low`. The value is small because the ratio is a geometric mean over tokens."""
-    clip_ratio_high: float = Field(4e-4, ge=0)
-    """The upper bound of a sequence's ratio is 1 + `clip_ratio_high`."""
-
-
-class GMPOOptions(Options):
-    """``[algorithm.gmpo]``: options of the policy loss `gmpo`."""
-
-    clip_ratio_low: float = Field(0.4, ge=0)
-    """The lower bound of the log of a token's ratio is -`clip_ratio_low`."""
-    clip_ratio_high: float = Field(0.4, ge=0)
-    """The upper bound of the log of a token's ratio is `clip_ratio_high`."""
-
-
-class CISPOOptions(Options):
-    """``[algorithm.cispo]``: options of the policy loss `cispo`."""
-
-    clip_ratio_low: float = Field(1.0, ge=0)
-    """The lower bound of a token's weight is 1 - `clip_ratio_low`; 1: no bound."""
-    clip_ratio_high: float = Field(4.0, ge=0)
-    """The upper bound of a token's weight is 1 + `clip_ratio_high`."""
-
-
-class SAPOOptions(Options):
-    """``[algorithm.sapo]``: options of the policy loss `sapo`."""
-
-    tau_pos: float = Field(1.0, gt=0)
-    """Temperature of the gate for positive advantages. A higher temperature makes the gate decay faster."""
-    tau_neg: float = Field(1.05, gt=0)
-    """Temperature of the gate for other advantages."""
-
-
-class DPPOTVOptions(Options):
-    """``[algorithm.dppo_tv]``: options of the policy loss `dppo_tv`."""
-
-    threshold_low: float = Field(0.2, ge=0)
-    """If the probability of a token fell by more than `threshold_low`, the update does not lower it further."""
-    threshold_high: float = Field(0.2, ge=0)
-    """If the probability of a token rose by more than `threshold_high`, the update does not raise it further."""
-    cap: float = Field(20.0, gt=0)
-    """Upper bound of the ratio that weighs a token."""
-
-
-class DPPOKLOptions(Options):
-    """``[algorithm.dppo_kl]``: options of the policy loss `dppo_kl`."""
-
-    threshold_low: float = Field(0.05, ge=0)
-    """If the probability of a token fell and the KL is above `threshold_low`, the update does not lower the probability further."""
-    threshold_high: float = Field(0.05, ge=0)
-    """If the probability of a token rose and the KL is above `threshold_high`, the update does not raise the probability further."""
-    cap: float = Field(20.0, gt=0)
-    """Upper bound of the ratio that weighs a token."""
-
-
-class DROOptions(Options):
-    """``[algorithm.dro]``: options of the policy loss `dro`."""
-
-    beta: float = Field(0.1, ge=0)
-    """Weight of the squared log-ratio."""
-
-
-class VESPOOptions(Options):
-    """``[algorithm.vespo]``: options of the policy loss `vespo`."""
-
-    k_pos: float = Field(2.0, ge=0)
-    """Power of a sequence's weight, for positive advantages."""
-    lambda_pos: float = Field(3.0, gt=0)
-    """Decay in a sequence's weight, for positive advantages."""
-    k_neg: float = Field(3.0, ge=0)
-    """Power of a sequence's weight, for other advantages."""
-    lambda_neg: float = Field(2.0, gt=0)
-    """Decay in a sequence's weight, for other advantages."""
-
-
 @hookimpl
 def engine_losses() -> Mapping[str, Loss]:
     """Offer the core's policy losses."""
-    token, sequence = "engine_core.algorithms.losses:", "engine_core.algorithms.losses_sequence:"
-    of_rollout = "seq-mean-token-mean"
+    here = "engine_core.algorithms.losses:"
     return {
-        "cispo": Loss(load=token + "cispo", config=CISPOOptions),
-        "dppo_kl": Loss(load=token + "dppo_kl", config=DPPOKLOptions),
-        "dppo_tv": Loss(load=token + "dppo_tv", config=DPPOTVOptions),
-        "dro": Loss(load=token + "dro", config=DROOptions, ratio=False),
-        "gmpo": Loss(load=sequence + "gmpo", config=GMPOOptions, aggregation=of_rollout),
-        "gspo": Loss(load=sequence + "gspo", config=GSPOOptions, aggregation=of_rollout),
-        "luspo": Loss(load=sequence + "luspo", config=GSPOOptions, aggregation="seq-mean-token-sum"),
-        "ppo_clip": Loss(load=token + "ppo_clip", config=PPOClipOptions),
-        "reinforce": Loss(load=token + "reinforce", ratio=False),
-        "sapo": Loss(load=token + "sapo", config=SAPOOptions, aggregation=of_rollout),
-        "vespo": Loss(load=sequence + "vespo", config=VESPOOptions),
+        "ppo_clip": Loss(load=here + "ppo_clip", config=PPOClipOptions),
+        "reinforce": Loss(load=here + "reinforce", ratio=False),
     }
 
 

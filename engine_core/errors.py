@@ -170,10 +170,13 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return names[matches[0]] if matches else None
 
 
+def near(name: str, known: Iterable[str]) -> str:
+    """Return `` Did you mean 'x'?`` with a leading space, to append to a sentence; "" if no known name is near."""
+    match = nearest(name, known)
+    return f" Did you mean '{match}'?" if match else ""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return `` Did you mean 'x'? Known: a, b.`` with a leading space, to append to a sentence."""
     names = sorted(set(known))
-    match = nearest(name, names)
-    hint = f" Did you mean '{match}'?" if match else ""
-    listed = ", ".join(names) if names else "none"
-    return f"{hint} Known: {listed}."
+    return f"{near(name, names)} Known: {', '.join(names) or 'none'}."

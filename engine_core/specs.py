@@ -122,6 +122,7 @@ class TrainBackend(EngineSpec):
             weights then needs a hook of the plugin: ``engine_build_model`` or ``engine_map_weights``.
         check_checkpoint: ``f(folder, was, now) -> str``: the reason why this engine (named ``now``) cannot read the
             common-format checkpoint of a role that the engine ``was`` wrote; empty if it can. None: it always can.
+        check_role: ``f(role, table) -> problems`` of the table of a role, such as an absent package; imports no torch.
     """
 
     kind = "train_engines"
@@ -130,6 +131,7 @@ class TrainBackend(EngineSpec):
     remote: bool = False
     own_model: bool = False
     check_checkpoint: str | Callable[..., str] | None = None
+    check_role: str | Callable[..., Iterable[str]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -401,10 +403,8 @@ class Objective(Spec):
 class Column(Spec):
     """A column that is computed after the rollouts, for estimators and losses that need it.
 
-    The column is an output of a role's ``infer`` (``role`` and ``output``), or of a function ``load``,
-    ``f(batch) -> [T] or [B] float32``, of columns that exist already (``needs``).
-
     Args:
+        load: ``f(batch) -> [T] or [B] float32``, of columns that exist already (``needs``).
         role: the role of ``infer``: ``actor``, ``ref``, ``teacher``, ``critic``; empty: ``load`` computes the column.
         output: the output of ``infer``: ``log_probs``, ``entropy``, ``sum_pi_squared``; of the critic ``values``,
             ``scores``, for an estimator that needs ``values`` and makes ``returns``.
@@ -425,7 +425,7 @@ class Column(Spec):
 class DataSource(Spec):
     """A source of rows: ``f(split, **options) -> sequence of dicts``, for ``[data] source = "NAME"``.
 
-    An example is a preset of a public data set. Rows are prepared like rows of files: layout, chat template, limits.
+    Rows are prepared like rows of files: layout, chat template, limits.
 
     Args:
         license: the data's license, an SPDX identifier or a sentence; logged once at the start.
@@ -466,7 +466,7 @@ class Curriculum(Spec):
             def load_state(self, state):
                 self.means = dict(state["means"])
 
-    A round is made when its first row is taken; the rewards of groups that are sampled ahead are not known then.
+    A round is made when its first row is taken, without the rewards of groups that are sampled ahead.
     """
 
     kind = "curricula"

@@ -53,26 +53,6 @@ def gae(
     return {"advantages": advantages.float(), "returns": returns.float()}
 
 
-def distill(batch: Batch, *, gamma: float = 0.0) -> Tensor:
-    """The teacher's log-prob of each token less the student's: on-policy distillation as a policy gradient.
-
-    Formula: ``A_t = d_t + gamma A_{t+1}``, ``d_t = log p_teacher - log p_old``
-    Paper: https://thinkingmachines.ai/blog/on-policy-distillation/, https://arxiv.org/abs/2306.08543
-    Differs: no reward is read: with one, the teacher is ``[ref]`` and its KL is in the reward (``kl_in = "reward"``)
-
-    On policy, the mean of ``-A_t grad log p_t`` with gamma = 0 is a one-sample estimate of the gradient of the reverse
-    KL of each token's distribution to the teacher's; with gamma = 1, of the reverse KL of whole responses.
-
-    Args:
-        batch: ``old_log_probs`` [T], ``teacher_log_probs`` [T], both at the batch's temperature; ``valid`` [B],
-            ``loss_mask`` [T].
-        gamma: discount per token.
-    """
-    counts = sampled(batch)
-    gap = torch.where(counts, batch["teacher_log_probs"].double() - batch["old_log_probs"].double(), 0.0)
-    return discounted(gap, counts, batch, gamma).float()
-
-
 def reinforce(batch: Batch, *, gamma: float = 1.0) -> Tensor:
     """The rewards of a token and of those after it, without a baseline.
 
@@ -84,42 +64,6 @@ def reinforce(batch: Batch, *, gamma: float = 1.0) -> Tensor:
         gamma: discount per token.
     """
     return discounted(token_rewards(batch), sampled(batch), batch, gamma).float()
-
-
-def reinforce_plus_plus(batch: Batch, *, gamma: float = 1.0) -> Tensor:
-    """The rewards of a token and of those after it, standardized over the whole batch.
-
-    Formula: ``A_t = whiten(G_t)`` over the sampled tokens of the batch, ``G_t = r_t + gamma G_{t+1}``
-    Paper: https://arxiv.org/abs/2501.03262
-    Differs: a batch with one sampled token gives 0
-
-    Args:
-        batch: as for ``reinforce``.
-        gamma: discount per token.
-
-    Returns:
-        [T] float32.
-    """
-    counts = sampled(batch)
-    return whiten(discounted(token_rewards(batch), counts, batch, gamma), counts).float()
-
-
-def remax(batch: Batch) -> Tensor:
-    """The reward of the greedy response to the same prompt as baseline.
-
-    Formula: ``A_t = sum_{s >= t} r_s - R(greedy)``
-    Paper: https://arxiv.org/abs/2310.10505
-    Differs: a prompt whose greedy response could not be scored gets 0
-
-    Args:
-        batch: as for ``reinforce``, and ``greedy_rewards`` [B]: rewards of the additional greedy response per prompt,
-            which the core samples and scores (NaN where a reward failed). Stages do not see these responses.
-    """
-    counts = sampled(batch)
-    baseline = batch.to_tokens(batch["greedy_rewards"].double())
-    counts = counts & baseline.isfinite()
-    to_go = discounted(token_rewards(batch), counts, batch, 1.0)
-    return torch.where(counts, to_go - baseline, 0.0).float()
 
 
 def sampled(batch: Batch) -> Tensor:

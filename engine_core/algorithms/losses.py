@@ -3,8 +3,7 @@
 A loss sees whole sequences and returns the loss of each token. ``objectives`` adds weights, sum, KL, entropy and
 importance weights, in the same way for all losses. A metric is a [T] tensor, whose token mean is reported.
 
-This module has the losses with a ratio per token; those with a ratio per sequence are in ``losses_sequence``. In the
-formulas p is the policy in training, r is ``p / p_old``, and sg stops the gradient. They hold for any
+In the formulas p is the policy in training, r is ``p / p_old``, and sg stops the gradient. They hold for any
 ``old_log_probs``. If the policy has not changed since (the batch lacks that column), the ratio is exactly 1 and its
 gradient is that of the log-prob. A ratio is computed from a log-ratio clamped to -20..20, so that one token cannot
 overflow the batch.
@@ -87,139 +86,6 @@ def reinforce(outputs: Outputs, batch: Batch) -> TokenLoss:
     return -batch["advantages"] * outputs["log_probs"], ratio_metrics(*log_ratio_and_ratio(outputs, batch))
 
 
-def cispo(
-    outputs: Outputs, batch: Batch, *, clip_ratio_low: float = 1.0, clip_ratio_high: float = 4.0
-) -> TokenLoss:
-    """The weight of a token is bounded, and every token keeps its gradient.
-
-    Formula: ``-sg(clip(r, 1 - clip_ratio_low, 1 + clip_ratio_high)) A log p``
-    Paper: https://arxiv.org/abs/2506.13585
-    Differs: the bounds are widths around 1, as in every other loss (TRL: its upper bound is the weight itself); by default none below and 5 above
-
-    Args:
-        outputs: ``log_probs`` [T], with gradient.
-        batch: ``advantages`` [T]; ``old_log_probs`` [T] where the policy has moved since.
-        clip_ratio_low: lower width; 1 means no bound.
-        clip_ratio_high: upper width.
-
-    Returns:
-        [T] loss, and the metrics ``ratio_mean``, ``clip_fraction`` and ``approx_kl``.
-    """
-    log_ratio, ratio = log_ratio_and_ratio(outputs, batch)
-    weight = ratio.detach().clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
-    metrics = {**ratio_metrics(log_ratio, ratio), "clip_fraction": (weight != ratio).float()}
-    return -weight * batch["advantages"] * outputs["log_probs"], metrics
-
-
-def sapo(outputs: Outputs, batch: Batch, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TokenLoss:
-    """A soft gate instead of the clip: the gradient decays on both sides of r = 1.
-
-    Formula: ``-(4 / tau) sigmoid(tau (r - 1)) A``, tau = `tau_pos` where A > 0, else `tau_neg`
-    Paper: https://arxiv.org/abs/2511.20347
-
-    Args:
-        outputs: ``log_probs`` [T], with gradient.
-        batch: ``advantages`` [T]; ``old_log_probs`` [T] where the policy has moved since.
-        tau_pos: temperature where A > 0; a higher one decays faster.
-        tau_neg: temperature elsewhere.
-
-    Returns:
-        [T] loss, and the metrics ``ratio_mean`` and ``approx_kl``.
-    """
-    log_ratio, ratio = log_ratio_and_ratio(outputs, batch)
-    advantages = batch["advantages"]
-    tau = by_sign(advantages, tau_pos, tau_neg)
-    return -(4 / tau) * torch.sigmoid(tau * (ratio - 1)) * advantages, ratio_metrics(log_ratio, ratio)
-
-
-def dppo_tv(
-    outputs: Outputs,
-    batch: Batch,
-    *,
-    threshold_low: float = 0.2,
-    threshold_high: float = 0.2,
-    cap: float = 20.0,
-) -> TokenLoss:
-    """Trust region by probability: a token that has moved too far in the direction of its advantage gets no gradient.
-
-    Formula: ``-A sg(min(r, cap)) log p``, and 0 where A > 0 and ``p - p_old > threshold_high``, or A <= 0 and ``p_old - p > threshold_low``
-    Paper: https://arxiv.org/abs/2602.04879
-    Differs: thresholds and cap are separate options (verl reads its clip widths and its dual clip as these)
-
-    Args:
-        outputs: ``log_probs`` [T], with gradient.
-        batch: ``advantages`` [T]; ``old_log_probs`` [T] where the policy has moved since.
-        threshold_low: largest decrease of the probability.
-        threshold_high: largest increase of the probability.
-        cap: upper bound of r.
-
-    Returns:
-        [T] loss, and the metrics ``ratio_mean``, ``clip_fraction`` (dropped) and ``approx_kl``.
-    """
-    new, old = outputs["log_probs"].detach(), old_log_probs(outputs, batch)
-    moved = new.exp() - old.exp()
-    far = torch.where(batch["advantages"] > 0, moved > threshold_high, -moved > threshold_low)
-    return _within_region(outputs, batch, far, cap)
-
-
-def dppo_kl(
-    outputs: Outputs,
-    batch: Batch,
-    *,
-    threshold_low: float = 0.05,
-    threshold_high: float = 0.05,
-    cap: float = 20.0,
-) -> TokenLoss:
-    """``dppo_tv`` with the KL of the binary choice "this token or another" as distance.
-
-    Formula: as `dppo_tv`, with ``p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p))`` over the threshold, where the token has moved the way that A pushes it
-    Paper: https://arxiv.org/abs/2602.04879
-
-    Args:
-        outputs: ``log_probs`` [T], with gradient.
-        batch: ``advantages`` [T]; ``old_log_probs`` [T] where the policy has moved since.
-        threshold_low: bound if the token became less likely.
-        threshold_high: bound if it became more likely.
-        cap: upper bound of r.
-
-    Returns:
-        [T] loss, and the metrics ``ratio_mean``, ``clip_fraction`` (dropped) and ``approx_kl``.
-    """
-    new, old = outputs["log_probs"].detach(), old_log_probs(outputs, batch)
-    other_new, other_old = _log_of_rest(new), _log_of_rest(old)
-    divergence = old.exp() * (old - new) + other_old.exp() * (other_old - other_new)
-    up = (new > old) & (divergence > threshold_high)
-    down = (new < old) & (divergence > threshold_low)
-    return _within_region(outputs, batch, torch.where(batch["advantages"] > 0, up, down), cap)
-
-
-def dro(outputs: Outputs, batch: Batch, *, beta: float = 0.1) -> TokenLoss:
-    """A squared log-ratio instead of the clip.
-
-    Formula: ``-(A log p - beta / 2 (log r)^2)``
-    Paper: https://arxiv.org/abs/2405.19107
-    Differs: the reference is the policy before the update, and the advantage stands for reward less value
-
-    Args:
-        outputs: ``log_probs`` [T], with gradient.
-        batch: ``advantages`` [T]; ``old_log_probs`` [T] where the policy has moved since.
-        beta: weight of the square.
-
-    Returns:
-        [T] loss, and the metrics ``ratio_mean`` and ``approx_kl``.
-    """
-    log_ratio, ratio = log_ratio_and_ratio(outputs, batch)
-    loss = -batch["advantages"] * outputs["log_probs"] + 0.5 * beta * log_ratio * log_ratio
-    return loss, ratio_metrics(log_ratio, ratio)
-
-
-def by_sign(advantages: Tensor, positive: float, other: float) -> Tensor:
-    """Return a tensor [T]: ``positive`` where the advantage is positive, ``other`` elsewhere."""
-    return torch.where(
-        advantages > 0, torch.full_like(advantages, positive), torch.full_like(advantages, other)
-    )
-
-
 def old_log_probs(outputs: Outputs, batch: Batch) -> Tensor:
     """Return the log-probs [T] of the policy before the update; the current ones if it has not changed."""
     if "old_log_probs" in batch:
@@ -237,18 +103,6 @@ def ratio_metrics(log_ratio: Tensor, ratio: Tensor) -> dict[str, Tensor]:
     """Return ``ratio_mean`` [T] and ``approx_kl`` [T], the k3 estimate of the KL of the old policy to the new one."""
     ratio, log_ratio = ratio.detach(), log_ratio.detach()
     return {"ratio_mean": ratio, "approx_kl": ratio - 1 - log_ratio}
-
-
-def _within_region(outputs: Outputs, batch: Batch, far: Tensor, cap: float) -> TokenLoss:
-    log_ratio, ratio = log_ratio_and_ratio(outputs, batch)
-    loss = -batch["advantages"] * ratio.detach().clamp(max=cap) * outputs["log_probs"]
-    metrics = {**ratio_metrics(log_ratio, ratio), "clip_fraction": far.float()}
-    return torch.where(far, torch.zeros_like(loss), loss), metrics
-
-
-def _log_of_rest(log_probs: Tensor) -> Tensor:
-    """Return ``log(1 - p)``, finite also for p = 1."""
-    return (-torch.expm1(log_probs)).clamp(min=1e-12).log()
 
 
 def value(outputs: Outputs, batch: Batch, *, value_clip: float | None = None) -> TokenLoss:

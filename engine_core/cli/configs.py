@@ -12,7 +12,6 @@ from engine_core.cli.options import AllowCode, Files, Json, Sets
 from engine_core.cli.output import print_json, print_table
 from engine_core.config.assemble import plugins_for
 from engine_core.config.dump import dump_toml, origins
-from engine_core.config.families import declared_families
 from engine_core.errors import EngineError, refuse
 
 PLACE = re.compile(
@@ -42,7 +41,8 @@ def validate(files: Files, sets: Sets = None, allow_code: AllowCode = False, as_
         return errors[0].exit_code
     refuse(errors)
     plugins = plugins_for(config)
-    models = list(declared_families(config, plugins))
+    families = plugins.offered("parts", "model_families")
+    models = list(families.resolve()(config, plugins)) if families else []
     if as_json:
         print_json({"valid": True, "unread": config.unread, "plugins": plugins.versions(), "models": models})
         return 0

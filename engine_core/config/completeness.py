@@ -7,9 +7,8 @@ installed.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from engine_core.config.assemble import plugins_for
 from engine_core.config.choices import AUTO, OPTIONAL_ROLES
@@ -27,7 +26,7 @@ from engine_core.tables import CUTTING
 if TYPE_CHECKING:
     from engine_core.config.models import EngineConfig
     from engine_core.plugins.plugin_set import PluginSet
-    from engine_core.specs import RuntimeSpec, TrainerSpec, TransportSpec
+    from engine_core.specs import TrainerSpec
 
 
 def check_complete(
@@ -144,16 +143,6 @@ def _teacher_missing(config: EngineConfig, who: str) -> list[str]:
     return [f"teacher.path: missing. {who} learns from a teacher: name its folder or hub name in [teacher]."]
 
 
-def peft_missing(role: str) -> str | None:
-    """Return the problem of a role with LoRA if peft is not installed; else None."""
-    if importlib.util.find_spec("peft") is not None:
-        return None
-    return (
-        f"{role}.lora: needs the package peft, which is not installed. Try: pip install 'engine-plugin-torch[lora]', "
-        "or take the table out to train the whole model."
-    )
-
-
 def _role_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
     """Yield a problem for each role whose backend cannot train it, adapt it, or have its weights as its table asks.
 
@@ -177,12 +166,8 @@ def _role_problems(config: EngineConfig, plugins: PluginSet, reads: Collection[s
                 f"{role}.lora: backend '{table.backend}' trains no adapters (it has no capability 'lora'). "
                 'Take the table out, or use backend = "torch".'
             )
-        elif table.lora is not None and (missing := peft_missing(role)):
-            yield missing
-        frozen = table.lora is not None or role in ("ref", "teacher")
-        method = getattr(table.options, "quantize", None)
-        if method and (problem := quantize_problem(method, f"{role}.{table.backend}", frozen)):
-            yield problem
+        elif check := getattr(backend, "check_role", None):
+            yield from resolve(check)(role, table)
 
 
 def _unjudged(config: EngineConfig, plugins: PluginSet, names: Sequence[str], more: bool) -> Iterator[str]:
@@ -216,7 +201,7 @@ def _unmet(config: EngineConfig, plugins: PluginSet) -> Sequence[str]:
     except ConfigError as error:
         return error.problems
     who = f"algorithm.advantage = '{config.algorithm.advantage}'"
-    return _teacher_missing(config, who) if plan.needs_teacher else []
+    return _teacher_missing(config, who) if plan.needs("teacher") else []
 
 
 def _sparse_log_probs(config: EngineConfig, plugins: PluginSet, reads: Collection[str]) -> Iterator[str]:
@@ -224,12 +209,8 @@ def _sparse_log_probs(config: EngineConfig, plugins: PluginSet, reads: Collectio
     every, correction = config.rollout.log_probs_every_steps, config.algorithm.correction
     if every == 1:
         return
-    chosen = ("advantage", "advantages"), ("loss", "losses")
-    learns = [
-        (key, plugins.spec(kind, getattr(config.algorithm, key)))
-        for key, kind in chosen
-        if "algorithm" in reads
-    ]
+    chosen = {"advantage": "advantages", "loss": "losses"} if "algorithm" in reads else {}
+    learns = [(key, plugins.spec(kind, getattr(config.algorithm, key))) for key, kind in chosen.items()]
     stages = [stage.name for stage in config.stage if "stage" in reads]
     cutting = {f"rollout.{name}" for name in CUTTING}
     used: dict[str, Any] = {
@@ -265,28 +246,6 @@ def _stage_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
                 f"stage.{stage.name}: stands before '{last}', which has groups replaced in rounds; rollouts of earlier "
                 f"steps would count as replacements. Put it after '{last}'."
             )
-
-
-def quantize_problem(method: str, table: str, frozen: bool) -> str | None:
-    """Return why a role's weights cannot be quantized, as far as can be decided without torch; None if they can.
-
-    Args:
-        method: `quantize` of the backend's table.
-        table: the table with the key: ``actor.torch``.
-        frozen: the weights are not trained: those of a frozen role, or those below an adapter.
-    """
-    role = table.partition(".")[0]
-    if not frozen:
-        return (
-            f"{table}.quantize: '{method}' is for weights that are not trained, and this role's are. Leave the key out, "
-            f"or train an adapter above them: [{role}.lora]."
-        )
-    if method in ("nf4", "fp4") and importlib.util.find_spec("bitsandbytes") is None:
-        return (
-            f"{table}.quantize: '{method}' needs the package bitsandbytes, which is not installed. Try: "
-            "pip install 'engine-plugin-torch[quant]', or use 'int8' or 'fp8', which need no package."
-        )
-    return None
 
 
 def sharing_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
@@ -345,15 +304,13 @@ def custom_model_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[
 
 def transport_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[str]:
     """Yield why the transport of weights that the file names cannot carry them from actor to sampler."""
-    wanted, runtime = (
-        config.rollout.transport,
-        cast("RuntimeSpec", plugins.spec("runtimes", config.runtime.backend)),
-    )
+    wanted = config.rollout.transport
+    runtime: Any = plugins.spec("runtimes", config.runtime.backend)
     actor, sampler = (config.placement.pool_of(role) for role in ("actor", "rollout"))
     apart = not runtime.in_process and actor != sampler
     if wanted == AUTO["weight_transports"]:
         return
-    spec = cast("TransportSpec", plugins.spec("weight_transports", wanted))
+    spec: Any = plugins.spec("weight_transports", wanted)
     if ("disaggregated" if apart else "colocated") not in spec.serves:
         pools = f"the sampler is in pool '{sampler}', the actor in '{actor}'"
         where = pools if apart else "the sampler is in the actor's processes"

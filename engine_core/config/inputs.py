@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.config.choices import OPTIONAL_ROLES
 from engine_core.config.models import ColumnsConfig, DataConfig, EngineConfig
 from engine_core.config.read import key_text
-from engine_core.errors import did_you_mean, nearest
+from engine_core.errors import did_you_mean, near
 
 if TYPE_CHECKING:
     from engine_core.config.evaluation import EvalSetConfig
@@ -116,8 +116,7 @@ def absent(path: str | Path) -> str:
 def _neighbour(path: Path) -> str:
     """`` Did you mean 'x'?`` where something of nearly that name lies in the same folder."""
     names = [str(path.parent / other.name) for other in path.parent.iterdir()] if path.parent.is_dir() else []
-    match = nearest(str(path), names)
-    return f" Did you mean '{match}'?" if match else ""
+    return near(str(path), names)
 
 
 def stored_files(path: Path) -> list[Path]:

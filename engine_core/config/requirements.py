@@ -98,22 +98,8 @@ class Plan:
             calls.setdefault(made.role, {})[column] = made.output
         return calls
 
-    @property
-    def needs_ref(self) -> bool:
-        """Whether a reference model must be built."""
-        return self._asks("ref")
-
-    @property
-    def needs_teacher(self) -> bool:
-        """Whether a teacher must be built."""
-        return self._asks("teacher")
-
-    @property
-    def needs_critic(self) -> bool:
-        """Whether a critic must be built and trained."""
-        return self._asks("critic")
-
-    def _asks(self, role: str) -> bool:
+    def needs(self, role: str) -> bool:
+        """Return whether the model of a role must be built, because it computes a column."""
         return any(self.producers[column].role == role for column in self.columns)
 
 

@@ -14,6 +14,7 @@ name                   protocol                 needed by
 ``timeline``           ``TimelineWriter``       each step, where it is installed
 ``profiler``           a context manager        ``[profile]``; called with a folder and the beginning of the file names
 ``dry_run``            a function               ``engine train --dry-run``
+``model_families``     a function               ``engine validate``, where it is installed
 ``memory_plan``        a function               engines on an accelerator, before they are built
 ``faults``             a class                  ``ENGINE_FAULT``, in tests
 ``sampler_process``    ``SamplerProcess``       ``[rollout.process]``

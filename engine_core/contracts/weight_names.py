@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from engine_core.errors import nearest
-
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -79,12 +77,6 @@ def converts(module: nn.Module) -> bool:
 def _layer(name: str) -> str:
     match = LAYER.match(name)
     return match[1] if match else name
-
-
-def near(name: str, known: Iterable[str]) -> str:
-    """Return a hint with the nearest known name, for messages; "" if none is near."""
-    match = nearest(name, known)
-    return f" Did you mean '{match}'?" if match else ""
 
 
 def some_values(tensor: Tensor, count: int) -> Tensor:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from engine_core import hooks as hookspecs
-from engine_core.errors import EngineError, PluginError, did_you_mean, lacks_memory, nearest
+from engine_core.errors import EngineError, PluginError, did_you_mean, lacks_memory, near
 from engine_core.plugins.metadata import CORE, TABLES, Offer, find, offer_problem, our_plugins
 from engine_core.specs import TABLE_SPECS, RefillOptions, Spec
 
@@ -216,8 +216,7 @@ def import_file(entry: str, root: Path, allow_code: bool) -> tuple[ModuleType, s
     path = (root / entry).resolve()
     label = f"Plugin file '{entry}'"
     if not path.is_file():
-        match = nearest(path.name, [file.name for file in path.parent.glob("*.py")])
-        hint = f" Did you mean '{match}'?" if match else ""
+        hint = near(path.name, [file.name for file in path.parent.glob("*.py")])
         raise PluginError(f"{label} is absent: there is no file {path}.{hint}")
     if not allow_code and not path.is_relative_to(root.resolve()):
         raise PluginError(

@@ -36,14 +36,7 @@ from engine_core.config.choices import bare
 from engine_core.config.dump import as_data, dump_toml, origins
 from engine_core.errors import DataError, EngineError, EnvironmentProblem, PluginError, did_you_mean
 from engine_core.redaction import Redactor
-from engine_core.runs.folders import (
-    ATTEMPT,
-    exists_already,
-    folder_for,
-    is_unused,
-    replace_text,
-    writing,
-)
+from engine_core.runs.folders import ATTEMPT, exists_already, folder_for, is_unused, replace_text, writing
 from engine_core.runs.logs import FILE_ONLY
 from engine_core.runs.machine import describe_environment
 from engine_core.runs.rollout_files import read_rollouts, rollout_path, write_rollouts

@@ -313,7 +313,7 @@ class Loop:
             self.check_bounds(metrics)
         self.point = run.resume_point(metrics)
         if step and self.saver.due(step, metrics, last=step == self.total):
-            self.save(last=step == self.total)
+            self.save(must=step == self.total)
         return metrics
 
     def evaluation_is_due(self, step: int) -> bool:
@@ -379,14 +379,11 @@ class Loop:
             if due and (said := self.run.plugins.resolve("parts", "advice")(self._first)):
                 log.info("Advice: %s", said)
 
-    def save(self, last: bool) -> None:
-        """Write a checkpoint of the last finished step."""
-        if self.run.progress:
-            self.run.progress.phase("checkpoint")
-        self._save(must=last)
-
-    def _save(self, must: bool) -> None:
+    def save(self, must: bool) -> None:
+        """Write a checkpoint of the last finished step; a failure is an error if it ``must`` be written."""
         run = self.run
+        if run.progress:
+            run.progress.phase("checkpoint")
         described = about(run.config, run.plugins, run.tokenizer, run.roles(training=True))
         with timeline.span(f"save step {self.point.step}"):
             path = self.saver.save(self.point, self._write, described, must)
@@ -414,7 +411,7 @@ class Loop:
         if not self.saver.config.at_stop:
             return False
         try:
-            self._save(must=True)
+            self.save(must=True)
         except expected as error:
             log.error("%s", error)
             return False

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_core import timeline
+from engine_core.algorithms.evaluation import set_metrics
 from engine_core.config.evaluation import UNNAMED
 from engine_core.config.requirements import GREEDY
 from engine_core.contracts.parts import CARRIED
@@ -32,7 +33,6 @@ from engine_core.runs.folders import writing
 from engine_core.runs.rollout_files import read_rollouts, rollout_path, write_rollouts
 from engine_core.tables import DISTRIBUTION
 from engine_core.train.capabilities import check_adapter, check_partial
-from engine_core.train.evaluation import set_metrics
 from engine_core.train.models import held_tokens, model_length
 from engine_core.train.rollouts import Rounds, Sampler, Stages
 from engine_core.train.run import TrainingRun

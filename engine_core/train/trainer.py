@@ -51,9 +51,9 @@ class Trainer(SampledRun):
         config, plugins = self.config, self.plugins
         self.policy = PolicyUpdate(self.settings, plugins, self.groups, self._is_one_policy)
         plan = self.policy.plan
-        if plan.needs_teacher:
+        if plan.needs("teacher"):
             check_teacher(config, plugins, self.tokenizer)
-        self.critic = CriticUpdate(plan.needs_critic, config.critic, self.learn)
+        self.critic = CriticUpdate(plan.needs("critic"), config.critic, self.learn)
         self.advantage = plugins.function("advantages", config.algorithm.advantage)
         self.samples_greedy = plan.greedy
         if self.samples:
@@ -70,10 +70,10 @@ class Trainer(SampledRun):
         if not training:
             return {"actor": Role("train", trainable=False), "rollout": Role("rollout")}
         ref = {"ref": Role("train", trainable=False, refreshed=self.policy.refreshes_ref)}
-        ref = ref if self.policy.plan.needs_ref else {}
+        ref = ref if self.policy.plan.needs("ref") else {}
         idle = self.critic.warmup_steps * self.policy.plan.updates_per_step
         actor = Role("train", idle_steps=idle)
-        teacher = {"teacher": Role("train", trainable=False)} if self.policy.plan.needs_teacher else {}
+        teacher = {"teacher": Role("train", trainable=False)} if self.policy.plan.needs("teacher") else {}
         return {"actor": actor, **ref, **teacher, **self.critic.roles(), "rollout": Role("rollout")}
 
     @property

@@ -366,7 +366,8 @@ def test_validate_loads_of_plugins_what_the_run_names_and_nothing_heavy(sft_run)
     assert "engine_core.config.assemble" in found
     assert len(found) <= VALIDATE_MODULES, f"{len(found)} modules: {found}"
     of_plugins = {module for module in found if module.startswith("engine_plugin_")}
-    packages = {"engine_plugin_torch", "engine_plugin_trainers"}
+    # of tools: the part that says with which models a backend was tested
+    packages = {"engine_plugin_tools", "engine_plugin_torch", "engine_plugin_trainers"}
     assert {module.partition(".")[0] for module in of_plugins} == packages
     assert of_plugins - packages - {"engine_plugin_trainers.algorithms"} <= set(LIGHT)
     assert [m for m in found if m.startswith(("engine_core.data", "engine_core.train.trainer"))] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 
@@ -163,13 +162,6 @@ def test_dropout_is_refused_with_the_reason():
 
     with pytest.raises(ValueError, match="dropout must be 0: engines run in eval mode"):
         LoRAConfig(dropout=0.1)
-
-
-def test_a_missing_peft_is_said_with_what_to_install(make_engine, monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else found(name))
-    with pytest.raises(ConfigError, match=r"pip install 'engine-plugin-torch\[lora\]'"):
-        make_engine(lora={})
 
 
 def test_a_model_that_has_an_adapter_already_is_refused(make_engine):

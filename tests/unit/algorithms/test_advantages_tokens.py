@@ -5,17 +5,9 @@ import statistics
 import pytest
 import torch
 
-from engine_core.algorithms.advantages_tokens import (
-    discounted,
-    distill,
-    gae,
-    reinforce,
-    reinforce_plus_plus,
-    remax,
-    sampled,
-    token_rewards,
-)
+from engine_core.algorithms.advantages_tokens import discounted, gae, reinforce, sampled, token_rewards
 from engine_core.types import Batch
+from engine_plugin_trainers.algorithms.advantages import distill, reinforce_plus_plus, remax
 
 
 def make_batch(masks, rewards, valid=None, **columns):

@@ -14,8 +14,9 @@ import torch
 
 from engine_core import builtin
 from engine_core.types import Batch
+from engine_plugin_trainers import plugin as trainers
 
-LOSSES = builtin.engine_losses()
+LOSSES = {**builtin.engine_losses(), **trainers.engine_losses()}
 LENGTHS = [6, 3, 8, 4, 5, 9]
 MASKS = [
     [0, 0, 1, 1, 1, 1],

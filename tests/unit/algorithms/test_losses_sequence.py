@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from engine_core import builtin
-from engine_core.algorithms.losses_sequence import mean_by_sequence, sum_by_sequence
 from engine_core.algorithms.objectives import with_weights
 from engine_core.types import Batch
+from engine_plugin_trainers import plugin as trainers
+from engine_plugin_trainers.algorithms.losses import mean_by_sequence, sum_by_sequence
 
-LOSSES = builtin.engine_losses()
+LOSSES = {**builtin.engine_losses(), **trainers.engine_losses()}
 LENGTHS, ADVANTAGES = [3, 5, 2], [1.0, -2.0, 0.5]
 
 

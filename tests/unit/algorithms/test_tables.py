@@ -88,7 +88,6 @@ def test_the_reference_has_every_algorithm_by_its_name(tables):
     off = {f"{key} = off" for key in ("level", "mask", "reject")} | {"level = auto"}
     assert named["advantage"] == set(builtin.engine_advantages())
     assert named["loss"] == set(builtin.engine_losses())
-    assert named["[[stage]] name"] == set(builtin.engine_stages())
     assert named["dpo.loss"] == set(PAIR_LOSSES)
     assert named["kl_estimator"] == set(ESTIMATORS)
     assert named["loss_aggregation"] == set(choices(AlgorithmConfig, "loss_aggregation")) - {"auto"}

@@ -120,11 +120,13 @@ SPECS: dict[str, dict[str, Any]] = {
     "curricula": {"rising": Curriculum(load=load, config=RisingOptions)},
     "advantages": {
         **builtin.engine_advantages(),
+        **trainers.engine_advantages(),
         "twin": Advantage(load=load, config=SharedOptions),
         "calm": Advantage(load=load, needs=frozenset({"rewards", "teacher_entropy"})),
     },
     "losses": {
         **builtin.engine_losses(),
+        **trainers.engine_losses(),
         "twin": Loss(load=load, config=SharedLossOptions),
         "near": Loss(load=load, needs=frozenset({"advantages", "teacher_log_probs"})),
     },

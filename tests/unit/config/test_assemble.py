@@ -243,12 +243,20 @@ def test_what_live_objects_stand_for_may_be_missing(run):
             r"actor\.torch\.quantize: 'nf4' needs the package bitsandbytes, which is not installed\. Try: "
             r"pip install 'engine-plugin-torch\[quant\]', or use 'int8' or 'fp8', which need no package\.",
         ),
+        (
+            "[actor.lora]\nrank = 2\n",
+            r"actor\.lora: needs the package peft, which is not installed\. Try: pip install 'engine-plugin-torch\[lora\]'",
+        ),
     ],
 )
-def test_weights_that_cannot_be_quantised_are_refused_without_torch(run, monkeypatch, text, problem):
+def test_weights_that_cannot_be_quantised_or_adapted_are_refused_without_torch(
+    run, monkeypatch, text, problem
+):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *more: None if name == "bitsandbytes" else find(name, *more)
+        importlib.util,
+        "find_spec",
+        lambda name, *more: None if f"package {name}" in problem else find(name, *more),
     )
     with pytest.raises(ConfigError, match=problem) as error:
         check_complete(load_config(run(SFT + text)))

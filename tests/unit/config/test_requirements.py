@@ -19,7 +19,7 @@ def test_one_update_without_kl_needs_nothing_from_a_model():
     made = planned()
     assert made.columns == ()
     assert made.updates_per_step == 1
-    assert not made.needs_ref
+    assert not made.needs("ref")
 
 
 @pytest.mark.parametrize(
@@ -54,15 +54,15 @@ def test_an_entropy_bonus_is_differentiated():
 
 
 def test_what_an_estimator_declares_is_made():
-    assert planned(advantage=Advantage(load=lambda: None, needs=frozenset({"ref_log_probs"}))).needs_ref
+    assert planned(advantage=Advantage(load=lambda: None, needs=frozenset({"ref_log_probs"}))).needs("ref")
 
 
 def test_values_come_from_a_critic_which_learns_from_returns():
     needs, makes = frozenset({"rewards", "values"}), frozenset({"advantages", "returns"})
     made = planned(advantage=Advantage(load=lambda: None, needs=needs, makes=makes))
-    assert made.needs_critic
+    assert made.needs("critic")
     assert made.inferred(torch.zeros(4), AlgorithmConfig()) == {"critic": {"values": "values"}}
-    assert not planned().needs_critic
+    assert not planned().needs("critic")
     with pytest.raises(ConfigError, match=r"algorithm.advantage = 'grpo' makes no column 'returns'"):
         planned(advantage=Advantage(load=lambda: None, needs=needs))
 
@@ -121,7 +121,7 @@ def test_one_call_of_a_role_makes_all_of_its_columns():
 
 def test_a_kl_in_the_reward_needs_an_estimator_that_reads_the_reward():
     terms = needing("reward_terms", "group_ids")
-    assert planned(advantage=terms, kl_coef=0.1).needs_ref
+    assert planned(advantage=terms, kl_coef=0.1).needs("ref")
     with pytest.raises(ConfigError, match=r"'grpo' does not read. Set algorithm.kl_in = 'loss'"):
         planned(advantage=terms, kl_coef=0.1, kl_in="reward")
 
@@ -181,9 +181,9 @@ def test_a_chain_is_planned_to_its_first_column():
     assert set(made.columns) == {"old_log_probs", "ref_entropy"}
     assert sorted(made.derived) == ["lengths", "scaled", "surprise"]
     assert made.derived[-1] == "scaled"
-    assert made.needs_ref
-    assert not made.needs_teacher
-    assert not made.needs_critic
+    assert made.needs("ref")
+    assert not made.needs("teacher")
+    assert not made.needs("critic")
     calls = made.inferred(torch.tensor([0]), AlgorithmConfig())
     assert calls == {"actor": {"old_log_probs": "log_probs"}, "ref": {"ref_entropy": "entropy"}}
 
@@ -207,9 +207,9 @@ def test_a_loss_may_need_a_column_of_a_plugin():
 def test_a_column_of_a_role_builds_that_role(role):
     made = planned_with(Offering(extra=Column(role=role, output="entropy")), "extra")
 
-    wanted = {"ref": made.needs_ref, "teacher": made.needs_teacher}
+    wanted = {"ref": made.needs("ref"), "teacher": made.needs("teacher")}
     assert {name for name, needed in wanted.items() if needed} == {role} - {"actor"}
-    assert not made.needs_critic
+    assert not made.needs("critic")
     assert made.columns == ("extra",)
     assert made.derived == ()
 
@@ -219,7 +219,7 @@ def test_a_column_of_the_critic_is_made_next_to_its_values():
     offered = Offering(extra=Column(role="critic", output="scores"))
     made = planned(advantage, producers=producers_of(offered, advantage, CLIP))
 
-    assert made.needs_critic
+    assert made.needs("critic")
     calls = made.inferred(torch.tensor([0]), AlgorithmConfig())
     assert calls == {"critic": {"values": "values", "extra": "scores"}}
 

@@ -64,7 +64,7 @@ def failing(monkeypatch):
         loop = Loop.__new__(Loop)
         loop.run = SimpleNamespace(runtime=SimpleNamespace(give_up=lambda: None))
         loop.saver = SimpleNamespace(config=SimpleNamespace(at_stop=True))
-        monkeypatch.setattr(loop, "_save", save)
+        monkeypatch.setattr(loop, "save", save)
         return loop
 
     return make

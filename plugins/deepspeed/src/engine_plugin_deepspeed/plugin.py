@@ -22,5 +22,6 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
                 {"common_checkpoints", "generation_module", "lora", "set_lr", "sleep", "support"}
             ),
             check_checkpoint="engine_plugin_torch.shards:check_experts",
+            check_role="engine_plugin_torch.options:role_problems",
         )
     }

@@ -29,5 +29,6 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
                 }
             ),
             check_checkpoint="engine_plugin_torch.shards:check_experts",
+            check_role="engine_plugin_torch.options:role_problems",
         )
     }

@@ -23,9 +23,9 @@ from transformers import PretrainedConfig
 
 from engine_core.contracts.checksum import Checksum
 from engine_core.contracts.engines import RolloutEngine
-from engine_core.contracts.weight_names import near, own_weights
+from engine_core.contracts.weight_names import own_weights
 from engine_core.data import load_tokenizer
-from engine_core.errors import DataError, did_you_mean
+from engine_core.errors import DataError, did_you_mean, near
 from engine_core.sampling import check_request, logits_not_finite
 from engine_core.types import SUPPORT, Rollout
 from engine_plugin_hf_rollout.adapter import OwnAdapter

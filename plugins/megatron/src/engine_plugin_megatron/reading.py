@@ -11,8 +11,8 @@ from huggingface_hub import snapshot_download
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
 
-from engine_core.contracts.weight_names import near, own_weights
-from engine_core.errors import DataError
+from engine_core.contracts.weight_names import own_weights
+from engine_core.errors import DataError, near
 from engine_plugin_torch.folder_parts import FolderParts
 from engine_plugin_torch.model_loading import has_no_weights, load_model
 from engine_plugin_torch.value_models import VALUE_ROLES, load_value_model, value_class

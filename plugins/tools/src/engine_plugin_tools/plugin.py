@@ -41,11 +41,12 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
-    """Offer the parts of the tools: advice, checks, plans, profiler and timeline."""
+    """Offer the parts of the tools: advice, checks, families of models, plans, profiler and timeline."""
     return {
         "advice": Part(load="engine_plugin_tools.advice:advice"),
         "dry_run": Part(load="engine_plugin_tools.dry_run:dry_run"),
         "memory_plan": Part(load="engine_plugin_tools.memory_plan:planned"),
+        "model_families": Part(load="engine_plugin_tools.families:declared_families"),
         "plan_check": Part(load="engine_plugin_tools.calibration:plan_check"),
         "profiler": Part(load="engine_plugin_tools.profiler:profiled"),
         "timeline": Part(load="engine_plugin_tools.timeline:TimelineFile"),

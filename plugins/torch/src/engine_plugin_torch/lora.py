@@ -24,9 +24,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from engine_core.config.completeness import peft_missing
-from engine_core.contracts.weight_names import near
-from engine_core.errors import ConfigError, DataError
+from engine_core.errors import ConfigError, DataError, near
 from engine_core.runs import state_files
 from engine_plugin_torch.quantized_linear import QuantizedLinear
 
@@ -81,7 +79,7 @@ def attach(
         The adapter, float32 where the base has a smaller type. Nothing else of the module is trained.
 
     Raises:
-        ConfigError: peft is missing, or the model cannot be adapted in this way. The module is unchanged.
+        ConfigError: the model cannot be adapted in this way. The module is unchanged.
         DataError: the adapter folder does not fit.
     """
     from engine_plugin_torch.adapter import Adapter
@@ -147,11 +145,9 @@ def adapted_layers(
         modules that are trained whole.
 
     Raises:
-        ConfigError: peft is missing, or the model cannot be adapted in this way.
+        ConfigError: the model cannot be adapted in this way.
         DataError: the adapter folder does not fit.
     """
-    if missing := peft_missing(role):
-        raise ConfigError(missing)
     if any(hasattr(part, "lora_A") for part in module.modules()):
         raise ConfigError(
             f"{role}.lora: the model has an adapter already. Give the base model, and the adapter as {role}.lora.path."

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from engine_core.specs import Options
+
+if TYPE_CHECKING:
+    from engine_core.config import RoleConfig
 
 LOSS_SCALE = 65536.0
 
@@ -65,3 +70,38 @@ class TorchOptions(ForwardOptions):
                 "Leave compile out, or use quantize = 'int8'."
             )
         return self
+
+
+def role_problems(role: str, table: RoleConfig) -> Iterator[str]:
+    """Yield the problems of a role's adapter and quantization that show without torch; for ``TrainBackend.check_role``."""
+    if table.lora is not None and importlib.util.find_spec("peft") is None:
+        yield (
+            f"{role}.lora: needs the package peft, which is not installed. Try: pip install 'engine-plugin-torch[lora]', "
+            "or take the table out to train the whole model."
+        )
+    frozen = table.lora is not None or role in ("ref", "teacher")
+    if problem := quantize_problem(
+        getattr(table.options, "quantize", None), f"{role}.{table.backend}", frozen
+    ):
+        yield problem
+
+
+def quantize_problem(method: str | None, table: str, frozen: bool) -> str | None:
+    """Return why a role's weights cannot be quantized, as far as can be decided without torch; None if they can.
+
+    Args:
+        method: `quantize` of the backend's table, if it is set.
+        table: the table with the key: ``actor.torch``.
+        frozen: the weights are not trained: those of a frozen role, or those below an adapter.
+    """
+    if method and not frozen:
+        return (
+            f"{table}.quantize: '{method}' is for weights that are not trained, and this role's are. Leave the key out, "
+            f"or train an adapter above them: [{table.partition('.')[0]}.lora]."
+        )
+    if method in ("nf4", "fp4") and importlib.util.find_spec("bitsandbytes") is None:
+        return (
+            f"{table}.quantize: '{method}' needs the package bitsandbytes, which is not installed. Try: "
+            "pip install 'engine-plugin-torch[quant]', or use 'int8' or 'fp8', which need no package."
+        )
+    return None

@@ -29,6 +29,7 @@ def engine_train_engines() -> Mapping[str, TrainBackend]:
                 }
             ),
             check_checkpoint="engine_plugin_torch.shards:check_experts",
+            check_role="engine_plugin_torch.options:role_problems",
             health="engine_plugin_torch.precision:health",
         )
     }

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from engine_core.config.completeness import quantize_problem
 from engine_core.errors import ConfigError
+from engine_plugin_torch.options import quantize_problem
 from engine_plugin_torch.quantized_linear import FOUR_BITS, QuantizedLinear
 
 MIB = 1024**2
@@ -56,11 +56,9 @@ def check_quantized(method: str | None, device: torch.device, table: str, frozen
     Raises:
         ConfigError: the weights are trained, the library is missing, or the method does not support the device.
     """
-    if method is None:
-        return
     if problem := quantize_problem(method, table, frozen):
         raise ConfigError(problem)
-    if device.type not in (devices := DEVICES["4 bits" if method in FOUR_BITS else method]):
+    if method and device.type not in (devices := DEVICES["4 bits" if method in FOUR_BITS else method]):
         raise ConfigError(
             f"{table}.quantize: '{method}' does not run on {device}; it runs on {', '.join(devices)}. Leave the key out."
         )

@@ -27,8 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from engine_core.contracts.weight_names import near
-from engine_core.errors import DataError
+from engine_core.errors import DataError, near
 from engine_core.runs.state_files import FORMAT, STATE, load_json
 from engine_plugin_torch.sharded import here, is_first_copy, like, span
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from engine_core.contracts.weight_names import near
+from engine_core.errors import near
 from engine_plugin_torch.attention import is_packed, packed
 
 log = logging.getLogger("engine")

@@ -19,13 +19,12 @@ from engine_core.contracts.weight_names import (
     OF_ADAPTER,
     base_name,
     converts,
-    near,
     own_weights,
     published,
     some_values,
 )
 from engine_core.contracts.weight_sync import ADAPTER_PREFIX
-from engine_core.errors import DataError
+from engine_core.errors import DataError, near
 from engine_plugin_torch.quantized_linear import QuantizedLinear
 from engine_plugin_torch.sharded import whole, write
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from engine_core.errors import PluginError, did_you_mean
-from engine_core.specs import NoOptions, Options, PairLoss
+from engine_core.specs import NoOptions, Options, PairLoss, RefillOptions
 
 
 class AsyncOptions(Options):
@@ -260,3 +260,123 @@ class RewardModelOptions(Options):
     """Weight of the mean squared sum of a pair's scores. This term centers scores around 0 (https://arxiv.org/abs/2312.09244)."""
     max_tokens: int = Field(4096, gt=0)
     """Maximum length of a sequence, in tokens. A pair with a longer sequence follows `data.over_long`."""
+
+
+class GRPOPassKOptions(Options):
+    """``[algorithm.grpo_passk]``: options of the advantage estimator `grpo_passk`."""
+
+    normalize_by_std: bool = True
+    """Divide by the group's standard deviation."""
+
+
+class GDPOOptions(Options):
+    """``[algorithm.gdpo]``: options of the advantage estimator `gdpo`."""
+
+    whiten_batch: bool = True
+    """Standardize the sum over the rollouts of the batch."""
+
+
+class GPGOptions(Options):
+    """``[algorithm.gpg]``: options of the advantage estimator `gpg`."""
+
+    f_norm: float = Field(1.0, gt=0)
+    """Constant divisor of the advantages."""
+
+
+class GSPOOptions(Options):
+    """``[algorithm.gspo]``, ``[algorithm.luspo]``: options of the policy losses `gspo` and `luspo`."""
+
+    clip_ratio_low: float = Field(3e-4, ge=0)
+    """The lower bound of a sequence's ratio is 1 - `clip_ratio_low`. The value is small because the ratio is a geometric mean over tokens."""
+    clip_ratio_high: float = Field(4e-4, ge=0)
+    """The upper bound of a sequence's ratio is 1 + `clip_ratio_high`."""
+
+
+class GMPOOptions(Options):
+    """``[algorithm.gmpo]``: options of the policy loss `gmpo`."""
+
+    clip_ratio_low: float = Field(0.4, ge=0)
+    """The lower bound of the log of a token's ratio is -`clip_ratio_low`."""
+    clip_ratio_high: float = Field(0.4, ge=0)
+    """The upper bound of the log of a token's ratio is `clip_ratio_high`."""
+
+
+class CISPOOptions(Options):
+    """``[algorithm.cispo]``: options of the policy loss `cispo`."""
+
+    clip_ratio_low: float = Field(1.0, ge=0)
+    """The lower bound of a token's weight is 1 - `clip_ratio_low`; 1: no bound."""
+    clip_ratio_high: float = Field(4.0, ge=0)
+    """The upper bound of a token's weight is 1 + `clip_ratio_high`."""
+
+
+class SAPOOptions(Options):
+    """``[algorithm.sapo]``: options of the policy loss `sapo`."""
+
+    tau_pos: float = Field(1.0, gt=0)
+    """Temperature of the gate for positive advantages. A higher temperature makes the gate decay faster."""
+    tau_neg: float = Field(1.05, gt=0)
+    """Temperature of the gate for other advantages."""
+
+
+class DPPOTVOptions(Options):
+    """``[algorithm.dppo_tv]``: options of the policy loss `dppo_tv`."""
+
+    threshold_low: float = Field(0.2, ge=0)
+    """If the probability of a token fell by more than `threshold_low`, the update does not lower it further."""
+    threshold_high: float = Field(0.2, ge=0)
+    """If the probability of a token rose by more than `threshold_high`, the update does not raise it further."""
+    cap: float = Field(20.0, gt=0)
+    """Upper bound of the ratio that weighs a token."""
+
+
+class DPPOKLOptions(Options):
+    """``[algorithm.dppo_kl]``: options of the policy loss `dppo_kl`."""
+
+    threshold_low: float = Field(0.05, ge=0)
+    """If the probability of a token fell and the KL is above `threshold_low`, the update does not lower the probability further."""
+    threshold_high: float = Field(0.05, ge=0)
+    """If the probability of a token rose and the KL is above `threshold_high`, the update does not raise the probability further."""
+    cap: float = Field(20.0, gt=0)
+    """Upper bound of the ratio that weighs a token."""
+
+
+class DROOptions(Options):
+    """``[algorithm.dro]``: options of the policy loss `dro`."""
+
+    beta: float = Field(0.1, ge=0)
+    """Weight of the squared log-ratio."""
+
+
+class VESPOOptions(Options):
+    """``[algorithm.vespo]``: options of the policy loss `vespo`."""
+
+    k_pos: float = Field(2.0, ge=0)
+    """Power of a sequence's weight, for positive advantages."""
+    lambda_pos: float = Field(3.0, gt=0)
+    """Decay in a sequence's weight, for positive advantages."""
+    k_neg: float = Field(3.0, ge=0)
+    """Power of a sequence's weight, for other advantages."""
+    lambda_neg: float = Field(2.0, gt=0)
+    """Decay in a sequence's weight, for other advantages."""
+
+
+class DistillAdvantageOptions(Options):
+    """``[algorithm.distill]``: options of the advantage estimator `distill`."""
+
+    gamma: float = Field(0.0, ge=0, le=1)
+    """Discount per token. With 0, a token's advantage is its log-ratio. Above 0, the log-ratios of later tokens are added."""
+
+
+class ReinforcePlusPlusOptions(Options):
+    """``[algorithm.reinforce_plus_plus]``: options of the advantage estimator `reinforce_plus_plus`."""
+
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per token."""
+
+
+class DynamicSamplingOptions(RefillOptions):
+    """``[stage.dynamic_sampling]``: options of the stage `dynamic_sampling`."""
+
+    reward: str | None = None
+    """Name of a reward. A group is dropped if this reward is equal in all its rollouts. Default: the sum of all rewards."""

@@ -278,8 +278,8 @@ def _update_problems(trainer: Trainer) -> Iterator[str]:
     changed = [name for name in PARTS if getattr(type(trainer), name) is not getattr(Trainer, name)]
     if changed and "streams" not in vars(type(trainer)):
         yield f"trainer = '{config.trainer}' changes '{changed[0]}', and does not declare streams = True"
-    if plan.needs_critic or plan.greedy:
-        yield f"{algorithm} needs {'a critic' if plan.needs_critic else 'greedy responses'}"
+    if plan.needs("critic") or plan.greedy:
+        yield f"{algorithm} needs {'a critic' if plan.needs('critic') else 'greedy responses'}"
     elif not getattr(plugins.spec("advantages", config.algorithm.advantage), "per_group", False):
         yield f"{algorithm} depends on the whole batch, or does not declare per_group"
     if plan.updates_per_step > 1:

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from engine_core.contracts.checksum import Checksum
-from engine_core.contracts.weight_names import near, published
+from engine_core.contracts.weight_names import published
 from engine_core.contracts.weight_sync import buckets
-from engine_core.errors import DataError
+from engine_core.errors import DataError, near
 from engine_plugin_vllm_rollout import versions
 
 if TYPE_CHECKING:

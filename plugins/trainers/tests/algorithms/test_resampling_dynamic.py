@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from engine_core.algorithms.stages import dynamic_sampling
 from engine_core.errors import ConfigError
 from engine_core.types import Prompt, Rollout
+from engine_plugin_trainers.algorithms.resampling import dynamic_sampling
 
 
 def rollout(reward, group=0, valid=True, **rewards):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from engine_core.algorithms.evaluation import set_metrics
 from engine_core.config.evaluation import HeldOut
-from engine_core.train.evaluation import set_metrics
 from engine_core.types import Prompt, Rollout
 
 ASKED = HeldOut(

@@ -6,7 +6,7 @@ A backend's spec has ``families``. The type is read from a config on this machin
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,19 +34,16 @@ def declared_families(config: EngineConfig, plugins: PluginSet) -> Iterator[dict
         types = _model_types(getattr(table, "path", None) or config.model.path) if families else []
         if types:
             model_type = next((each for each in types if each in families), types[0])
-            message, tested = _message(model_type, table.backend, families), families.get(model_type) == ""
+            note, models = families.get(model_type), f"models of type '{model_type}'"
+            hint = nearest(model_type, [name for name, problem in families.items() if not problem])
+            message = f"{models} with {table.backend}: {note}"
+            if not note:
+                tested = "are tested" if note == "" else "are not tested"
+                message = f"{models} {tested} with {table.backend}"
+            if note is None and hint:
+                message += f"; nearest: '{hint}'"
             found = {"role": role, "backend": table.backend, "model_type": model_type}
-            yield {**found, "tested": tested, "message": message}
-
-
-def _message(model_type: str, backend: str, families: Mapping[str, str]) -> str:
-    models, note = f"models of type '{model_type}'", families.get(model_type)
-    if note:
-        return f"{models} with {backend}: {note}"
-    if note is not None:
-        return f"{models} are tested with {backend}"
-    near = nearest(model_type, [name for name, problem in families.items() if not problem])
-    return f"{models} are not tested with {backend}" + (f"; nearest: '{near}'" if near else "")
+            yield {**found, "tested": note == "", "message": message}
 
 
 def _model_types(path: str) -> list[str]:

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine_core.config.assemble import load_config, plugins_for
-from engine_core.config.families import declared_families
+from engine_plugin_tools.families import declared_families
 
 PLUGIN = """
 from engine_core import hookimpl
