@@ -34,6 +34,7 @@ POINTS = 2000
 HEADLINE = (
     ("held-out accuracy", "eval/accuracy", "{:.2f}"),
     ("reward", "reward/mean", "{:.3f}"),
+    ("held-out loss", "eval/nll", "{:.4f}"),
     ("loss", "actor/loss", "{:.4f}"),
     ("sampler gap", "mismatch/mean_abs", "{:.1e}"),
     ("response length", "response_length/mean", "{:.1f}"),
