@@ -5,18 +5,14 @@ from __future__ import annotations
 import math
 import re
 import shutil
-import sys
 import threading
-from pathlib import Path
 
 import pytest
+from report_runs import HOSTILE, make_run, rollout
 
 from engine_core.runs.tracking import write_rollouts
 from engine_plugin_tools.report import write_report
 from engine_plugin_tools.watch import watch_server
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_report import HOSTILE, make_run, rollout
 
 CHROMIUM = shutil.which("chromium")
 playwright = pytest.importorskip("playwright.sync_api", reason="`make .venv/.browser` installs it")
@@ -137,10 +133,10 @@ def test_the_filter_hides_other_metrics_and_opens_their_groups(page):
 
 def test_completions_are_paged_sorted_searched_and_filtered(page):
     assert page.locator(".facts .reward").first.inner_text() == "reward 0"
-    assert page.locator("#range").inner_text() == "1–10 of 25"
+    assert page.locator("#range").inner_text() == "1 to 10 of 25"
     page.get_by_role("button", name="Next").click()
     page.get_by_role("button", name="Next").click()
-    assert page.locator("#range").inner_text() == "21–25 of 25"
+    assert page.locator("#range").inner_text() == "21 to 25 of 25"
     assert page.get_by_role("button", name="Next").is_disabled()
     page.select_option("#sort", "high")
     assert rewards(page)[:2] == ["reward 24", "reward 23"]

@@ -16,7 +16,7 @@ from engine_plugin_tools.transcripts import transcript
 if TYPE_CHECKING:
     import pyarrow as pa
 
-STEPS, ENDS, SAMPLE, CHARACTERS = 100, 256, 8, 6000
+STEPS, ENDS, SAMPLE, CHARACTERS = 100, 512, 8, 6000
 LIMITS = (
     f"The page holds at most {STEPS} stored steps of each set, spread over the run: up to {ENDS} completions of the first and the last "
     f"one, {SAMPLE} of each other one, spread over the rewards. Texts over {CHARACTERS:,} characters are cut in the middle. "

@@ -37,7 +37,9 @@ def report(
 
 def watch(
     runs: Runs,
-    port: Annotated[int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port; 0: a free one.")] = 8265,
+    port: Annotated[
+        int, typer.Option("--port", metavar="PORT", min=0, max=65535, help="Port; 0: a free one.")
+    ] = 8265,
 ) -> None:
     """Serve the page of runs on loopback and update it while they continue; prints its address. Ctrl-C ends it.
 

@@ -374,7 +374,7 @@
       const last = Math.max(0, Math.ceil(found.length / PAGE) - 1), first = (ui.page = Math.min(ui.page, last)) * PAGE;
       const turn = (by, label, off) => h("button", { textContent: label, disabled: off, onclick: () => { ui.page += by; draw(); } });
       list.replaceChildren(...found.slice(first, first + PAGE).map(completion), ...(found.length ? [] : [h("div.card.empty.completion", { textContent: "No completion fits." })]));
-      pager.replaceChildren(h("span.soft", { id: "range", textContent: found.length ? `${first + 1}–${Math.min(first + PAGE, found.length)} of ${found.length}` : "" }), turn(-1, "Previous", !ui.page), turn(1, "Next", ui.page >= last));
+      pager.replaceChildren(h("span.soft", { id: "range", textContent: found.length ? `${first + 1} to ${Math.min(first + PAGE, found.length)} of ${found.length}` : "" }), turn(-1, "Previous", !ui.page), turn(1, "Next", ui.page >= last));
     };
     const options = (table) => Object.entries(table).map(([key, [label]]) => [key, label]);
     const pick = (key) => (value) => { ui[key] = value; ui.page = 0; draw(); };
