@@ -196,9 +196,11 @@ def test_two_runs_have_a_line_each_and_a_legend_with_names(open_page, runs):
 
 def test_a_live_page_shows_new_steps_and_keeps_its_zoom(open_page, tmp_path):
     run = make_run(tmp_path, lines(0.01), "live")
+    write_rollouts(run, 1, [rollout("seen", 1.0)])
     with watch_server([run.path], 0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         page = open_page(f"http://127.0.0.1:{server.server_port}/")
+        page.wait_for_selector(".completion")
         drag(page, "reward/mean", 0.2, 0.4)
         page.mouse.move(0, 0)
         with run.metrics_file.open("a") as file:

@@ -39,6 +39,7 @@ def test_the_page_is_live_and_its_data_are_read_again_when_they_change(get, run)
     status, headers, text = get("/")
     assert (status, headers["Content-Type"]) == (200, "text/html; charset=utf-8")
     assert 'data-live="1"' in text
+    assert '"sets":null' in text  # the first answer does not wait for rollouts
     first = json.loads(get("/data.json")[2])
     assert get(f"/data.json?{first['tag']}")[::2] == (204, "")
     with (run / "metrics.jsonl").open("a") as file:

@@ -99,10 +99,15 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def page_data(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return what the page shows of some runs, as plain values."""
+def page_data(paths: Sequence[Path], rollouts: bool = True) -> dict[str, Any]:
+    """Return what the page shows of some runs, as plain values.
+
+    Args:
+        paths: the run folders.
+        rollouts: whether to read the stored rollouts, which takes the most time.
+    """
     names = [path.name for path in paths]
-    runs = [run_data(path) for path in paths]
+    runs = [run_data(path) | {"sets": _sets(path) if rollouts else None} for path in paths]
     for run, path in zip(runs, paths, strict=True):
         if names.count(path.name) > 1:
             run["name"] = f"{path.parent.parent.name}/{path.name}"
@@ -110,16 +115,11 @@ def page_data(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def run_data(path: Path) -> dict[str, Any]:
-    """Return what the page shows of a run: state, facts, metrics by name, completions by step."""
+    """Return what the page shows of a run, without its rollouts: state, facts, metrics by name."""
     state, metrics = run_state(path), RunFolder(path).read_metrics()
     text = (path / "config.resolved.toml").read_text(encoding="utf-8")
     config = tomllib.loads(text)
     steps, series, each = _series(metrics)
-    try:
-        sets = stored_rollouts(path / "rollouts")
-    except DataError as error:
-        log.warning("The page lacks the completions of %s: %s", path.name, error)
-        sets = []
     return {
         "name": state.name,
         "state": state.state,
@@ -137,10 +137,17 @@ def run_data(path: Path) -> dict[str, Any]:
         "steps_in_a_point": each,
         "metrics": series,
         "phases": [name for name in PHASES if f"time/{name}" in series],
-        "sets": sets,
         "facts": _facts(path, metrics),
         "config": text,
     }
+
+
+def _sets(path: Path) -> list[dict[str, Any]]:
+    try:
+        return stored_rollouts(path / "rollouts")
+    except DataError as error:
+        log.warning("The page lacks the completions of %s: %s", path.name, error)
+        return []
 
 
 def _about(config: Mapping[str, Any]) -> dict[str, str]:

@@ -47,10 +47,12 @@ def stored_rollouts(folder: Path) -> list[dict[str, Any]]:
 
 def _set(folder: Path, training: bool) -> dict[str, Any]:
     files = sorted(folder.glob("step_*.parquet"))
-    count = min(len(files), STEPS)
-    chosen = [files[round(i * (len(files) - 1) / max(count - 1, 1))] for i in range(count)]
+    stride, chosen = 1, files
+    while len(chosen) > STEPS:  # doubled, so that most steps stay when a running run stores more
+        stride *= 2
+        chosen = list(dict.fromkeys([*files[::stride], files[-1]]))
     steps = [
-        dict(_step(file, file.stat().st_mtime_ns, ENDS if file in (files[0], files[-1]) else SAMPLE))
+        _step(file, ENDS) if file in (files[0], files[-1]) else dict(_sample(file, file.stat().st_mtime_ns))
         for file in chosen
     ]
     values: dict[str, list[list[float]]] = {}
@@ -64,8 +66,12 @@ def _set(folder: Path, training: bool) -> dict[str, Any]:
     return {"stored": len(files), "ranges": ranges, "steps": steps}
 
 
-@functools.lru_cache(maxsize=2048)
-def _step(path: Path, changed: int, most: int) -> dict[str, Any]:
+@functools.lru_cache(maxsize=512)
+def _sample(path: Path, changed: int) -> dict[str, Any]:
+    return _step(path, SAMPLE)
+
+
+def _step(path: Path, most: int) -> dict[str, Any]:
     """Return a step: what is measured of all its rollouts, and at most ``most`` of them with their texts."""
     file = RolloutFile(path)
     table = file.table(MEASURED)

@@ -44,8 +44,8 @@ def watch_server(paths: Sequence[Path], port: int) -> ThreadingHTTPServer:
                 self.send_response(HTTPStatus.NO_CONTENT)
                 self.end_headers()
                 return
-            data = page_data(paths) | {"tag": tag}
-            html = address == "/"
+            html = address == "/"  # answered at once; the page then asks for the rollouts
+            data = page_data(paths, rollouts=not html) | {"tag": "" if html else tag}
             body = (page(data, live=True) if html else as_json(data)).encode()
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", "text/html; charset=utf-8" if html else "application/json")

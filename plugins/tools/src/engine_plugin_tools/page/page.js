@@ -316,7 +316,7 @@
 
   const rollouts = h("section", { id: "rollouts" });
   const current = () => { // the chosen set and step; the newest step until one is chosen
-    const sets = data.runs[ui.run].sets, set = sets[Math.min(ui.set, sets.length - 1)];
+    const sets = data.runs[ui.run].sets || [], set = sets[Math.min(ui.set, sets.length - 1)];
     const found = set?.steps.findIndex((each) => each.step === ui.step) ?? -1;
     return { sets, set, at: found < 0 ? (set?.steps.length ?? 0) - 1 : found };
   };
@@ -326,7 +326,7 @@
     histograms.forEach((each) => each.destroy());
     histograms = [];
     if (!set) {
-      rollouts.replaceChildren(h("h2", { textContent: "Rollouts of a step" }), h("div.card.empty", { textContent: "This run has stored no rollouts (tracking.rollouts_every_steps)." }));
+      rollouts.replaceChildren(h("h2", { textContent: "Rollouts of a step" }), h("div.card.empty", { textContent: data.runs[ui.run].sets ? "This run has stored no rollouts (tracking.rollouts_every_steps)." : "Reading the stored rollouts." }));
       return;
     }
     const step = set.steps[at];
@@ -437,7 +437,7 @@
         drawHead();
         drawMetrics();
         phases.draw();
-        if (!now.set || old !== JSON.stringify(now.set.steps[now.at]) || now.set.steps.length !== before.set.steps.length) drawRollouts();
+        if (!now.set || !before.set || old !== JSON.stringify(now.set.steps[now.at]) || now.set.steps.length !== before.set.steps.length) drawRollouts();
         drawFacts();
       }
       document.getElementById("live").textContent = "live";
@@ -461,5 +461,5 @@
   try { theme(localStorage.getItem("engine-theme")); } catch { /* as above */ }
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => theme(document.documentElement.style.colorScheme));
   draw();
-  if (live) setTimeout(poll, 2000);
+  if (live) poll();
 })();
