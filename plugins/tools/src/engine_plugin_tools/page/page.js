@@ -160,7 +160,7 @@
       const positive = joined.slice(1).flat().every((value) => value === null || value === undefined || value > 0);
       this.logButton.hidden = !positive;
       this.logButton.setAttribute("aria-pressed", String(this.log));
-      const shape = JSON.stringify([this.columns, series.length, this.log && positive, this.element.className]);
+      const shape = JSON.stringify([this.columns, series.length, this.log && positive, this.element.className, tables.map((each, n) => [this.runs[n].i, each.count < 3])]);
       if (this.plot && shape === this.shape) show(this.plot.u, joined);
       else {
         this.plot?.destroy();
@@ -215,12 +215,11 @@
       };
       this.plot = plot(this.place, {
         height: 230, cursor, scales: { x: { time: false }, y: { range: (u, low, high) => [0, high * 1.05 || 1] } },
-        series: [{}, ...order.map((i) => ({ stroke: () => color(`--c${i % 8}`), fill: () => color("--card"), width: 1, points: { show: false } }))],
-        // an opaque ground below the tint: phases do not mix their colors
-        hooks: { setSelect: [dragged], setCursor: [read], drawSeries: [] },
+        // each phase is filled down to the next lower one, the lowest down to 0
+        series: [{}, ...order.map((i) => ({ stroke: () => color(`--c${i % 8}`), fill: i ? undefined : () => color("--c0", 0.55), width: 1, points: { show: false } }))],
         bands: order.slice(0, -1).map((i, n) => ({ series: [n + 1, n + 2], fill: () => color(`--c${i % 8}`, 0.55) })),
+        hooks: { setSelect: [dragged], setCursor: [read] },
       }, [run.steps, ...stacked]);
-      this.plot.u.series[order.length].fill = () => color(`--c${order[order.length - 1] % 8}`, 0.55);
       this.zoom();
       read(this.plot.u);
     },
