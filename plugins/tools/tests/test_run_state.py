@@ -16,7 +16,8 @@ def make(tmp_path, steps, *records, attempt=0):
     folder = tmp_path / "logs" / f"attempt_{attempt}"
     folder.mkdir(parents=True)
     (folder / "run.log").write_text("".join(f"2026-01-02 03:04:05,678 {record}\n" for record in records))
-    lines = [json.dumps({"step": i, "reward/mean": i / 10}) + "\n" for i in range(1, steps + 1)]
+    lines = [json.dumps({"step": i, "time": 100.0 + i, "reward/mean": i / 10}) + "\n" for i in range(1, steps + 1)]  # fmt: skip
+    (folder / "env.json").write_text(json.dumps({"started": f"1970-01-01T00:0{attempt % 9}:40+00:00"}))
     (tmp_path / "metrics.jsonl").write_text("".join(lines) + '{"step": 99, "cut')
     return tmp_path
 
@@ -43,6 +44,7 @@ def test_the_log_says_how_a_run_ended(tmp_path, steps, records, state, reason):
     found = run_state(make(tmp_path, steps, HEAD, *records))
     assert (found.state, found.reason) == (state, reason)
     assert (found.step, found.steps, found.reward) == (steps, 4, steps / 10)
+    assert (found.started, found.updated) == (40.0, 100.0 + steps)
 
 
 def test_a_run_whose_lock_is_held_is_running_and_looking_takes_no_lock(tmp_path):
@@ -59,6 +61,7 @@ def test_only_the_newest_attempt_counts_and_its_warnings_are_kept(tmp_path):
     make(tmp_path, 2, HEAD, *FAILED)
     found = run_state(make(tmp_path, 4, HEAD, "WARNING engine: Careful.", attempt=10))
     assert (found.state, found.attempts, found.warnings) == ("finished", 2, ("Careful.",))
+    assert found.started == 40.0  # of the first attempt
 
 
 def test_a_folder_without_records_has_done_no_step(tmp_path):

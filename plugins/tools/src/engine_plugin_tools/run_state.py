@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,13 @@ class RunState:
     steps: int | None  #: steps planned, None if the log does not say
     reward: float | None  #: ``reward/mean`` of the last step
     started: float  #: Unix seconds of the first start
-    updated: float  #: Unix seconds of the last record
+    updated: float  #: Unix seconds of the last step, or of the log before one
     attempts: int  #: starts and resumes
     warnings: tuple[str, ...]  #: warnings and errors of the newest attempt's log, the newest ones
 
     @property
     def age(self) -> str:
-        """Time since the last record in words."""
+        """Time since ``updated`` in words."""
         return clock(max(0.0, time.time() - self.updated))
 
 
@@ -59,8 +60,7 @@ def run_state(path: Path) -> RunState:
     state, reason = _ending(records, step, planned)
     if _in_use(path / ".lock"):
         state, reason = "running", ""
-    started = (attempts[0][1] if attempts else path) / "env.json"
-    files = [file.stat().st_mtime for file in (log, path / "metrics.jsonl") if file.exists()]
+    touched = (log if log.exists() else path).stat().st_mtime
     return RunState(
         name=path.name,
         folder=str(path),
@@ -69,8 +69,8 @@ def run_state(path: Path) -> RunState:
         step=step,
         steps=planned,
         reward=last.get("reward/mean"),
-        started=(started if started.exists() else path).stat().st_mtime,
-        updated=max(files, default=path.stat().st_mtime),
+        started=_started((attempts[0][1] if attempts else path) / "env.json") or touched,
+        updated=last.get("time") or touched,
         attempts=len(attempts),
         warnings=tuple(message for level, message in records if level not in ("INFO", "DEBUG"))[-20:],
     )
@@ -93,6 +93,16 @@ def _ending(records: list[tuple[Any, ...]], step: int, planned: int | None) -> t
     if planned is not None and step >= planned:
         return "finished", ""
     return "stopped", "The log ends without a reason: the process may have been killed."
+
+
+def _started(environment: Path) -> float | None:
+    """Return when an attempt started by its description, which a copy of the folder keeps; None without one."""
+    try:
+        return datetime.fromisoformat(
+            json.loads(environment.read_text(encoding="utf-8"))["started"]
+        ).timestamp()
+    except (OSError, ValueError, KeyError):
+        return None
 
 
 def _lines(path: Path) -> list[str]:

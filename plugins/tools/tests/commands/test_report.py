@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -34,8 +33,7 @@ def test_runs_lists_the_newest_first(engine, run, tmp_path):
     older = tmp_path / "runs" / "older"
     older.mkdir()
     (older / "config.resolved.toml").touch()
-    (older / "metrics.jsonl").write_text('{"step": 3}\n')
-    os.utime(older / "metrics.jsonl", (1, 1))
+    (older / "metrics.jsonl").write_text('{"step": 3, "time": 1.0}\n')
     lines = [line.split() for line in engine("runs").out.splitlines()]
     assert lines[0] == ["run", "state", "steps", "reward", "age", "folder"]
     assert lines[1][:4] == ["first", "stopped", "1/?", "0.250"]

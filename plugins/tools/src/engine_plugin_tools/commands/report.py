@@ -59,7 +59,7 @@ def list_runs(
     folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of run folders.")] = Path("runs"),
     as_json: Json = False,
 ) -> None:
-    """List the runs of a folder, those with the newest records first: state, steps done and planned, reward, age.
+    """List the runs of a folder, the last active one first: state, steps done and planned, reward, time since its last step.
 
     Example: engine runs
 
