@@ -39,6 +39,12 @@ install: .venv/.installed
 	for name in verifiers openenv-core; do $(PYTHON) -m venv .venv/$${name%-core} && .venv/$${name%-core}/bin/python -m pip install --quiet $$name || exit 1; done
 	touch $@
 
+# The browser of the slow tests of a report: Debian's, which root can install, and the client that drives it.
+.venv/.browser: .venv/.installed
+	$(PIP) playwright
+	command -v chromium || apt-get install -y chromium
+	touch $@
+
 demo: .venv/.demo
 	$(BIN)/engine demo
 
@@ -50,7 +56,7 @@ test: install
 
 # Most slow tests wait for each other's ranks or for a process that imports: a few files at a time. Those that use all cores
 # with threads, or look at memory over minutes, have the machine for themselves.
-test-full: test .venv/.worlds
+test-full: test .venv/.worlds .venv/.browser
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "slow and not alone and not families and not gpu"
 	$(PYTEST) -m "alone and not gpu"
 

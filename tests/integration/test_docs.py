@@ -59,6 +59,7 @@ NOT_RUN_HERE = {
     r"python examples/calculator/run.py": "minutes; tests/integration/test_calculator.py runs it in small, and `slow` in full",
     r"engine data gsm8k gsm8k-rows .*": "needs a copy of the hub's repository; tests/integration/test_public_datasets.py has one",
     r"(printf .* \| )?engine (serve|chat) .*": "serves or talks until it is ended; tests/integration/test_serve.py runs both",
+    r"engine watch .*": "serves until it is ended; plugins/tools/tests/test_watch.py asks and ends it",
     r"engine serve-reward .*": "serves until it is ended; tests/integration/test_serve_reward.py starts, asks and ends it",
     r"pytest first/.*": "needs the package installed; plugins/tools/tests/test_scaffold.py runs the template's tests",
     r"engine (eval (Qwen/|runs/first).*|train first-hub/.*|compare after before|(export|push) runs/first .*)|hf download .*": "asks the hub; tests of recipes, suites, cards and pushes run each on stand-ins",

@@ -1,45 +1,24 @@
-"""The page of a run."""
+"""The page of runs: what it embeds, that it loads nothing, and that a completion cannot run in it."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import html.parser
-import re
+import json
 
 import pytest
 import torch
+from report_runs import HOSTILE, make_run, rollout
 
-from engine_core.config import EngineConfig
-from engine_core.errors import DataError
-from engine_core.runs.tracking import RunFolder, TrackerHub, write_rollouts
-from engine_core.types import Prompt, Rollout
-from engine_plugin_tools.report import draw_curves, write_report
-
-HOSTILE = "<script>alert(1)</script>&<b>"
-
-
-def make_run(tmp_path, lines, name="arithmetic") -> RunFolder:
-    config = EngineConfig(run={"dir": str(tmp_path), "name": name}, tracking={"trackers": []})
-    run = RunFolder.create(config)
-    hub = TrackerHub(run, config, None)
-    hub.start()
-    for step, line in enumerate(lines, 1):
-        hub.log(step, line)
-    hub.close()
-    run.close()
-    return run
-
-
-def rollout(text: str, reward: float) -> Rollout:
-    return Rollout(
-        "r", Prompt("p", [1], f"asked {HOSTILE}", {"answer": "42"}), torch.tensor([1, 2]), torch.tensor([False, True]),
-        torch.zeros(2), torch.zeros(2, dtype=torch.int32), "stop", text=text, reward=reward,
-    )  # fmt: skip
-
+from engine_core.runs.tracking import RunFolder, write_rollouts
+from engine_plugin_tools import stored_rollouts
+from engine_plugin_tools.curves import draw_curves
+from engine_plugin_tools.report import POINTS, page, page_data, write_report
 
 RL = [
     {
         "reward/mean": 0.2 + i / 100,
-        "mismatch/kl": -1e-9,  # k3 of nearly equal numbers may round below zero
         "mismatch/mean_abs": 1e-6,
         "response_length/mean": 14.0,
         "time/generate": 0.5,
@@ -50,125 +29,183 @@ RL = [
 ]
 
 
-class Addresses(html.parser.HTMLParser):
-    """A parser that collects everything that a browser would fetch or run."""
+class Tags(html.parser.HTMLParser):
+    """A parser that collects tags, the texts of scripts, and everything that a browser would fetch or run."""
 
     def __init__(self):
         super().__init__()
-        self.found = []
+        self.tags, self.addresses, self.scripts = [], [], []
 
     def handle_starttag(self, tag, attributes):
-        if tag in ("script", "link", "iframe", "object", "embed", "image", "img"):
-            self.found.append(tag)
-        self.found += [
-            value
-            for name, value in attributes
-            if name in ("src", "href", "xlink:href", "data") and not value.startswith("#")
+        self.tags.append(tag)
+        self.addresses += [
+            name
+            for name, _ in attributes
+            if name in ("src", "href", "data", "style") or name.startswith("on")
         ]
-        self.found += [name for name, _ in attributes if name.startswith("on")]
+        self.policy = dict(attributes).get("content") if "http-equiv" in dict(attributes) else self.__dict__.get("policy")  # fmt: skip
+
+    def handle_data(self, data):
+        if self.tags[-1:] == ["script"] and data.strip():
+            self.scripts.append(data)
 
 
-def test_the_page_fetches_nothing_runs_nothing_and_shows_what_was_said(tmp_path):
+def parsed(text: str) -> Tags:
+    tags = Tags()
+    tags.feed(text)
+    return tags
+
+
+def run_of(folder: RunFolder) -> dict:
+    return page_data([folder.path])["runs"][0]
+
+
+def test_a_completion_cannot_run_and_is_embedded_unchanged(tmp_path):
     run = make_run(tmp_path, RL)
-    write_rollouts(run, 1, [rollout(f"first {HOSTILE}", 0.0)])
-    write_rollouts(run, 2, [rollout("in between", 0.0)])
-    write_rollouts(run, 21, [rollout("last answer", 1.0)])
-    text = write_report(run.path).read_text()
-    addresses = Addresses()
-    addresses.feed(text)
-    assert addresses.found == []
-    assert "@import" not in text
-    assert "<!DOCTYPE svg" not in text
-    assert "url(http" not in text
-    assert "first &lt;script&gt;alert(1)&lt;/script&gt;&amp;&lt;b&gt;" in text
-    assert "asked &lt;script&gt;" in text
-    assert "last answer" in text
-    assert "in between" not in text
-    assert "expected 42" in text
-    assert "prompts_per_step" in text
+    write_rollouts(run, 1, [rollout(f"{HOSTILE} first", 0.0)])
+    text = write_report([run.path]).read_text()
+    tags = parsed(text)
+    assert tags.tags.count("script") == 2
+    assert {"img", "link", "iframe"}.isdisjoint(tags.tags)
+    assert tags.addresses == []
+    embedded, script = tags.scripts
+    assert "<" not in embedded
+    assert embedded.isascii()
+    row = json.loads(embedded)["runs"][0]["sets"][0]["steps"][0]["rows"][0]
+    assert (row["response"], row["prompt"]) == (f"{HOSTILE} first", f"asked {HOSTILE}")
+    assert "innerHTML" not in script.partition("sync: { key")[2]  # the part after uPlot
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert "default-src 'none'" in tags.policy
+    assert f"script-src 'sha256-{digest}'" in tags.policy
+    assert "connect-src" not in tags.policy
+    assert "unsafe" not in tags.policy
 
 
-def test_an_episode_is_shown_with_its_turns_calls_times_and_rewards(tmp_path):
-    episode = rollout("all text", 1.0)
-    episode.rewards, episode.branches = {"good": 1.0, "numeric": None}, [rollout("other", 1.0)]
-    episode.extras = {"turns": torch.tensor([0, 1], dtype=torch.int32)}
-    episode.messages = [
-        {"role": "assistant", "content": f"I call {HOSTILE}", "seconds": 0.5},
-        {"role": "tool", "content": "4", "seconds": 2.0, "calls": [{"name": "<b>add", "seconds": 1.5}]},
+def test_only_the_live_page_may_connect_and_only_to_its_server():
+    policies = [
+        parsed(page({"runs": []}, live=live)).policy.partition("connect-src")[2] for live in (False, True)
     ]
-    run = make_run(tmp_path, [{"reward/mean": 0.5, "environment/turns": 2.0, "time/episode_tool": 1.0}])
-    write_rollouts(run, 1, [episode])
-    text = write_report(run.path).read_text()
-    assert "assistant: turn 1, 1 tokens, version 0, 0.5 s" in text
-    assert "I call &lt;script&gt;" in text
-    assert "tool: &lt;b&gt;add 1.5 s, 2 s" in text
-    assert re.search(r"good 1,\s+numeric -", text)
-    assert "1 further conversations" in text
-    assert "all text" not in text
+    assert policies == ["", " 'self'"]
+
+
+def test_every_metric_is_embedded_with_its_steps(tmp_path):
+    run = run_of(make_run(tmp_path, RL))
+    assert run["steps"] == list(range(1, 22))
+    assert set(run["metrics"]) == {name for line in RL for name in line}
+    assert run["metrics"]["reward/mean"][:2] == [0.2, 0.21]
+    assert run["metrics"]["eval/accuracy"][:2] == [0.3, None]
+    assert run["phases"] == ["generate"]
+    assert run["steps_in_a_point"] == 1
+    assert run["about"]["algorithm"] == "grpo, ppo_clip"
+
+
+def test_a_long_run_has_means_of_several_steps(tmp_path):
+    folder = make_run(tmp_path, [])
+    lines = [{"step": i, "reward/mean": float(i), **({"eval/x": 1.0} if i == 2 else {})} for i in range(1, 2 * POINTS + 2)]  # fmt: skip
+    folder.metrics_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = run_of(folder)
+    assert run["steps_in_a_point"] == 3
+    assert run["steps"][:2] == [3, 6]
+    assert run["metrics"]["reward/mean"][:2] == [2.0, 5.0]
+    assert run["metrics"]["eval/x"][:2] == [1.0, None]
 
 
 def test_the_numbers_at_the_top_are_first_and_last(tmp_path):
-    text = write_report(make_run(tmp_path, RL).path).read_text()
-    tiles = dict(re.findall(r"<span>([^<]+)</span><b>([^<]+)</b>", text))
-    assert tiles["steps"] == "21"
-    assert tiles["held-out accuracy"] == "0.50"
-    assert "0.30 before" in text
-    assert tiles["reward"] == "0.395"  # mean of the last two of 21: (0.39 + 0.40) / 2
-    assert tiles["sampler gap"] == "1.0e-06"
-    assert "15.8 s" in text  # 21 * 0.75
+    tiles = {label: rest for label, *rest in run_of(make_run(tmp_path, RL))["headline"]}
+    assert tiles["held-out accuracy"] == ["0.50", "0.30 before"]
+    assert tiles["reward"] == ["0.395", "0.205 at first"]  # means of the first and the last two of 21
+    assert tiles["sampler gap"] == ["1.0e-06", "1.0e-06 at first"]
+    assert "loss" not in tiles
+    facts = dict(run_of(make_run(tmp_path, RL, "other"))["facts"])
+    assert facts["time in steps"] == "15.8 s"
 
 
-def test_completions_of_evaluations_are_preferred(tmp_path):
+def test_histograms_are_of_all_rollouts_with_the_same_bins_in_each_step(tmp_path):
     run = make_run(tmp_path, RL)
-    write_rollouts(run, 1, [rollout("of a step", 0.0)])
-    for step in (0, 10, 20):
-        write_rollouts(run.rollouts_dir / "eval", step, [rollout(f"evaluated at {step}", 0.0)])
-    text = write_report(run.path).read_text()
-    assert "of a step" not in text
-    assert "evaluated at 10" not in text
-    before, after = (
-        text.index("<h3>held-out, after step 0</h3>"),
-        text.index("<h3>held-out, after step 20</h3>"),
-    )
-    assert before < text.index("evaluated at 0") < after < text.index("evaluated at 20")
+    write_rollouts(run, 1, [rollout(f"a{i}", float(i % 2), group=i // 2, length=1 + i) for i in range(4)])
+    write_rollouts(run, 2, [rollout("b", 3.0, length=9)])
+    training = run_of(run)["sets"][0]
+    assert training["ranges"] == {"reward": (0.0, 3.0), "length": (1, 9), "advantage": (-0.5, 0.5)}
+    first, second = (step["histograms"] for step in training["steps"])
+    assert (first["reward"][0], first["reward"][8], sum(first["reward"])) == (2, 2, 4)
+    assert second["reward"][-1] == 1
+    assert (first["advantage"][0], first["advantage"][-1]) == (2, 2)
+    assert second["advantage"][12] == 1
 
 
-def test_sft_shows_its_loss(tmp_path):
-    lines = [{"actor/loss": 2.0 / step, "time/train": 0.1} for step in range(1, 11)]
-    text = write_report(make_run(tmp_path, lines).path).read_text()
-    assert "<span>loss</span><b>0.2000</b>" in text
-    assert "<span>reward</span>" not in text
+def test_ends_have_all_completions_and_steps_between_a_sample_over_the_rewards(tmp_path, monkeypatch):
+    monkeypatch.setattr(stored_rollouts, "STEPS", 3)
+    monkeypatch.setattr(stored_rollouts, "SAMPLE", 3)
+    run = make_run(tmp_path, RL)
+    for step in range(1, 6):
+        write_rollouts(run, step, [rollout(f"text {i}", float(i)) for i in (4, 3, 2, 1, 0)])
+    write_rollouts(run.rollouts_dir / "eval", 0, [rollout("evaluated", 1.0)])
+    training, held_out = run_of(run)["sets"]
+    assert [(step["step"], step["count"], len(step["rows"])) for step in training["steps"]] == [
+        (1, 5, 5),
+        (3, 5, 3),
+        (5, 5, 5),
+    ]
+    assert [row["reward"] for row in training["steps"][1]["rows"]] == [4.0, 2.0, 0.0]
+    assert training["stored"] == 5
+    assert held_out["name"] == "held-out"
+    assert "advantage" not in held_out["steps"][0]["histograms"]
 
 
-def test_a_run_that_died_and_steps_without_a_number_are_drawn(tmp_path):
+def test_a_long_text_is_cut_in_the_middle(tmp_path):
+    run = make_run(tmp_path, RL)
+    write_rollouts(run, 1, [rollout("a" * 5000 + "b" * 5000, 0.0)])
+    response = run_of(run)["sets"][0]["steps"][0]["rows"][0]["response"]
+    assert response == "a" * 3000 + "\n[... 4,000 characters left out ...]\n" + "b" * 3000
+
+
+def test_an_episode_has_its_turns_calls_times_rewards_and_branches(tmp_path):
+    episode = rollout("all text", float("nan"))
+    episode.rewards, episode.branches = {"good": 1.0, "numeric": None}, [rollout("other", 1.0)]
+    episode.extras = {"turns": torch.tensor([0, 1], dtype=torch.int32)}
+    episode.messages = [
+        {"role": "assistant", "content": "I call", "seconds": 0.5},
+        {"role": "tool", "content": "4", "seconds": 2.0, "calls": [{"name": "<b>add", "seconds": 1.5}]},
+    ]
+    run = make_run(tmp_path, RL)
+    write_rollouts(run, 1, [episode, rollout("plain", 1.0, group=1)])
+    step = run_of(run)["sets"][0]["steps"][0]
+    assert step["count"] == 2
+    shown = next(row for row in step["rows"] if "turns" in row)
+    assert shown["turns"] == [
+        {"role": "assistant", "text": "I call", "note": "turn 1, 1 tokens, version 0, 0.5 s"},
+        {"role": "tool", "text": "4", "note": "<b>add 1.5 s, 2 s"},
+    ]
+    assert shown["rewards"] == {"good": 1.0, "numeric": None}
+    assert (shown["branches"], shown["reward"], shown["answer"]) == (1, None, "42")
+    assert step["histograms"]["reward"][12] == 1
+
+
+def test_a_run_that_died_and_steps_without_a_number_have_a_page(tmp_path):
     run = make_run(tmp_path, [{"reward/mean": 0.5}, {"reward/mean": float("nan")}])
     with run.metrics_file.open("a") as file:
         file.write('{"step": 3, "rewa')
-    assert "<b>2</b>" in write_report(run.path).read_text()
+    run.rollout_file(1).write_bytes(b"no parquet")
+    found = run_of(run)
+    assert found["metrics"]["reward/mean"] == [0.5, None]
+    assert found["sets"] == []
+    assert write_report([run.path]).exists()
 
 
-def test_one_step_is_enough_and_is_drawn_as_dots(tmp_path):
-    run = make_run(tmp_path, RL[:1])
-    assert write_report(run.path).exists()
-    for axes in draw_curves(run.read_metrics()).axes[:-1]:  # the last panel is a stack of phases
-        assert all(line.get_marker() == "o" for line in axes.lines if line.get_alpha() is None), (
-            axes.get_title()
-        )
+def test_a_run_without_a_step_has_a_page(tmp_path):
+    found = run_of(make_run(tmp_path, []))
+    assert (found["steps"], found["headline"], found["step"]) == ([], [], 0)
 
 
-def test_a_run_without_a_step_has_no_report(tmp_path):
-    run = make_run(tmp_path, [])
-    with pytest.raises(DataError, match="the run has not finished a step, so there is nothing to report"):
-        write_report(run.path)
-    assert not (run.path / "report.html").exists()
+def test_runs_over_each_other_are_one_page_with_names_that_differ(tmp_path):
+    paths = [make_run(tmp_path / part / "runs", RL, name).path for part, name in (("a", "x"), ("b", "x"), ("b", "y"))]  # fmt: skip
+    assert [run["name"] for run in page_data(paths)["runs"]] == ["a/x", "b/x", "y"]
+    assert write_report(paths[1:]) == paths[1] / "report-x-y.html"
+    assert write_report(paths, tmp_path / "page.html").read_text().count("<!doctype html>") == 1
 
 
-def test_the_picture_has_a_panel_a_question(tmp_path):
-    from matplotlib import image
-
-    make_run(tmp_path, RL)
-    write_report(tmp_path / "arithmetic")
-    picture = image.imread(tmp_path / "arithmetic" / "curves.png")
-    assert picture.shape[0] > 300
-    assert picture.shape[1] > 900
-    assert len({tuple(pixel) for pixel in picture[::7, ::7, :3].reshape(-1, 3).round(2)}) > 5  # not blank
+@pytest.mark.parametrize("lines", [RL, RL[:1], [{"actor/loss": 1.0}, {"actor/loss": 0.5}]])
+def test_the_picture_has_a_panel_for_each_question(lines):
+    lines = [{"step": step, **line} for step, line in enumerate(lines)]
+    titles = [axes.get_title() for axes in draw_curves(lines).axes]
+    assert titles == (["Loss"] if "actor/loss" in lines[0] else ["Held-out accuracy", "Reward", "Response length, tokens", "Mismatch of log-probs"])  # fmt: skip

@@ -201,7 +201,8 @@ def test_the_wheel_carries_the_templates_and_the_page_of_a_report(tmp_path):
         if file.is_file() and "__pycache__" not in file.parts
     }
     assert len(templates) >= 7
-    assert templates | {"engine_plugin_tools/report_template.html", "engine_plugin_tools/py.typed"} <= carried
+    page = {f"engine_plugin_tools/page/{name}" for name in ("page.css", "page.js", "uplot/LICENSE", "uplot/uPlot.min.css", "uplot/uPlot.iife.min.js")}  # fmt: skip
+    assert templates | page | {"engine_plugin_tools/py.typed"} <= carried
 
 
 def test_the_wheel_of_the_core_carries_the_install_hints(tmp_path):

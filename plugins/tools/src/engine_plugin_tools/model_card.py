@@ -33,8 +33,8 @@ from engine_core.redaction import Redactor
 from engine_core.runs.logs import clock
 from engine_plugin_tools.card_prompts import QUESTION, uses_template
 from engine_plugin_tools.card_scores import data_name, eval_results, hub_dataset, newest_scores, samplings
+from engine_plugin_tools.curves import draw_curves
 from engine_plugin_tools.hub import CARD
-from engine_plugin_tools.report import draw_curves
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig

@@ -1,239 +1,218 @@
-"""A run as one page: ``report.html`` (self-contained, loads nothing) and ``curves.png``.
+"""The page of one run or of several over each other: one file of HTML that loads nothing.
 
-It is made from the files of the run folder alone, so the run may still be running, may have died, or may come from
-another machine.
+It is made from the files of the run folders alone, so a run may still be running, may have failed, or may come from
+another machine. Texts of a model are untrusted: they are in a block of JSON without ``<``, and the page's script shows
+them as text. Only that script runs, because the page's policy names its hash.
 """
 
 from __future__ import annotations
 
-import io
+import base64
+import hashlib
 import json
+import logging
 import math
-import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+import time
+import tomllib
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine_core.errors import DataError
-from engine_core.runs.logs import with_interval
-from engine_core.runs.tracking import RunFolder, read_rollouts
+from engine_core.runs.logs import PHASES, with_interval
+from engine_core.runs.tracking import RunFolder
 from engine_plugin_tools.advice import advice
-from engine_plugin_tools.packages import require_package
-from engine_plugin_tools.transcripts import transcript
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-    from engine_core.types import Rollout
+from engine_plugin_tools.run_state import run_state
+from engine_plugin_tools.stored_rollouts import LIMITS, stored_rollouts
 
 Metrics = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
 
-STYLE: Any = {
-    "font.size": 9,
-    "axes.titlesize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "legend.frameon": False,
-}
-OF_EPISODES = {f"time/episode_{phase}": phase for phase in ("sampling", "tool", "waiting")}
-PHASES = ("generate", "reward", "log_probs", "train", "sync")
-GENERATED, TRAINED = (f"throughput/{kind}_tokens_per_second" for kind in ("generated", "train"))
-HELD_OUT = "Held-out scores, 95% intervals"
-SCORE = re.compile(r"eval/(?:[^/]+/accuracy|(?:[^/]+/)?(?:pass|maj)@\d+)")
-# title -> label of each metric; a panel is drawn where the run has one of them
-PANELS = {
-    "Reward": {"reward/mean": "training reward", "eval/accuracy": "held-out accuracy"},
-    HELD_OUT: {},  # pass@k, maj@k and the accuracy of named sets, as the run has them
-    "Loss": {"actor/loss": "training", "eval/nll": "held out"},
-    "Mismatch of log-probs": {"mismatch/mean_abs": "mean difference", "mismatch/max_abs": "largest"},
-    "KL to the reference": {"actor/kl": "to reference"},
-    "Response length, tokens": {"response_length/mean": "mean", "response_length/max": "longest"},
-    "Entropy, nats per token": {"actor/entropy": "entropy"},
-    "Gradient norm": {"actor/grad_norm": "before clipping"},
-    "Seconds of an episode, by phase": OF_EPISODES,
-    "Turns of an episode": {"environment/turns": "mean"},
-    "Share of failed tool calls": {"environment/tool_failure_share": "failed"},
-    "Tokens per second": {GENERATED: "generated", TRAINED: "trained"},
-}
-LOGARITHMIC = ("Mismatch of log-probs", "KL to the reference")
-SAMPLES = 6  # completions shown of a step
+POINTS = 2000
+"""Most points of a curve; a longer run has the mean of several steps in each."""
+HEADLINE = (
+    ("held-out accuracy", "eval/accuracy", "{:.2f}"),
+    ("reward", "reward/mean", "{:.3f}"),
+    ("held-out loss", "eval/nll", "{:.4f}"),
+    ("loss", "actor/loss", "{:.4f}"),
+    ("sampler gap", "mismatch/mean_abs", "{:.1e}"),
+    ("response length", "response_length/mean", "{:.1f}"),
+    ("tokens/s generated", "throughput/generated_tokens_per_second", "{:,.0f}"),
+    ("tokens/s trained", "throughput/train_tokens_per_second", "{:,.0f}"),
+)
+PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; base-uri 'none'; form-action 'none'; {policy}">
+<title>Engine report</title>
+<style>{style}</style>
+</head>
+<body data-live="{live}">
+<main id="page"></main>
+<noscript>This page needs JavaScript; nothing is loaded from anywhere.</noscript>
+<script type="application/json" id="data">{data}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+log = logging.getLogger("engine")
 
 
-def write_report(run_path: Path | str) -> Path:
-    """Write ``report.html`` and ``curves.png`` into a run folder and return the page.
+def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
+    """Write the page of one run, or of several over each other, and return its file.
 
-    Raises:
-        PluginError: matplotlib, which draws the curves, is not installed.
-        DataError: the run does not exist, or has no metrics yet.
+    Args:
+        paths: the run folders.
+        out: the file; default: ``report.html`` in the only run's folder, ``report-A-B.html`` in that of the first of several.
     """
-    import jinja2
-
-    require_package("matplotlib", "report", "A report")
-    run = RunFolder.open(run_path)
-    metrics = run.read_metrics()
-    if not metrics:
-        raise DataError(
-            f"No metrics in {run.metrics_file}: the run has not finished a step, so there is nothing to report."
-        )
-    environment = json.loads((run.path / "env.json").read_text(encoding="utf-8"))
-    figure = draw_curves(metrics)
-    figure.savefig(run.path / "curves.png", dpi=130)
-    template = (
-        resources.files("engine_plugin_tools").joinpath("report_template.html").read_text(encoding="utf-8")
-    )
-    page = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(template)
-    text = page.render(
-        title=run.path.name,
-        env=environment,
-        facts=_facts(environment, metrics),
-        headline=_headline(metrics),
-        curves=_svg(figure),
-        samples=_samples(run),
-        transcript=transcript,
-        config=(run.path / "config.resolved.toml").read_text(encoding="utf-8"),
-    )
-    target = run.path / "report.html"
-    target.write_text(text, encoding="utf-8")
+    others = "-".join(["", *(path.name for path in paths)]) if len(paths) > 1 else ""
+    target = out or paths[0] / f"report{others}.html"
+    target.write_text(page(page_data(paths)), encoding="utf-8")
     return target
 
 
-def _facts(environment: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, str]]:
-    seconds = sum(line.get("time/step") or 0.0 for line in metrics)
-    git, command = environment["git"], environment["command"]
-    facts = {
-        "started": environment["started"],
-        "command": " ".join([Path(command[0]).name, *command[1:]]),
-        "machine": f"{environment['host']}, {environment['cpus']} CPUs, {environment['platform']}",
-        "python": environment["python"],
-        "packages": ", ".join(f"{name} {version}" for name, version in environment["packages"].items()),
-        "plugins": ", ".join(f"{name} {version}" for name, version in environment["plugins"].items()),
-        "commit": git and git["sha"][:12] + (" and changes" if git["changed_files"] else ""),
-        "time in steps": seconds and f"{seconds:,.1f} s",
+def page(data: Mapping[str, Any], live: bool = False) -> str:
+    """Return the page of some runs.
+
+    Args:
+        data: as ``page_data`` returns it.
+        live: whether the page asks its server for newer data, the only address that it may connect to.
+    """
+    files = resources.files("engine_plugin_tools") / "page"
+    read = [files / "uplot" / "uPlot.min.css", files / "page.css", files / "uplot" / "uPlot.iife.min.js", files / "page.js"]  # fmt: skip
+    texts = [file.read_text(encoding="utf-8") for file in read]
+    style, script = "\n".join(texts[:2]), "\n".join(texts[2:])
+    policy = f"style-src '{_hash(style)}'; script-src '{_hash(script)}'" + "; connect-src 'self'" * live
+    return PAGE.format(policy=policy, style=style, live=int(live), data=as_json(data), script=script)
+
+
+def as_json(value: Any) -> str:
+    """Return JSON in ASCII that cannot end the element of a page in which it is."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def page_data(paths: Sequence[Path], rollouts: bool = True) -> dict[str, Any]:
+    """Return what the page shows of some runs, as plain values.
+
+    Args:
+        paths: the run folders.
+        rollouts: whether to read the stored rollouts, which takes the most time.
+    """
+    names = [path.name for path in paths]
+    runs = [run_data(path) | {"sets": _sets(path) if rollouts else None} for path in paths]
+    for run, path in zip(runs, paths, strict=True):
+        if names.count(path.name) > 1:
+            run["name"] = f"{path.parent.parent.name}/{path.name}"
+    return {"written": time.strftime("%Y-%m-%d %H:%M"), "limits": LIMITS, "runs": runs}
+
+
+def run_data(path: Path) -> dict[str, Any]:
+    """Return what the page shows of a run, without its rollouts: state, facts, metrics by name."""
+    state, metrics = run_state(path), RunFolder(path).read_metrics()
+    text = (path / "config.resolved.toml").read_text(encoding="utf-8")
+    config = tomllib.loads(text)
+    steps, series, each = _series(metrics)
+    return {
+        "name": state.name,
+        "state": state.state,
+        "reason": state.reason,
+        "step": state.step,
+        "planned": state.steps,
+        "about": _about(config),
+        "started": time.strftime("%Y-%m-%d %H:%M", time.localtime(state.started)),
+        "seconds": round(state.updated - state.started),
+        "attempts": state.attempts,
+        "headline": _headline(metrics),
         "advice": advice(metrics),
+        "warnings": state.warnings,
+        "steps": steps,
+        "steps_in_a_point": each,
+        "metrics": series,
+        "phases": [name for name in PHASES if f"time/{name}" in series],
+        "facts": _facts(path, metrics),
+        "config": text,
     }
-    return [(name, value) for name, value in facts.items() if value]
+
+
+def _sets(path: Path) -> list[dict[str, Any]]:
+    try:
+        return stored_rollouts(path / "rollouts")
+    except DataError as error:
+        log.warning("The page lacks the completions of %s: %s", path.name, error)
+        return []
+
+
+def _about(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return model, algorithm and data of a run in a few words."""
+    trainer, data = config.get("trainer", ""), config.get("data", {})
+    algorithm = config.get("algorithm", {})
+    rl = f"{algorithm.get('advantage')}, {algorithm.get('loss')}"
+    sources = [data.get("train"), data.get("source"), *(part.get("path") or part.get("source") for part in data.get("mix", ()))]  # fmt: skip
+    model = Path(str(config.get("model", {}).get("path", "")))
+    return {
+        "model": model.name if model.is_absolute() else str(model),
+        "algorithm": {"rl": rl, "async": f"{rl}, async"}.get(trainer, trainer),
+        "data": ", ".join(Path(each).name for each in sources if isinstance(each, str) and each),
+    }
+
+
+def _series(metrics: Metrics) -> tuple[list[int], dict[str, list[float | None]], int]:
+    """Return steps, values of each metric (None where a step has none), and the number of steps in a point."""
+    each = math.ceil(len(metrics) / POINTS) or 1
+    parts = [metrics[i : i + each] for i in range(0, len(metrics), each)]
+    names = dict.fromkeys(name for line in metrics for name in line if name not in ("step", "time"))
+    return [part[-1]["step"] for part in parts], {name: [_mean(part, name) for part in parts] for name in names}, each  # fmt: skip
+
+
+def _mean(lines: Metrics, name: str) -> float | None:
+    values = [line[name] for line in lines if isinstance(line.get(name), int | float)]
+    value = statistics.fmean(values) if values else math.nan
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def _headline(metrics: Metrics) -> list[tuple[str, str, str]]:
     """Return (label, value, remark) of the most important numbers."""
-    tiles = [("steps", str(metrics[-1]["step"]), "")]
+    tiles = []
     rewarded = any("reward/mean" in line for line in metrics)
-    for label, name, form in (
-        ("held-out accuracy", "eval/accuracy", "{:.2f}"),
-        *((label, name, "{:.2f}") for name, label in _scores(metrics).items()),
-        ("reward", "reward/mean", "{:.3f}"),
-        ("loss", "actor/loss", "{:.4f}"),
-        ("sampler gap", "mismatch/mean_abs", "{:.1e}"),
-        ("response length", "response_length/mean", "{:.1f}"),
-        ("tokens/s generated", GENERATED, "{:,.0f}"),
-    ):
-        _, values = _points(metrics, name)
-        if not values or (label == "loss" and rewarded):
+    for label, name, form in HEADLINE:
+        measured = [line for line in metrics if line.get(name) is not None]
+        if not measured or (rewarded and label in ("loss", "tokens/s trained")):
             continue
+        values = [line[name] for line in measured]
         # For a noisy curve, the means of its first and last tenth.
         part, remark = max(1, len(values) // 10), "at first"
         if name.startswith("eval/"):
             part, remark = 1, "before"
         before, after = statistics.fmean(values[:part]), statistics.fmean(values[-part:])
-        measured = [line for line in metrics if line.get(name) is not None]
         shown = with_interval(measured[-1], name, form) if part == 1 else form.format(after)
         tiles.append((label, shown, f"{form.format(before)} {remark}"))
     return tiles
 
 
-def _samples(run: RunFolder) -> list[tuple[str, list[Rollout]]]:
-    """Return completions of the first and last evaluation, or else of the first and last step."""
-    held_out = sorted((run.rollouts_dir / "eval").rglob("step_*.parquet"), key=lambda file: file.name)
-    files = held_out or sorted(run.rollouts_dir.glob("step_*.parquet"))
-    shown = []
-    for file in dict.fromkeys([*files[:1], *files[-1:]]):
-        rollouts = read_rollouts(file)
-        number = int(file.stem.removeprefix("step_"))
-        title = f"held-out, after step {number}" if held_out else f"step {number}"
-        shown.append((title, rollouts[:: max(1, len(rollouts) // SAMPLES)][:SAMPLES]))
-    return shown
-
-
-def _svg(figure: Figure) -> str:
-    """Return the picture as markup for a page, without the XML prolog, whose doctype contains an address."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
-
-
-def draw_curves(metrics: Metrics) -> Figure:
-    """Return the learning curves of a run, one panel for each question that its metrics answer."""
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    panels: list[Callable[[Axes], None]] = []
-    for title, labels in {**PANELS, HELD_OUT: _scores(metrics)}.items():
-        if present := {name: label for name, label in labels.items() if _points(metrics, name)[0]}:
-            panels.append(partial(_draw_lines, metrics, title, present))
-    if phases := [phase for phase in PHASES if any(_points(metrics, f"time/{phase}")[1])]:
-        panels.append(partial(_draw_phases, metrics, phases))
-    columns = min(3, len(panels)) or 1
-    rows = math.ceil(len(panels) / columns) or 1
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(4.3 * columns, 2.9 * rows), layout="constrained")
-        for place, draw in enumerate(panels, 1):
-            axes = figure.add_subplot(rows, columns, place)
-            draw(axes)
-            axes.set_xlabel("step")
-    return figure
-
-
-def _scores(metrics: Metrics) -> dict[str, str]:
-    """Return the metrics of held-out sets that the run has, with their labels."""
-    names = dict.fromkeys(name for line in metrics for name in line if SCORE.fullmatch(name))
-    return {name: name.removeprefix("eval/").replace("/", " ") for name in names}
-
-
-def _points(metrics: Metrics, name: str) -> tuple[list[int], list[float]]:
-    """Return the steps and values of a metric, for the lines that have it."""
-    found = [line for line in metrics if line.get(name) is not None]
-    return [line["step"] for line in found], [line[name] for line in found]
-
-
-def _draw_lines(metrics: Metrics, title: str, labels: Mapping[str, str], axes: Axes) -> None:
-    """Draw each metric as a faint line and its running mean; evaluations as dots."""
-    axes.set_title(title)
-    for number, (name, label) in enumerate(labels.items()):
-        steps, values = _points(metrics, name)
-        color = f"C{number}"
-        if name.startswith("eval/"):
-            axes.plot(steps, values, "o-", color=color, label=label)
-            bounds = [_points(metrics, f"{name}_{end}") for end in ("low", "high")]
-            if all(found == steps for found, _ in bounds):
-                axes.fill_between(steps, bounds[0][1], bounds[1][1], color=color, alpha=0.12)
-        else:
-            dots = "o" if len(steps) < 3 else None  # a line of one point is not visible
-            axes.plot(steps, values, color=color, alpha=0.25)
-            axes.plot(steps, _running_mean(values), color=color, label=label, marker=dots)
-        if title in LOGARITHMIC and min(values) > 0:
-            axes.set_yscale("log")
-    if len(labels) > 1:
-        axes.legend()
-
-
-def _running_mean(values: Sequence[float]) -> list[float]:
-    """Return the mean over a centered window of a twentieth of the curve, cut at the ends."""
-    half = max(1, len(values) // 40)
-    return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
-
-
-def _draw_phases(metrics: Metrics, phases: Sequence[str], axes: Axes) -> None:
-    """Draw the seconds of each phase as a stack."""
-    axes.set_title("Seconds per step, by phase")
-    lines = [line for line in metrics if any(f"time/{phase}" in line for phase in phases)]
-    seconds = [[line.get(f"time/{phase}") or 0.0 for line in lines] for phase in phases]
-    axes.stackplot([line["step"] for line in lines], seconds, labels=phases)
-    axes.margins(y=0.3)  # room for the legend
-    axes.legend(ncols=3, loc="upper left")
+def _facts(path: Path, metrics: Metrics) -> list[tuple[str, str]]:
+    try:
+        environment = json.loads((path / "env.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return [("environment", f"env.json cannot be read: {error}")]
+    seconds = sum(line.get("time/step") or 0.0 for line in metrics)
+    git, command = environment["git"], environment["command"]
+    versions = {name: ", ".join(" ".join(each) for each in environment[name].items()) for name in ("packages", "plugins")}  # fmt: skip
+    facts = {
+        "command": " ".join([Path(command[0]).name, *command[1:]]),
+        "machine": f"{environment['host']}, {environment['cpus']} CPUs, {environment['platform']}",
+        "python": environment["python"],
+        **versions,
+        "commit": git and git["sha"][:12] + (" and changes" if git["changed_files"] else ""),
+        "time in steps": seconds and f"{seconds:,.1f} s",
+    }
+    for name, file in environment["data"].items():
+        facts[f"data {Path(name).name}"] = f"{name}, sha256 {(file.get('sha256') or '')[:16]}"
+    return [(name, value) for name, value in facts.items() if value]

@@ -1,8 +1,7 @@
-"""report, inspect rollouts, prune."""
+"""inspect rollouts, prune."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from contextlib import closing
 from pathlib import Path
@@ -17,26 +16,6 @@ def finished(engine, rl_run):
     """Return a run of two steps of GRPO."""
     assert engine("train", "rl.toml").code == 0
     return rl_run.parent / "runs" / "first"
-
-
-def test_report_prints_the_page_that_it_wrote(engine, finished):
-    assert engine("report", "first").out == f"{finished / 'report.html'}\n"
-    assert (finished / "report.html").stat().st_size > 1000
-    assert (finished / "curves.png").exists()
-
-
-def test_a_report_without_matplotlib_says_what_to_install(engine, finished, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else find(name)
-    )
-    answer = engine("report", "first")
-    assert answer.code == 3
-    assert answer.err.endswith(
-        "A report needs the package matplotlib, which is not installed. "
-        "Try: pip install 'engine-plugin-tools[report]'.\n"
-    )
-    assert not (finished / "report.html").exists()
 
 
 def test_rollouts_are_shown_with_prompt_response_and_rewards(engine, finished):

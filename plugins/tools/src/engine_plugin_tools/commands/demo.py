@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from engine_core.runs.rollout_files import read_rollouts
+from engine_core.runs.tracking import RunFolder, read_rollouts
+from engine_plugin_tools.curves import draw_curves
 from engine_plugin_tools.demo.prepare import prepare
 from engine_plugin_tools.demo.walkthrough import accuracies, engine, fresh
 from engine_plugin_tools.demo.walkthrough import steps as length
@@ -61,7 +62,7 @@ def demo(
 def finish(folder: Path, run: Path, seconds: float) -> None:
     """Print samples, the paths of the results, and the last line."""
     shutil.copy(run / "report.html", folder / "report.html")
-    shutil.copy(run / "curves.png", folder / "curves.png")
+    draw_curves(RunFolder(run).read_metrics()).savefig(folder / "curves.png", dpi=130)
     show_samples("Held-out problems before:", run, 0)
     show_samples("... and after:", run, -1)
     places = {

@@ -1,4 +1,4 @@
-"""Commands that inspect or clean up an existing run: report, inspect, prune."""
+"""Commands that inspect or clean up an existing run: inspect, prune."""
 
 from __future__ import annotations
 
@@ -24,16 +24,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_core.types import Rollout
-
-
-def report(run: Run) -> None:
-    """Write report.html and curves.png into a run folder; prints the page's path.
-
-    Example: engine report latest
-    """
-    from engine_plugin_tools.report import write_report
-
-    print(write_report(RunFolder.open(run).path))
 
 
 def rollouts(
