@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -91,9 +92,12 @@ The runs were on CPUs: `fsdp` and `deepspeed` on two ranks, `megatron` with `tp 
 
 MODULE = '''"""Results of the backend `{backend}` with models of each type. Written by docs/model_table.py."""
 
-from collections.abc import Mapping
-
-FAMILIES: Mapping[str, str] = {rows}
+FAMILIES = dict.fromkeys(
+    """
+{passed}
+    """.split(),
+    "",
+){failed}
 """``model_type`` -> what differs or fails; empty if every test of the family passed."""
 '''
 
@@ -134,7 +138,15 @@ def families(backend: str) -> str:
         text = cell(outcomes(record, backend, family))
         if text == "yes" or text.startswith(NO):
             rows[family] = "" if text == "yes" else text.removeprefix(NO)
-    return MODULE.format(backend=backend, rows=json.dumps(rows, indent=4)[:-2] + ",\n}")
+    passed = textwrap.fill(
+        " ".join(name for name, text in rows.items() if not text),
+        100,
+        initial_indent=" " * 4,
+        subsequent_indent=" " * 4,
+    )
+    differ = {name: text for name, text in rows.items() if text}
+    failed = f" | {json.dumps(differ, indent=4)[:-2]},\n}}" if differ else ""
+    return MODULE.format(backend=backend, passed=passed, failed=failed)
 
 
 def page() -> str:

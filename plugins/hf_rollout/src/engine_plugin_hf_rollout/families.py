@@ -1,38 +1,11 @@
 """Results of the backend `hf` with models of each type. Written by docs/model_table.py."""
 
-from collections.abc import Mapping
-
-FAMILIES: Mapping[str, str] = {
-    "llama": "",
-    "qwen2": "",
-    "qwen3": "",
-    "qwen3_5_text": "",
-    "qwen3_moe": "",
-    "qwen3_next": "",
-    "mistral": "",
-    "ministral": "",
-    "ministral3": "",
-    "mixtral": "",
-    "gemma": "",
-    "gemma2": "",
-    "gemma3_text": "",
-    "phi3": "",
-    "smollm3": "",
-    "olmo2": "",
-    "olmo3": "",
-    "granite": "",
-    "granitemoehybrid": "",
-    "glm4": "",
-    "glm4_moe": "",
-    "falcon_h1": "",
-    "gpt_oss": "",
-    "cohere2": "",
-    "deepseek_v3": "",
-    "exaone4": "",
-    "lfm2": "",
-    "hunyuan_v1_dense": "",
-    "seed_oss": "",
-    "ernie4_5": "",
-    "apertus": "",
-}
+FAMILIES = dict.fromkeys(
+    """
+    llama qwen2 qwen3 qwen3_5_text qwen3_moe qwen3_next mistral ministral ministral3 mixtral gemma
+    gemma2 gemma3_text phi3 smollm3 olmo2 olmo3 granite granitemoehybrid glm4 glm4_moe falcon_h1
+    gpt_oss cohere2 deepseek_v3 exaone4 lfm2 hunyuan_v1_dense seed_oss ernie4_5 apertus
+    """.split(),
+    "",
+)
 """``model_type`` -> what differs or fails; empty if every test of the family passed."""

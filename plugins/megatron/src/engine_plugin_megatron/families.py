@@ -1,23 +1,18 @@
 """Results of the backend `megatron` with models of each type. Written by docs/model_table.py."""
 
-from collections.abc import Mapping
-
-FAMILIES: Mapping[str, str] = {
-    "llama": "",
-    "qwen2": "",
-    "qwen3": "",
+FAMILIES = dict.fromkeys(
+    """
+    llama qwen2 qwen3 qwen3_moe mistral mixtral gemma smollm3 seed_oss
+    """.split(),
+    "",
+) | {
     "qwen3_5_text": "recurrent layers are not built here",
-    "qwen3_moe": "",
     "qwen3_next": "recurrent layers are not built here",
-    "mistral": "",
     "ministral": "attention here has no sliding windows",
     "ministral3": "rotary positions of YaRN are not built here",
-    "mixtral": "",
-    "gemma": "",
     "gemma2": "megatron-core 0.16 has no soft caps and no norms after attention",
     "gemma3_text": "megatron-core 0.16 has no norms after attention and feed-forward",
     "phi3": "a rank would need several ranges of its fused weights",
-    "smollm3": "",
     "olmo2": "megatron-core 0.16 has no norms after attention and feed-forward",
     "olmo3": "megatron-core 0.16 has no norms after attention and feed-forward",
     "granite": "megatron-core 0.16 has no factor of residuals",
@@ -31,7 +26,6 @@ FAMILIES: Mapping[str, str] = {
     "exaone4": "megatron-core 0.16 has no norms after attention and feed-forward",
     "lfm2": "recurrent layers are not built here",
     "hunyuan_v1_dense": "megatron-core 0.16 normalizes heads before their rotation, not after it",
-    "seed_oss": "",
     "ernie4_5": "interleaved rotary positions are not built here",
     "apertus": "megatron-core 0.16 has no activation xIELU",
 }

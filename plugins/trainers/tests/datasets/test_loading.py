@@ -12,7 +12,7 @@ import pytest
 
 from engine_core.errors import ConfigError, DataError, EnvironmentProblem
 from engine_plugin_trainers.datasets import loading
-from engine_plugin_trainers.datasets.table import BOXED, FINAL_LINE, SETS
+from engine_plugin_trainers.datasets.table import SETS
 
 LEFT_OUT = {"deepscaler": 1, "ultrafeedback": 1, "hh_rlhf": 2}  # of the training split
 
@@ -104,7 +104,7 @@ def test_rows_are_selected_again_when_the_code_that_selects_them_changes(rows_of
 @pytest.mark.parametrize(
     ("suffix", "prompt"),
     [
-        (None, f"Q {FINAL_LINE}"),
+        (None, f"Q {SETS['gsm8k'].suffix}"),
         ("", "Q"),
         ("Think.", "Q Think."),
         ("\nThink.", "Q\nThink."),
@@ -177,7 +177,7 @@ def test_the_digest_depends_on_the_rows_and_on_what_is_added_to_them(rows_of):
     made = [
         rows_of("gsm8k"),
         rows_of("gsm8k", limit=19),
-        rows_of("gsm8k", suffix=BOXED),
+        rows_of("gsm8k", suffix=SETS["math"].suffix),
         rows_of("gsm8k", shots=1),
         rows_of("gsm8k", "validation"),
     ]
