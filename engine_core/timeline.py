@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 MOST = 50_000
 CONTROLLER = "controller"
@@ -21,6 +22,8 @@ Span = tuple[str, str, str, float, float]
 """Group and lane of a span, its name, its start and its end in Unix seconds. Spans of a lane ``#ID`` may get any free lane."""
 
 _spans: deque[Span] = deque(maxlen=MOST)
+_counts: list[list[int]] = []
+"""What the loops of a phase have done, outer ones first: done, total."""
 _ZERO = time.time() - time.perf_counter()
 
 
@@ -42,6 +45,30 @@ def span(name: str, group: str = CONTROLLER, lane: str = "run") -> Iterator[None
         yield
     finally:
         add(group, lane, name, start)
+
+
+@contextmanager
+def counting(total: int) -> Iterator[list[int]]:
+    """Yield a list whose first number is how much of ``total`` is done; the live display shows it meanwhile."""
+    count = [0, total]
+    _counts.append(count)
+    try:
+        yield count
+    finally:
+        _counts[:] = [other for other in _counts if other is not count]
+
+
+def counted(items: Sequence[Any]) -> Iterator[Any]:
+    """Yield the items of a loop; the live display shows how many are done."""
+    with counting(len(items)) as count:
+        for item in items:
+            yield item
+            count[0] += 1
+
+
+def counts() -> str:
+    """Return the counts of the present phase as text, outer loops first: ``" 2/4 3/8"``; "" without one."""
+    return "".join(f" {done}/{total}" for done, total in _counts)
 
 
 def drain() -> list[Span]:

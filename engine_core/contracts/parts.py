@@ -13,6 +13,7 @@ name                   protocol                 needed by
 ``advice``             a function               the log after ten steps, where it is installed
 ``timeline``           ``TimelineWriter``       each step, where it is installed
 ``profiler``           a context manager        ``[profile]``; called with a folder and the beginning of the file names
+``completion``         a function               what a shell completes
 ``dry_run``            a function               ``engine train --dry-run``
 ``memory_plan``        a function               engines on an accelerator, before they are built
 ``faults``             a class                  ``ENGINE_FAULT``, in tests

@@ -44,6 +44,7 @@ def engine_parts() -> Mapping[str, Part]:
     """Offer the parts of the tools: advice, checks, plans, profiler and timeline."""
     return {
         "advice": Part(load="engine_plugin_tools.advice:advice"),
+        "completion": Part(load="engine_plugin_tools.completion:completion"),
         "dry_run": Part(load="engine_plugin_tools.dry_run:dry_run"),
         "memory_plan": Part(load="engine_plugin_tools.memory_plan:planned"),
         "plan_check": Part(load="engine_plugin_tools.calibration:plan_check"),
@@ -67,6 +68,7 @@ def engine_commands() -> Mapping[str, Command]:
         "export": Command(load=here + "export:export"),
         "compare": Command(load=here + "compare:compare"),
         "report": Command(load=here + "runs:report"),
+        "inspect.data": Command(load=here + "inspect_data:data"),
         "inspect.metrics": Command(load=here + "runs:metrics"),
         "inspect.rollouts": Command(load=here + "runs:rollouts"),
         "manifest": Command(load=here + "reproduce:manifest"),

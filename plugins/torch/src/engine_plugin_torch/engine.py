@@ -29,6 +29,7 @@ from engine_core.errors import ConfigError, PluginError, did_you_mean
 from engine_core.metrics import merge
 from engine_core.model_config import VALUE_HEAD as HEAD
 from engine_core.packing import plan_micro_batches
+from engine_core.timeline import counted
 from engine_core.types import StepOutput, TrainOutput
 from engine_plugin_torch.budget import MemoryBudget
 from engine_plugin_torch.build import ModelBuilder
@@ -371,11 +372,10 @@ class TorchEngine(TrainEngine):
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
         """Yield the micro-batches of a batch as (indices of sequences, sequences on the device).
 
-        The plan is the same for ``infer`` and ``forward_backward``. An engine whose ranks must all run the same number
-        of micro-batches adds fillers with indices ``[]``; they add nothing to results, gradients and metrics.
+        An engine whose ranks must all run the same number adds fillers with indices ``[]``, which add nothing to results.
         """
         together = None if batch.keep_together is None else batch.keep_together.tolist()
-        for indices in plan_micro_batches(batch.lengths.tolist(), self.budget.tokens, together):
+        for indices in counted(plan_micro_batches(batch.lengths.tolist(), self.budget.tokens, together)):
             yield indices, send_batch(batch.select(indices), self.device)
 
     def _outputs(self, micro: Batch, grad: Sequence[str], watched: Sequence[str] = ()) -> dict[str, Tensor]:
