@@ -158,7 +158,9 @@ class Trainer(SampledRun):
                     else "Its inputs are finite."
                 )
             )
-        return batch.with_columns(tokens=columns)
+        batch = batch.with_columns(tokens=columns)
+        self.emit("advantages_computed", {"batch": batch})
+        return batch
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """Do one optimizer step per mini-batch: of the critic, if the run has one, then of the policy."""

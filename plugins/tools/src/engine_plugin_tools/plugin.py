@@ -13,17 +13,25 @@ from engine_core.specs import (
     TrackerSpec,
     TrainerSpec,
 )
-from engine_plugin_tools.tracker_options import TensorBoardOptions, WandbOptions
+from engine_plugin_tools.tracker_options import (
+    MlflowOptions,
+    PrometheusOptions,
+    TensorBoardOptions,
+    TrackioOptions,
+    WandbOptions,
+)
 
 
 @hookimpl
 def engine_trackers() -> Mapping[str, TrackerSpec]:
-    """Offer ``tensorboard`` and ``wandb``."""
+    """Offer the trackers."""
+    here = "engine_plugin_tools.trackers:"
     return {
-        "tensorboard": TrackerSpec(
-            load="engine_plugin_tools.trackers:TensorBoard", config=TensorBoardOptions
-        ),
-        "wandb": TrackerSpec(load="engine_plugin_tools.trackers:Wandb", config=WandbOptions),
+        "mlflow": TrackerSpec(load=here + "Mlflow", config=MlflowOptions),
+        "prometheus": TrackerSpec(load=here + "Prometheus", config=PrometheusOptions),
+        "tensorboard": TrackerSpec(load=here + "TensorBoard", config=TensorBoardOptions),
+        "trackio": TrackerSpec(load=here + "Trackio", config=TrackioOptions),
+        "wandb": TrackerSpec(load=here + "Wandb", config=WandbOptions),
     }
 
 
@@ -68,6 +76,7 @@ def engine_commands() -> Mapping[str, Command]:
         "export": Command(load=here + "export:export"),
         "compare": Command(load=here + "compare:compare"),
         "report": Command(load=here + "runs:report"),
+        "grafana": Command(load=here + "grafana:grafana"),
         "inspect.data": Command(load=here + "inspect_data:data"),
         "inspect.metrics": Command(load=here + "runs:metrics"),
         "inspect.rollouts": Command(load=here + "runs:rollouts"),
