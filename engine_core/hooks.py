@@ -488,7 +488,7 @@ def engine_on_event(event: str, step: int, data: Mapping[str, Any], plugin_optio
     - ``rollouts_finished``: ``rollouts``, a list of scored ``Rollout``. ``advantages_computed``: ``batch``, with ``advantages`` [T].
     - ``evaluated``, after an evaluation: ``metrics``, a number for each name.
     - ``step_finished``: ``metrics``. They include those of an evaluation after the step (``eval/...``).
-    - ``checkpoint_saved``, after a checkpoint: ``path``.
+    - ``condition_found``, the first time that a condition of the run's health holds: ``name``, ``message``. ``checkpoint_saved``: ``path``.
     - ``run_finished``: ``metrics``; or ``run_failed``: ``error`` (text); or ``run_stopped``, by a signal: ``signal`` (text).
 
     A trainer that samples nothing has no ``weights_synced`` and no ``rollouts_finished``.

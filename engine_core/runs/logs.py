@@ -160,6 +160,7 @@ class Progress:
 
         self.total, self.current, self.title = total_steps, done, title
         self.metrics: Mapping[str, float] = {}
+        self.conditions: list[str] = []  #: of the run's health
         self._now = "starting"
         self._last: float | None = None
         self._seconds: deque[float] = deque(maxlen=20)
@@ -204,7 +205,7 @@ class Progress:
         self.close()
 
     def __rich__(self) -> RenderableType:
-        """Return the live display: title, progress bar, the line of the last step, current phase."""
+        """Return the live display: title, progress bar, the line of the last step, current phase, conditions."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -213,7 +214,8 @@ class Progress:
         line = step_line(self.current, self.total, self.metrics, self.eta)
         bar = Table.grid(padding=(0, 1))
         bar.add_row(Text(self.title, "bold"), ProgressBar(self.total, self.current, 40))
-        return Group(bar, Text(f"{line}  now: {self._now}{counts()}"))
+        noted = [Text(f"health: {', '.join(self.conditions)}", "yellow")] if self.conditions else []
+        return Group(bar, Text(f"{line}  now: {self._now}{counts()}"), *noted)
 
 
 def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:

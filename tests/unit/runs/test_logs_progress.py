@@ -107,6 +107,10 @@ def test_the_live_display_shows_the_run():
     shown = console.file.getvalue()
     for part in ("math-1", "step  13/100", "reward 0.412", "1,234 tok/s", "gen 0.8s", "now: train", "ETA"):
         assert part in shown
+    assert "health" not in shown
+    progress.conditions = ["truncation", "mismatch"]
+    console.print(progress)
+    assert "health: truncation, mismatch" in console.file.getvalue()
     for part in ("now: train 2/4 0/3\n", "now: train 2/4 2/3\n", "now: train\n"):
         assert part in re.sub(" +\n", "\n", shown)
 

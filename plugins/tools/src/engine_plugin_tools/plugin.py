@@ -49,11 +49,11 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
-    """Offer the parts of the tools: advice, checks, plans, profiler and timeline."""
+    """Offer the parts of the tools: health, checks, plans, profiler and timeline."""
     return {
-        "advice": Part(load="engine_plugin_tools.advice:advice"),
         "completion": Part(load="engine_plugin_tools.completion:completion"),
         "dry_run": Part(load="engine_plugin_tools.dry_run:dry_run"),
+        "health": Part(load="engine_plugin_tools.health:Health"),
         "memory_plan": Part(load="engine_plugin_tools.memory_plan:planned"),
         "plan_check": Part(load="engine_plugin_tools.calibration:plan_check"),
         "profiler": Part(load="engine_plugin_tools.profiler:profiled"),
