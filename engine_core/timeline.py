@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -47,23 +47,16 @@ def span(name: str, group: str = CONTROLLER, lane: str = "run") -> Iterator[None
         add(group, lane, name, start)
 
 
-@contextmanager
-def counting(total: int) -> Iterator[list[int]]:
-    """Yield a list whose first number is how much of ``total`` is done; the live display shows it meanwhile."""
+def counted(items: Iterable[Any], total: int, size: Callable[[Any], int] = lambda item: 1) -> Iterator[Any]:
+    """Yield the items of a loop; the live display shows how much of ``total`` is done, ``size`` of each item that was used."""
     count = [0, total]
     _counts.append(count)
     try:
-        yield count
-    finally:
-        _counts[:] = [other for other in _counts if other is not count]
-
-
-def counted(items: Sequence[Any]) -> Iterator[Any]:
-    """Yield the items of a loop; the live display shows how many are done."""
-    with counting(len(items)) as count:
         for item in items:
             yield item
-            count[0] += 1
+            count[0] += size(item)
+    finally:
+        _counts[:] = [other for other in _counts if other is not count]
 
 
 def counts() -> str:

@@ -168,7 +168,7 @@ class Trainer(SampledRun):
         learned = self.critic.update(batch, minis)
         if self.critic.alone(step):
             return learned
-        metrics = over_updates(map(self.update_on, counted(minis)))
+        metrics = over_updates(map(self.update_on, counted(minis, len(minis))))
         return learned | metrics | self.policy.settle(metrics, len(batch))
 
     def update_on(self, mini: Batch) -> dict[str, float]:

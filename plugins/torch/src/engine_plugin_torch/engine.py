@@ -370,12 +370,10 @@ class TorchEngine(TrainEngine):
         return output
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
-        """Yield the micro-batches of a batch as (indices of sequences, sequences on the device).
-
-        An engine whose ranks must all run the same number adds fillers with indices ``[]``, which add nothing to results.
-        """
+        """Yield micro-batches as (indices, sequences on the device); an engine may add fillers without indices, which add nothing."""
         together = None if batch.keep_together is None else batch.keep_together.tolist()
-        for indices in counted(plan_micro_batches(batch.lengths.tolist(), self.budget.tokens, together)):
+        plan = plan_micro_batches(batch.lengths.tolist(), self.budget.tokens, together)
+        for indices in counted(plan, len(plan)):
             yield indices, send_batch(batch.select(indices), self.device)
 
     def _outputs(self, micro: Batch, grad: Sequence[str], watched: Sequence[str] = ()) -> dict[str, Tensor]:
