@@ -45,6 +45,11 @@ install: .venv/.installed
 	command -v chromium || apt-get install -y chromium
 	touch $@
 
+# Backends of trackers that slow tests open and read back, in a folder of their libraries: some need other versions than ours.
+.venv/.trackers: .venv/.base plugins/tools/pyproject.toml
+	$(PIP) --upgrade --target .venv/trackers wandb mlflow-skinny sqlalchemy alembic trackio prometheus-client
+	touch $@
+
 demo: .venv/.demo
 	$(BIN)/engine demo
 
@@ -56,7 +61,7 @@ test: install
 
 # Most slow tests wait for each other's ranks or for a process that imports: a few files at a time. Those that use all cores
 # with threads, or look at memory over minutes, have the machine for themselves.
-test-full: test .venv/.worlds .venv/.browser
+test-full: test .venv/.worlds .venv/.browser .venv/.trackers
 	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "slow and not alone and not families and not gpu"
 	$(PYTEST) -m "alone and not gpu"
 

@@ -485,10 +485,10 @@ def engine_on_event(event: str, step: int, data: Mapping[str, Any], plugin_optio
     - ``weights_synced``: ``version`` and ``bytes``. The first one comes before the first step, as of step 0.
     - ``run_started``: ``folder`` is the path of the run, ``steps`` the number of steps. ``earlier`` has the lines of ``metrics.jsonl`` before a resume, each with its
       ``step``. A line of step 0 is the evaluation of ``eval.at_start``.
-    - ``rollouts_finished``: ``rollouts``, a list of scored ``Rollout``.
+    - ``rollouts_finished``: ``rollouts``, a list of scored ``Rollout``. ``advantages_computed``: ``batch``, with ``advantages`` [T].
     - ``evaluated``, after an evaluation: ``metrics``, a number for each name.
     - ``step_finished``: ``metrics``. They include those of an evaluation after the step (``eval/...``).
-    - ``checkpoint_saved``, after a checkpoint: ``path``.
+    - ``condition_found``, the first time that a condition of the run's health holds: ``name``, ``message``. ``checkpoint_saved``: ``path``.
     - ``run_finished``: ``metrics``; or ``run_failed``: ``error`` (text); or ``run_stopped``, by a signal: ``signal`` (text).
 
     A trainer that samples nothing has no ``weights_synced`` and no ``rollouts_finished``.

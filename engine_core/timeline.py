@@ -11,8 +11,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 MOST = 50_000
 CONTROLLER = "controller"
@@ -21,6 +22,8 @@ Span = tuple[str, str, str, float, float]
 """Group and lane of a span, its name, its start and its end in Unix seconds. Spans of a lane ``#ID`` may get any free lane."""
 
 _spans: deque[Span] = deque(maxlen=MOST)
+_counts: list[list[int]] = []
+"""What the loops of a phase have done, outer ones first: done, total."""
 _ZERO = time.time() - time.perf_counter()
 
 
@@ -42,6 +45,23 @@ def span(name: str, group: str = CONTROLLER, lane: str = "run") -> Iterator[None
         yield
     finally:
         add(group, lane, name, start)
+
+
+def counted(items: Iterable[Any], total: int, size: Callable[[Any], int] = lambda item: 1) -> Iterator[Any]:
+    """Yield the items of a loop; the live display shows how much of ``total`` is done, ``size`` of each item that was used."""
+    count = [0, total]
+    _counts.append(count)
+    try:
+        for item in items:
+            yield item
+            count[0] += size(item)
+    finally:
+        _counts[:] = [other for other in _counts if other is not count]
+
+
+def counts() -> str:
+    """Return the counts of the present phase as text, outer loops first: ``" 2/4 3/8"``; "" without one."""
+    return "".join(f" {done}/{total}" for done, total in _counts)
 
 
 def drain() -> list[Span]:

@@ -157,7 +157,7 @@ class Rollout:
     @property
     def response_length(self) -> int:
         """The number of tokens after the prompt, observations of later turns included."""
-        return self.token_ids.numel() - len(self.prompt.token_ids)
+        return len(self.token_ids) - len(self.prompt.token_ids)
 
     @property
     def sampled_length(self) -> int:

@@ -35,8 +35,11 @@ from engine_core.train.stopping import Terminated
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # a full or read-only disk: reported without a traceback
 FIRST = ("train", "resume", "validate", "config", "schema", "plugins", "doctor", "generate", "eval", "export")
 """Commands that the help lists first, in this order. The others follow in alphabetical order."""
+EXIT_CODES = "Exit codes: 0 done, 1 bug, 2 usage, 3 plugin, 4 data, 5 environment, 6 training failed, 75 stopped and saved."
+"""The last paragraph of each command's help."""
+COMPLETED = re.compile(r"\b(RUN|FILE|KEY=VALUE)\b")
+"""Metavars of what a shell completes."""
 PLAIN: Mapping[str, Any] = {
-    "add_completion": False,
     "rich_markup_mode": None,
     "pretty_exceptions_enable": False,
 }
@@ -63,13 +66,19 @@ class CommandGroup(TyperGroup):
         return sorted(found, key=lambda name: (rank.get(name, len(rank)), name))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command or an inner group by name; raise ``ConfigError`` if the name is unknown."""
+        """Return a command or an inner group by name, None for an unknown one that a shell completes.
+
+        Raises:
+            ConfigError: the name is unknown.
+        """
         distribution, short = split(cmd_name)
         full = self.prefix + short
         if any(find("commands", full)):
             return _loaded(cmd_name, f"{distribution}:{full}" if distribution else full)
         group = CommandGroup(name=short, prefix=f"{full}.", rich_markup_mode=None)
         if not (inner := group.list_commands(ctx)):
+            if ctx.resilient_parsing:
+                return None
             raise ConfigError(unknown_name("commands", full))
         group.help = f"Commands: {', '.join(inner)}."
         return group
@@ -88,7 +97,7 @@ def _loaded(name: str, full: str) -> Any:
         name: the name as the user typed it.
         full: the name with its group, and with the distribution if the user wrote one.
     """
-    single = typer.Typer(**PLAIN)
+    single = typer.Typer(add_completion=False, **PLAIN)
     settings = {}
     try:
         function = PluginSet.load({"commands": [full]}).resolve("commands", full)
@@ -104,8 +113,18 @@ def _loaded(name: str, full: str) -> Any:
     text = inspect.getdoc(function) or ""
     # the other sections are for readers of the code
     help_text = re.split(r"\n\n(?:Args|Returns|Raises):\n", text)[0]
-    single.command(name, help=help_text, context_settings=settings)(function)
-    return get_command(single)
+    single.command(name, help=help_text, epilog=EXIT_CODES, context_settings=settings)(function)
+    command = get_command(single)
+    for parameter in command.params:
+        if COMPLETED.search(parameter.metavar or ""):
+            parameter._custom_shell_complete = _complete
+    return command
+
+
+def _complete(ctx: Any, parameter: Any, incomplete: str) -> list[str]:
+    """Return what a shell offers for an incomplete word, from the part ``completion``."""
+    words = ctx.parent.args  # those of `ctx` end before a last `--set`
+    return list(PluginSet().require("parts", "completion")(parameter.metavar, words, incomplete))
 
 
 SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")

@@ -14,7 +14,10 @@ Files = Annotated[
 Sets = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="Set one key: --set actor.optim.lr=1e-6; may be repeated."
+        "--set",
+        metavar="KEY=VALUE",
+        help="Set one key: --set actor.optim.lr=1e-6; may be repeated. A path is relative to the working directory, "
+        "in a plugin's table to the run file.",
     ),
 ]
 AllowCode = Annotated[

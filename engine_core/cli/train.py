@@ -68,10 +68,10 @@ def resume(
 
     Example: engine resume latest --steps 24 --set actor.optim.lr=1e-5 --strict
     """
-    from engine_core.train.checkpointing import Resume
-
     folder = RunFolder.open(run)
     config = read_run(folder, sets, steps)
+    from engine_core.train.checkpointing import Resume
+
     found = Resume.find(folder.path, strict, force or ())
     state = found.state
     done = state["step"]
@@ -96,6 +96,7 @@ def _to_the_end(config: EngineConfig, resume: Resume | None = None) -> Path:
     """
     from engine_core.train.checkpointing import Resume
 
+    print("engine: starting; libraries are loaded first", file=sys.stderr, flush=True)
     left = getattr(config.runtime.options, "max_restarts", 0)
     while True:
         with closing(trainer_of(config)) as trainer:

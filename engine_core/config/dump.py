@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from engine_core.config.models import EngineConfig
 
 
-def as_data(config: EngineConfig) -> dict[str, Any]:
-    """Plain values as a TOML holds them: option tables under their names, keys without a value left out."""
-    data = _plain(config)
+def as_data(config: EngineConfig, unset: bool = False) -> dict[str, Any]:
+    """Plain values as a TOML holds them: option tables under their names, keys without a value left out if not ``unset``."""
+    data = _plain(config, unset)
     for place in places(data):
         holder = holder_of(config, place.path)
         for chosen in place.chosen:
@@ -34,14 +34,14 @@ def as_data(config: EngineConfig) -> dict[str, Any]:
             options = found.get(chosen.table) if isinstance(found, dict) else found
             free = chosen.table not in keys_of(type(holder))  # a name like a key of the core has no table
             if free and isinstance(options, BaseModel) and type(options).model_fields:
-                place.table[chosen.table] = place.table.get(chosen.table, {}) | _plain(options)
+                place.table[chosen.table] = place.table.get(chosen.table, {}) | _plain(options, unset)
     if not data["plugin"]:
         del data["plugin"]
     return data
 
 
-def _plain(model: BaseModel) -> dict[str, Any]:
-    return model.model_dump(mode="json", exclude_none=True)
+def _plain(model: BaseModel, unset: bool) -> dict[str, Any]:
+    return model.model_dump(mode="json", exclude_none=not unset)
 
 
 def dump_toml(config: EngineConfig, masked: bool = False) -> str:

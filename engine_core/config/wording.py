@@ -143,6 +143,10 @@ def sentence(value: Any, path: Path_, details: list[Any], raw: RawConfig) -> str
         expected += " of steps and values, such as [[1, 1e-4], [100, 1e-5]]"
     elif kinds == {"list_type"} and isinstance(value, dict):
         expected += f" of tables, each below its own header: [[{key_text(path)}]]"
+        inner = [
+            str(at) for key, at in raw.origins.items() if key.startswith(f"{key_text(path)}.") and not at.file
+        ]
+        expected += f", with the entry that '{inner[0]}' names" if inner else ""
     return f"{got}, expected {expected}{quoted}."
 
 

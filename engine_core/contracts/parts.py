@@ -10,9 +10,10 @@ name                   protocol                 needed by
 ``early_stop``         ``EarlyStop`` (class)    ``rollout.over_sampling`` above 1
 ``stream_update``      a function               ``rollout.stream_update``, ``rollout.stream_deterministic``
 ``plan_check``         a function               the log at the end of a run, where it is installed
-``advice``             a function               the log after ten steps, where it is installed
+``health``             a class                  the conditions of a run after each step, where it is installed
 ``timeline``           ``TimelineWriter``       each step, where it is installed
 ``profiler``           a context manager        ``[profile]``; called with a folder and the beginning of the file names
+``completion``         a function               what a shell completes
 ``dry_run``            a function               ``engine train --dry-run``
 ``model_families``     a function               ``engine validate``, where it is installed
 ``memory_plan``        a function               engines on an accelerator, before they are built

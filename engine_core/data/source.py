@@ -254,6 +254,11 @@ class Source(Generic[Item]):
             raise self._none_usable()
         return {column for item in items for column in getattr(item, "columns", ())}
 
+    def outcomes(self, first: int = 0) -> Iterator[tuple[str, Outcome]]:
+        """Yield location and outcome of each row from number ``first`` on, in the order of the files."""
+        for index in range(first, len(self._rows)):
+            yield self._rows.where(index), self._preparer.prepare(index)
+
     def spread(self, most: int) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield location and columns of at most ``most`` rows, evenly spaced; unusable rows are omitted."""
         for index in range(0, len(self._rows), math.ceil(len(self._rows) / most)):

@@ -100,6 +100,7 @@ class PluginSet:
         self.plugins: list[Plugin] = []  #: all loaded plugins
         self.named: list[Plugin] = []  #: the plugins of `plugins = [...]`
         self.observer_failures = 0
+        self.listener: Callable[..., Any] | None = None  #: receives each event first
         self.modules: Sequence[str] = ()  #: as passed to `load`, so that another process can load the same
         self.root, self.allow_code = Path.cwd(), False
         self.tables: Mapping[str, Any] = {}  #: the tables of `[plugin]`, by name
@@ -263,6 +264,8 @@ class PluginSet:
 
     def emit(self, event: str, step: int, data: Mapping[str, Any]) -> list[str]:
         """Call every observer and return the answers after their plugins' labels. A failure is logged and counted."""
+        if self.listener:
+            self.listener(event, step, data)
         answers = []
         for plugin in reversed(self.plugins):
             try:

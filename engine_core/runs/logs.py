@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Self, TextIO
 
 from engine_core.errors import ConfigError, did_you_mean
 from engine_core.redaction import harmless
+from engine_core.timeline import counts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -159,8 +160,9 @@ class Progress:
 
         self.total, self.current, self.title = total_steps, done, title
         self.metrics: Mapping[str, float] = {}
+        self.conditions: list[str] = []  #: of the run's health
         self._now = "starting"
-        self._last = time.monotonic()
+        self._last: float | None = None
         self._seconds: deque[float] = deque(maxlen=20)
         self._stream = stream or sys.stderr
         console = Console(file=self._stream)
@@ -176,14 +178,15 @@ class Progress:
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of a finished step."""
         now = time.monotonic()
-        self._seconds.append(now - self._last)
+        if self._last is not None:  # the first step also warms up
+            self._seconds.append(now - self._last)
         self._last, self.current, self.metrics = now, step, dict(metrics)
         if self._live is None:
             print(step_line(step, self.total, metrics, self.eta), file=self._stream, flush=True)
 
     @property
     def eta(self) -> float | None:
-        """Estimated seconds to the end at the pace of the last 20 steps; None before the first step."""
+        """Estimated seconds to the end at the pace of the last 20 steps without the first; None before the second."""
         if not self._seconds:
             return None
         return statistics.fmean(self._seconds) * max(0, self.total - self.current)
@@ -202,7 +205,7 @@ class Progress:
         self.close()
 
     def __rich__(self) -> RenderableType:
-        """Return the live display: title, progress bar, the line of the last step, current phase."""
+        """Return the live display: title, progress bar, the line of the last step, current phase, conditions."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table
@@ -211,7 +214,8 @@ class Progress:
         line = step_line(self.current, self.total, self.metrics, self.eta)
         bar = Table.grid(padding=(0, 1))
         bar.add_row(Text(self.title, "bold"), ProgressBar(self.total, self.current, 40))
-        return Group(bar, Text(f"{line}  now: {self._now}"))
+        noted = [Text(f"health: {', '.join(self.conditions)}", "yellow")] if self.conditions else []
+        return Group(bar, Text(f"{line}  now: {self._now}{counts()}"), *noted)
 
 
 def figures(metrics: Mapping[str, float]) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ import bisect
 import functools
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,8 @@ TENSORS = {
     "policy_versions": "int32",
 }
 """Fields with a value a token, with the name of the type in Arrow and in torch."""
+LACKED = re.compile(rb'"(BF16|F8_\w+)"')
+"""Types of a safetensors file that numpy lacks."""
 
 
 def rollout_path(folder: Path, step: int) -> Path:
@@ -97,14 +100,18 @@ def write_rollouts(
     return target
 
 
-def read_rollouts(path: Path) -> list[Rollout]:
+def read_rollouts(path: Path, arrays: bool = False) -> list[Rollout]:
     """Read a file that ``write_rollouts`` wrote; branches are put back into their rollouts.
+
+    Args:
+        path: the file.
+        arrays: tensors are arrays of numpy, so that a display needs no torch; extras with a type that numpy lacks are left out.
 
     Raises:
         DataError: the file is missing, is not Parquet, lacks a column or has another format.
     """
     found = list[Rollout]()
-    for rollout in RolloutFile(path).rollouts():
+    for rollout in RolloutFile(path).rollouts(arrays=arrays):
         last = found[-1] if found else rollout
         is_branch = rollout.request_id == f"{last.request_id}/{len(last.branches) + 1}"
         (last.branches if is_branch else found).append(rollout)
@@ -155,8 +162,8 @@ class RolloutFile:
         """Return these columns of all rows."""
         return self._read(range(self._file.num_row_groups), columns)
 
-    def rollouts(self, rows: Sequence[int] | None = None) -> list[Rollout]:
-        """Return the rollouts of these rows, in that order; default: all.
+    def rollouts(self, rows: Sequence[int] | None = None, arrays: bool = False) -> list[Rollout]:
+        """Return the rollouts of these rows, in that order; default: all. ``arrays``: as for ``read_rollouts``.
 
         Raises:
             DataError: a value has another form than ``write_rollouts`` writes.
@@ -171,7 +178,7 @@ class RolloutFile:
         order = pa.array([place[row] for row in wanted], pa.int64())
         table = self._read(groups, _schema().names).take(order)
         try:
-            return _rollouts(table)
+            return _rollouts(table, arrays)
         except (ValueError, TypeError, AttributeError, SafetensorError) as error:
             raise self._unreadable(error) from error
 
@@ -236,19 +243,22 @@ def _table(step: int, rollouts: Sequence[Rollout]) -> pa.Table:
     return pa.table(columns, schema=_schema())
 
 
-def _rollouts(table: pa.Table) -> list[Rollout]:
+def _rollouts(table: pa.Table, arrays: bool) -> list[Rollout]:
     """Return the rows of a table as rollouts; token columns are not converted to Python numbers."""
-    import torch
-    from safetensors.torch import load
+    load: Any
+    tensor: Any
+    if arrays:
+        from numpy import asarray as tensor
+        from safetensors.numpy import load
+    else:
+        from safetensors.torch import load
+        from torch import tensor
 
     plain = [name for name in table.column_names if name not in TENSORS]
     made = []
     for number, row in enumerate(table.select(plain).to_pylist()):
         tensors: dict[str, Any] = {
-            name: torch.tensor(
-                table.column(name)[number].values.to_numpy(zero_copy_only=False), dtype=getattr(torch, kind)
-            )
-            for name, kind in TENSORS.items()
+            name: tensor(table.column(name)[number].values.to_numpy(zero_copy_only=False)) for name in TENSORS
         }
         rollout = Rollout(
             **{name: row[name] for name in PLAIN},
@@ -258,7 +268,7 @@ def _rollouts(table: pa.Table) -> list[Rollout]:
             rewards=dict(row["rewards"]),
             messages=json.loads(row["messages"]),
             answers=dict(row["answers"]),
-            extras=load(row["extras"]),
+            extras={} if arrays and LACKED.search(row["extras"]) else load(row["extras"]),
         )
         made.append(rollout)
     return made

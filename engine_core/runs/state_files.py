@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from engine_core.errors import DataError, PluginError
 
@@ -32,6 +31,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     Raises:
         OSError: the file cannot be written; a part of it may exist.
     """
+    from safetensors.torch import save_file
+
     try:
         save_file({name: tensor.detach().contiguous().cpu() for name, tensor in tensors.items()}, path)
     except SafetensorError as error:
@@ -44,6 +45,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     Raises:
         DataError: the file is missing or is not a safetensors file.
     """
+    from safetensors.torch import load_file
+
     if not path.is_file():
         raise DataError(f"{path} is missing: this is not a whole checkpoint of a train engine.")
     try:

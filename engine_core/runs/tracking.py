@@ -50,6 +50,8 @@ if TYPE_CHECKING:
 __all__ = ["RunFolder", "Tracker", "TrackerHub", "read_rollouts", "write_rollouts"]
 
 logger = logging.getLogger("engine")
+HELD = 16
+"""Queued calls of a tracker above which it receives no events: they hold the rollouts of a step."""
 
 
 class RunFolder:
@@ -280,6 +282,12 @@ class Tracker:
         """Record one step's metrics, which are finite numbers; an error that this raises switches the tracker off."""
         raise NotImplementedError
 
+    def on_event(self, event: str, step: int, data: Mapping[str, Any]) -> None:
+        """Receive an event of the run, such as ``rollouts_finished``: see ``engine_on_event``. Change nothing in ``data``.
+
+        A tracker that is ``HELD`` calls behind receives the metrics of each step, but no events until it has caught up.
+        """
+
     def close(self) -> None:
         """Write what is still buffered and release resources."""
 
@@ -294,14 +302,14 @@ class _Feeder(threading.Thread):
     def __init__(self, name: str, tracker: Tracker, begin: Callable[[], None]) -> None:
         super().__init__(name=f"tracker-{name}", daemon=True)
         self.label, self.tracker, self._begin = name, tracker, begin
-        self.steps: queue.SimpleQueue[tuple[int, dict[str, float]] | None] = queue.SimpleQueue()
+        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def run(self) -> None:
         """Start the tracker, log queued steps, close it; an error switches it off."""
         try:
             self._begin()
-            while (item := self.steps.get()) is not None:
-                self.tracker.log(*item)
+            while (call := self.calls.get()) is not None:
+                call()
             self.tracker.close()
         except BaseException as error:  # some libraries raise SystemExit in their thread
             logger.error("Tracker '%s' failed.", self.label, exc_info=True, extra=FILE_ONLY)
@@ -379,7 +387,13 @@ class TrackerHub:
             self._file.flush()
         for feeder in self._feeders:
             if feeder.is_alive():
-                feeder.steps.put((step, finite))
+                feeder.calls.put(functools.partial(feeder.tracker.log, step, finite))
+
+    def event(self, event: str, step: int, data: Mapping[str, Any]) -> None:
+        """Queue an event for the trackers."""
+        for feeder in self._feeders:
+            if feeder.is_alive() and feeder.calls.qsize() < HELD:
+                feeder.calls.put(functools.partial(feeder.tracker.on_event, event, step, dict(data)))
 
     def sync(self) -> None:
         """Flush ``metrics.jsonl`` to the disk; call this before each checkpoint."""
@@ -393,7 +407,7 @@ class TrackerHub:
         with contextlib.suppress(OSError):  # a full disk, on which ``log`` failed
             self._file.close()
         for feeder in self._feeders:
-            feeder.steps.put(None)
+            feeder.calls.put(None)
         deadline = time.monotonic() + timeout
         for feeder in self._feeders:
             feeder.join(max(0.0, deadline - time.monotonic()))

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("engine")
 
-STEPS_BEFORE_ADVICE = 10
 YOUNG = 500_000
 """New objects until Python collects garbage: rollouts are none, however many."""
 
@@ -169,6 +168,7 @@ def start(run: TrainingRun, resume: Resume | None, attempt: ExitStack) -> Loop:
         # steps after the checkpoint are repeated, so what was recorded of them goes
         folder.rewind(point.step, run.config, run.plugins, unfinished=point.unfinished is not None)
     hub.start()
+    run.plugins.listener = hub.event
     run.trained = True
     return Loop(run, folder, hub, point, writer)
 
@@ -225,7 +225,9 @@ class Loop:
         self.point = point or run.resume_point({}, unfinished={})
         before = folder.read_metrics() if point else []
         self._measured = set[str]().union(*before)  # names of all metrics so far
-        self._first: list[dict[str, float]] = []  # metrics of the first steps of this attempt
+        offered = run.plugins.offered("parts", "health")
+        self._health = run.plugins.resolve("parts", "health")() if offered else None
+        self._conditions = set[str]()  # names of those that were logged
 
     @property
     def hint(self) -> str:
@@ -304,12 +306,12 @@ class Loop:
             self.hub.log(step, metrics)
         faults.point("step.after_metrics")
         if step:
-            self.log_advice(metrics)
             if run.progress:
                 run.progress.step(step, metrics)
             self.end_at_goal(metrics)
             if reasons := run.emit("step_finished", {"metrics": metrics}):
                 self.end_here("; ".join(reasons))
+            self.check_health(metrics)
             self.check_bounds(metrics)
         self.point = run.resume_point(metrics)
         if step and self.saver.due(step, metrics, last=step == self.total):
@@ -371,13 +373,15 @@ class Loop:
                     "The step is not saved; the last checkpoint is from before it."
                 )
 
-    def log_advice(self, metrics: dict[str, float]) -> None:
-        """Log advice on speed after ``STEPS_BEFORE_ADVICE`` steps, if the part ``advice`` is installed."""
-        if len(self._first) < STEPS_BEFORE_ADVICE:
-            self._first.append(metrics)
-            due = len(self._first) == STEPS_BEFORE_ADVICE and self.run.plugins.offered("parts", "advice")
-            if due and (said := self.run.plugins.resolve("parts", "advice")(self._first)):
-                log.info("Advice: %s", said)
+    def check_health(self, metrics: dict[str, float]) -> None:
+        """Show the conditions that hold, and log and report each the first time, if the part ``health`` is installed."""
+        found = self._health(metrics) if self._health else {}
+        for name in [name for name in found if name not in self._conditions]:
+            log.info("Advice (%s): %s", name, found[name])
+            self.run.emit("condition_found", {"name": name, "message": found[name]})
+        self._conditions |= found.keys()
+        if self.run.progress:
+            self.run.progress.conditions = list(found)
 
     def save(self, must: bool) -> None:
         """Write a checkpoint of the last finished step; a failure is an error if it ``must`` be written."""

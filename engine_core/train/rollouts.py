@@ -27,6 +27,7 @@ from engine_core.runs.rollout_files import read_rollouts, write_rollouts
 from engine_core.runs.state_files import plain_state
 from engine_core.specs import RefillOptions
 from engine_core.tables import Distribution
+from engine_core.timeline import counted
 from engine_core.types import TIMEOUT, Request, Sampling, StageState, sequences_of
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class Sampler:
         """Sample the requests, or run them as episodes of the environment; return rollouts in order of requests."""
         found: dict[str, Rollout] = {}
         with contextlib.closing(self.stream(requests)) as parts:
-            for part in parts:
+            for part in counted(parts, len(requests), len):
                 found |= {rollout.request_id: rollout for rollout in part}
                 if seen is not None:
                     seen(part)

@@ -18,6 +18,7 @@ from engine_core.algorithms.regularizers import kl_estimate
 from engine_core.contracts.runtime import Role
 from engine_core.errors import TrainingFailed
 from engine_core.metrics import Sum, over_updates
+from engine_core.timeline import counted
 from engine_core.train.capabilities import check_other_policy, replays_support
 from engine_core.train.models import check_teacher
 from engine_core.train.sampled_run import SampledRun
@@ -157,7 +158,9 @@ class Trainer(SampledRun):
                     else "Its inputs are finite."
                 )
             )
-        return batch.with_columns(tokens=columns)
+        batch = batch.with_columns(tokens=columns)
+        self.emit("advantages_computed", {"batch": batch})
+        return batch
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
         """Do one optimizer step per mini-batch: of the critic, if the run has one, then of the policy."""
@@ -165,7 +168,7 @@ class Trainer(SampledRun):
         learned = self.critic.update(batch, minis)
         if self.critic.alone(step):
             return learned
-        metrics = over_updates(map(self.update_on, minis))
+        metrics = over_updates(map(self.update_on, counted(minis, len(minis))))
         return learned | metrics | self.policy.settle(metrics, len(batch))
 
     def update_on(self, mini: Batch) -> dict[str, float]:

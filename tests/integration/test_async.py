@@ -216,10 +216,12 @@ def test_it_learns_as_much_as_the_synchronous_run(grpo):
 
 def test_after_ten_steps_the_log_says_what_would_make_it_quicker(train, caplog):
     _, _, found = train("advised", AHEAD | {"run.steps": 10, "rollout.max_response_tokens": 2})
-    said = [record.message for record in caplog.records if record.message.startswith("Advice: ")]
+    said = [record.message for record in caplog.records if record.message.startswith("Advice (step_time): ")]
     assert len(said) == 1
     assert "One after the other would take" in said[0]
-    assert advice(found["lines"]) == said[0].removeprefix("Advice: ")
+    assert said[0].startswith(
+        f"Advice (step_time): {advice(found['lines'])} See docs/reference/health.md#step-time"
+    )
 
 
 @pytest.mark.slow

@@ -98,6 +98,7 @@ def test_an_observer_ends_a_run_with_a_checkpoint_and_a_resume_continues_it(sett
     assert "Enough." in caplog.text
     assert [p.name for p in (run.folder.path / "checkpoints").iterdir()] == ["step_00000002"]
     events = {"run_started", "step_finished", "rollouts_finished", "weights_synced", "run_finished"}
+    events.add("advantages_computed")
     hooks = {"actor", "units"}
     assert {p.name for p in (tmp_path / "notes").iterdir()} == {
         *events,

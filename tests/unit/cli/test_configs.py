@@ -139,7 +139,7 @@ def test_validate_tells_the_problems_of_all_stages_in_one_go(engine, rl_run):
         ("DataError", None, None, "model.path"),
     ]
     lines = engine("train", "rl.toml", "--set", "model.path=none").err
-    assert len(lines.splitlines()) == 3
+    assert len(lines.splitlines()[1:]) == 3  # after the line that says that it starts
 
 
 def test_a_later_file_wins_and_set_wins_over_it(engine, sft_run):
@@ -237,3 +237,9 @@ def test_schema_leaves_a_broken_plugin_out_and_says_so(engine, install):
     assert "broken" not in json.loads(answer.out)["$defs"]["RewardConfig"]["properties"]
     assert "engine: left out of the schema: " in answer.err
     assert "absent_module" in answer.err
+
+
+def test_an_override_of_a_reward_that_no_file_has_is_named(engine, sft_run):
+    answer = engine("config", "show", "run.toml", "--set", "reward.math.weight=0.5", "--set", "trainer=rl")
+    assert answer.code == 2
+    assert "[[reward]], with the entry that '--set reward.math.weight' names." in answer.err

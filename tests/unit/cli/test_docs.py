@@ -25,6 +25,7 @@ def test_the_page_links_exactly_the_commands_that_exist():
 def test_the_help_ends_with_an_example_whose_options_exist(engine, command):
     shown = engine(*command.split(), "--help").out
     paragraphs = [" ".join(paragraph.split()) for paragraph in re.split(r"\n\s*\n", shown)]
+    assert paragraphs[-1].startswith("Exit codes: 0 done, 1 bug")
     (example,) = [each for each in paragraphs if each.startswith("Example: engine ")]
     words = shlex.split(example.removeprefix("Example: engine "))
     assert words[: len(command.split())] == command.split()

@@ -217,11 +217,31 @@ def loaded_by(command, folder):
     return set(child.stderr.split())
 
 
-@pytest.mark.parametrize("command", [["plugins"], ["validate", "run.toml"], ["schema"], ["--help"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plugins"],
+        ["validate", "run.toml"],
+        ["schema"],
+        ["--help"],
+        ["resume", "nosuch"],
+        ["report", "nosuch"],
+    ],
+)
 def test_quick_commands_import_nothing_heavy(sft_run, command):
     loaded = loaded_by(command, sft_run.parent)
     assert "engine_core.cli.main" in loaded
     assert not loaded & set(HEAVY)
+
+
+def test_a_finished_run_is_resumed_and_stored_rollouts_are_shown_without_torch(engine, rl_run):
+    assert engine("train", "rl.toml", "--set", "eval.every_steps=1").code == 0
+    assert engine("train", "run.toml", "--set", "run.name=second").code == 0
+    commands = [["resume", "second"], ["inspect", "rollouts", "first"], ["compare", "first", "first"]]
+    for command in commands:
+        loaded = loaded_by(command, rl_run.parent)
+        assert "numpy" in loaded, command
+        assert not loaded & {"torch", "transformers"}, command
 
 
 def test_the_list_of_plugins_is_read_from_metadata_alone(tmp_path):

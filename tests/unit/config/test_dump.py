@@ -60,7 +60,7 @@ def test_options_stand_in_the_tables_of_their_names(config_of):
     assert data["reward"][1]["format"]["pattern"] == 'a "quoted" \\d'
     assert data["algorithm"]["twin"] == {"alpha": 0.5, "beta": 7.0}
     assert data["tracking"]["wandb"]["project"] == "p"
-    assert data["tracking"]["tensorboard"] == {"folder": "tensorboard"}
+    assert data["tracking"]["tensorboard"]["folder"] == "tensorboard"
 
 
 TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"]), max_size=20)

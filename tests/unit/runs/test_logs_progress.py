@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from engine_core.runs.logs import Progress, clock, figures, step_line
+from engine_core.timeline import counted
 
 RL = {
     "reward/mean": 0.4123,
@@ -84,22 +85,33 @@ def test_the_time_left_follows_the_steps_of_this_attempt(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     progress = Progress(10, done=6, stream=io.StringIO())
-    assert progress.eta is None
-    now[0] += 2.0
+    now[0] += 30.0
     progress.step(7, {})
-    assert progress.eta == pytest.approx(6.0)
+    assert progress.eta is None  # the first step warms up
+    now[0] += 2.0
+    progress.step(8, {})
+    assert progress.eta == pytest.approx(4.0)
 
 
 def test_the_live_display_shows_the_run():
-    console = Console(file=io.StringIO(), width=120, force_terminal=False)
+    console = Console(file=io.StringIO(), width=160, force_terminal=False)
     progress = Progress(100, title="math-1", stream=io.StringIO())
     progress.step(12, RL)
     progress.step(13, RL)
     progress.phase("train")
+    for done in counted(range(4), 4):
+        for _ in counted("abc", 6, lambda item: 2) if done == 2 else ():
+            console.print(progress)
     console.print(progress)
     shown = console.file.getvalue()
     for part in ("math-1", "step  13/100", "reward 0.412", "1,234 tok/s", "gen 0.8s", "now: train", "ETA"):
         assert part in shown
+    assert "health" not in shown
+    progress.conditions = ["truncation", "mismatch"]
+    console.print(progress)
+    assert "health: truncation, mismatch" in console.file.getvalue()
+    for part in ("now: train 2/4 0/6\n", "now: train 2/4 4/6\n", "now: train\n"):
+        assert part in re.sub(" +\n", "\n", shown)
 
 
 SCRIPT = """

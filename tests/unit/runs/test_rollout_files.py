@@ -74,6 +74,24 @@ def test_what_is_read_equals_what_was_written(tmp_path):
         assert_same(a, b)
 
 
+def test_arrays_hold_the_same_values_and_leave_out_what_numpy_lacks(tmp_path):
+    write_rollouts(
+        tmp_path / "step.parquet",
+        1,
+        [
+            rollout(0, extras={"turns": torch.tensor([0, 0, 1, 2])}),
+            rollout(1, extras={"half": torch.ones(1).bfloat16()}),
+        ],
+    )
+    tensors, arrays = (read_rollouts(tmp_path / "step.parquet", arrays=flag) for flag in (False, True))
+    for one, other in zip(tensors, arrays, strict=True):
+        assert other.token_ids.tolist() == one.token_ids.tolist()
+        assert other.loss_mask.tolist() == one.loss_mask.tolist()
+        assert other.response_length == one.response_length == 2
+    assert [list(each.extras) for each in arrays] == [["turns"], []]
+    assert arrays[0].extras["turns"].tolist() == [0, 0, 1, 2]
+
+
 def test_any_parquet_reader_shows_the_rows(tmp_path):
     file = write_rollouts(tmp_path / "x.parquet", 3, [rollout()])
     (row,) = pq.read_table(file).to_pylist()

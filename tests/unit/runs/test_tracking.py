@@ -454,7 +454,7 @@ from engine_core.runs.tracking import _Feeder, Tracker
 class Hang(Tracker):
     def log(self, step, metrics): threading.Event().wait()
 feeder = _Feeder("hang", Hang(), lambda: None)
-feeder.start(); feeder.steps.put((1, {})); feeder.steps.put(None); feeder.join(0.2)
+feeder.start(); feeder.calls.put(lambda: feeder.tracker.log(1, {})); feeder.calls.put(None); feeder.join(0.2)
 print("ended")
 """
     done = subprocess.run(

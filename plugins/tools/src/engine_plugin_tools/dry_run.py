@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.config.read import key_text
-from engine_core.errors import EnvironmentProblem, PluginError, errors_of, refuse
+from engine_core.errors import ConfigError, EnvironmentProblem, PluginError, errors_of, refuse
 from engine_core.runs.folders import exists_already, is_unused, writing_problem
 from engine_core.runs.tracking import make_tracker
 from engine_core.types import Request, Sampling
@@ -57,7 +57,7 @@ def check_free(config: EngineConfig) -> None:
             f"run.dir: cannot make a run folder in '{root}': {problem}. Set run.dir to a folder you may write to."
         )
     if name and (root / name).exists() and not is_unused(root / name):
-        raise exists_already(root / name)
+        raise ConfigError(f"{exists_already(root / name)} (for a check alone: --set run.name=NEW)")
 
 
 def _make_trackers(run: TrainingRun) -> None:

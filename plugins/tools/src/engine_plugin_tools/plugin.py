@@ -13,17 +13,25 @@ from engine_core.specs import (
     TrackerSpec,
     TrainerSpec,
 )
-from engine_plugin_tools.tracker_options import TensorBoardOptions, WandbOptions
+from engine_plugin_tools.tracker_options import (
+    MlflowOptions,
+    PrometheusOptions,
+    TensorBoardOptions,
+    TrackioOptions,
+    WandbOptions,
+)
 
 
 @hookimpl
 def engine_trackers() -> Mapping[str, TrackerSpec]:
-    """Offer ``tensorboard`` and ``wandb``."""
+    """Offer the trackers."""
+    here = "engine_plugin_tools.trackers:"
     return {
-        "tensorboard": TrackerSpec(
-            load="engine_plugin_tools.trackers:TensorBoard", config=TensorBoardOptions
-        ),
-        "wandb": TrackerSpec(load="engine_plugin_tools.trackers:Wandb", config=WandbOptions),
+        "mlflow": TrackerSpec(load=here + "Mlflow", config=MlflowOptions),
+        "prometheus": TrackerSpec(load=here + "Prometheus", config=PrometheusOptions),
+        "tensorboard": TrackerSpec(load=here + "TensorBoard", config=TensorBoardOptions),
+        "trackio": TrackerSpec(load=here + "Trackio", config=TrackioOptions),
+        "wandb": TrackerSpec(load=here + "Wandb", config=WandbOptions),
     }
 
 
@@ -41,10 +49,11 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
-    """Offer the parts of the tools: advice, checks, families of models, plans, profiler and timeline."""
+    """Offer the parts of the tools: health, checks, families of models, plans, profiler and timeline."""
     return {
-        "advice": Part(load="engine_plugin_tools.advice:advice"),
+        "completion": Part(load="engine_plugin_tools.completion:completion"),
         "dry_run": Part(load="engine_plugin_tools.dry_run:dry_run"),
+        "health": Part(load="engine_plugin_tools.health:Health"),
         "memory_plan": Part(load="engine_plugin_tools.memory_plan:planned"),
         "model_families": Part(load="engine_plugin_tools.families:declared_families"),
         "plan_check": Part(load="engine_plugin_tools.calibration:plan_check"),
@@ -70,6 +79,8 @@ def engine_commands() -> Mapping[str, Command]:
         "report": Command(load=here + "report:report"),
         "runs": Command(load=here + "report:list_runs"),
         "watch": Command(load=here + "report:watch"),
+        "grafana": Command(load=here + "grafana:grafana"),
+        "inspect.data": Command(load=here + "inspect_data:data"),
         "inspect.metrics": Command(load=here + "runs:metrics"),
         "inspect.rollouts": Command(load=here + "runs:rollouts"),
         "manifest": Command(load=here + "reproduce:manifest"),

@@ -10,6 +10,7 @@ from engine_core.plugins.metadata import known_names
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.runs import machine
 from engine_plugin_tools.commands import doctor
+from engine_plugin_tools.commands.checks import Check, show_checks
 from engine_plugin_tools.plugin_list import PluginInfo
 
 NAMES = [
@@ -106,3 +107,12 @@ def test_what_a_plugin_says_of_the_machine_is_a_line(monkeypatch, fit, state):
 
     assert first == (state, "reward code", "sandbox: none")
     assert last == ("ok", "plugins", "1 names of acme 1.0")
+
+
+def test_each_check_is_printed_when_it_is_done(capsys):
+    def checks():
+        yield Check("ok", "python", "3")
+        assert capsys.readouterr().out == "ok       python                3\n"
+        yield Check("problem", "torch", "none")
+
+    assert show_checks(checks(), False, 5) == 5

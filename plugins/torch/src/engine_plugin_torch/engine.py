@@ -29,6 +29,7 @@ from engine_core.errors import ConfigError, PluginError, did_you_mean
 from engine_core.metrics import merge
 from engine_core.model_config import VALUE_HEAD as HEAD
 from engine_core.packing import plan_micro_batches
+from engine_core.timeline import counted
 from engine_core.types import StepOutput, TrainOutput
 from engine_plugin_torch.budget import MemoryBudget
 from engine_plugin_torch.build import ModelBuilder
@@ -369,13 +370,10 @@ class TorchEngine(TrainEngine):
         return output
 
     def _micro_batches(self, batch: Batch) -> Iterator[tuple[list[int], Batch]]:
-        """Yield the micro-batches of a batch as (indices of sequences, sequences on the device).
-
-        The plan is the same for ``infer`` and ``forward_backward``. An engine whose ranks must all run the same number
-        of micro-batches adds fillers with indices ``[]``; they add nothing to results, gradients and metrics.
-        """
+        """Yield micro-batches as (indices, sequences on the device); an engine may add fillers without indices, which add nothing."""
         together = None if batch.keep_together is None else batch.keep_together.tolist()
-        for indices in plan_micro_batches(batch.lengths.tolist(), self.budget.tokens, together):
+        plan = plan_micro_batches(batch.lengths.tolist(), self.budget.tokens, together)
+        for indices in counted(plan, len(plan)):
             yield indices, send_batch(batch.select(indices), self.device)
 
     def _outputs(self, micro: Batch, grad: Sequence[str], watched: Sequence[str] = ()) -> dict[str, Tensor]:

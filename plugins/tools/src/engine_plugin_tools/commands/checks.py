@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from engine_core.cli.output import print_json, print_table
+from engine_core.cli.output import print_json
+from engine_core.redaction import harmless
+
+WIDTH = 20
+"""Of the column of names."""
 
 
 class Check(NamedTuple):
@@ -17,10 +21,12 @@ class Check(NamedTuple):
 
 
 def show_checks(checks: Iterable[Check], as_json: bool, problem_code: int) -> int:
-    """Print the checks; return the command's exit code, which is ``problem_code`` if one of them is a problem."""
-    found = list(checks)
+    """Print each check when it is done; return the exit code, which is ``problem_code`` if one of them is a problem."""
+    found = []
+    for check in checks:
+        found.append(check)
+        if not as_json:
+            print(harmless(f"{check.state:7}  {check.name:{WIDTH}}  {check.found}"), flush=True)
     if as_json:
         print_json([check._asdict() for check in found])
-    else:
-        print_table(found)
     return problem_code if any(check.state == "problem" for check in found) else 0

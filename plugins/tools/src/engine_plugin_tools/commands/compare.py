@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 Target = Annotated[
     str,
     typer.Argument(
-        help="What 'engine eval --out' wrote (a folder or one of its files), or a run: its newest evaluation."
+        metavar="RUN|FOLDER",
+        help="What 'engine eval --out' wrote (a folder or one of its files), or a run: its newest evaluation.",
     ),
 ]
 
@@ -107,7 +108,7 @@ def paired(first: Path, second: Path, score: str | None) -> dict[str, Estimate]:
 
 def _by_prompt(file: Path, score: str | None) -> dict[tuple[Any, ...], list[float]]:
     """Return the scores of each prompt's responses; responses without a score are left out."""
-    rollouts = read_rollouts(file)
+    rollouts = read_rollouts(file, arrays=True)
     names = list(dict.fromkeys(name for r in rollouts for name in r.rewards))
     chosen = score or (names[0] if names else "")
     if chosen not in names:

@@ -56,7 +56,10 @@ def evaluate(
     out: Annotated[
         Path | None,
         typer.Option(
-            "--out", metavar="DIR", help="Write what was sampled there, one file a set: for 'engine compare'."
+            "--out",
+            "-o",
+            metavar="DIR",
+            help="Write what was sampled there, one file a set: for 'engine compare'.",
         ),
     ] = None,
     sets: Sets = None,

@@ -43,7 +43,7 @@ def rollouts(
     """
     folder = RunFolder.open(run)
     files = _evaluation_files(folder, step) if held_out else [_rollout_file(folder, step)]
-    shown = sequences_of(rollout for file in files for rollout in read_rollouts(file))
+    shown = sequences_of(rollout for file in files for rollout in read_rollouts(file, arrays=True))
     if as_json:
         print_json([_plain(rollout) for rollout in shown[:limit]])
         return
