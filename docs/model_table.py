@@ -95,7 +95,7 @@ MODULE = '''"""Results of the backend `{backend}` with models of each type. Writ
 FAMILIES = dict.fromkeys(
     """
 {passed}
-    """.split(),
+    """.split(),  # noqa: SIM905
     "",
 ){failed}
 """``model_type`` -> what differs or fails; empty if every test of the family passed."""

@@ -38,7 +38,10 @@ def site(tmp_path_factory):
     """The built site; a warning of the build is an error."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "--quiet", "-W", "--keep-going", "-d", str(folder / "cache")]
-    command += ["-D", "toc_object_entries=0"]  # without the list of objects at the side of a page, in half of the time
+    command += [
+        "-D",
+        "toc_object_entries=0",
+    ]  # without the list of objects at the side of a page, in half of the time
     done = subprocess.run(
         [*command, str(DOCS), str(folder / "html")], capture_output=True, text=True, check=False
     )

@@ -60,6 +60,12 @@ def run_of(folder: RunFolder) -> dict:
     return page_data([folder.path])["runs"][0]
 
 
+def test_the_conditions_of_a_run_are_on_its_page(tmp_path):
+    cut = [line | {"response_length/truncated_share": 0.9} for line in RL]
+    assert [*run_of(make_run(tmp_path, cut))["health"]] == ["truncation"]
+    assert run_of(make_run(tmp_path, cut[:10] + RL[10:], "late"))["health"] == {}  # the newest steps decide
+
+
 def test_a_completion_cannot_run_and_is_embedded_unchanged(tmp_path):
     run = make_run(tmp_path, RL)
     write_rollouts(run, 1, [rollout(f"{HOSTILE} first", 0.0)])

@@ -3,7 +3,7 @@
 FAMILIES = dict.fromkeys(
     """
     llama qwen2 qwen3 qwen3_moe mistral mixtral gemma smollm3 seed_oss
-    """.split(),
+    """.split(),  # noqa: SIM905
     "",
 ) | {
     "qwen3_5_text": "recurrent layers are not built here",

@@ -137,6 +137,15 @@ def explained(name: str, text: str) -> str:
     return f"{text} See docs/reference/health.md#{name.replace('_', '-')}"
 
 
+def health_of(lines: Lines) -> dict[str, str]:
+    """Return the conditions of a run by all its metrics: those of its newest steps, and ``step_time`` (``advice``)."""
+    steps = [line for line in lines if line.get("step")]
+    found = conditions(steps[:WINDOW], steps[-WINDOW:])
+    if text := advice(lines):
+        found["step_time"] = explained("step_time", text)
+    return found
+
+
 class Health:
     """The part ``health``: called with the metrics of each finished step, it returns what ``conditions`` finds.
 

@@ -23,7 +23,7 @@ from typing import Any
 from engine_core.errors import DataError
 from engine_core.runs.logs import PHASES, with_interval
 from engine_core.runs.tracking import RunFolder
-from engine_plugin_tools.advice import advice
+from engine_plugin_tools.health import health_of
 from engine_plugin_tools.run_state import run_state
 from engine_plugin_tools.stored_rollouts import LIMITS, stored_rollouts
 
@@ -131,7 +131,7 @@ def run_data(path: Path) -> dict[str, Any]:
         "seconds": round(state.updated - state.started),
         "attempts": state.attempts,
         "headline": _headline(metrics),
-        "advice": advice(metrics),
+        "health": health_of(metrics),
         "warnings": state.warnings,
         "steps": steps,
         "steps_in_a_point": each,

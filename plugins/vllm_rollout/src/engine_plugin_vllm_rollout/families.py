@@ -5,7 +5,7 @@ FAMILIES = dict.fromkeys(
     llama qwen2 qwen3 qwen3_moe mistral ministral ministral3 mixtral gemma gemma2 gemma3_text phi3
     smollm3 olmo2 olmo3 granite granitemoehybrid glm4 falcon_h1 exaone4 hunyuan_v1_dense seed_oss
     ernie4_5
-    """.split(),
+    """.split(),  # noqa: SIM905
     "",
 ) | {
     "qwen3_5_text": "vLLM's class needs torchvision, which was not installed",

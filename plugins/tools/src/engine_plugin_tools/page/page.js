@@ -245,7 +245,7 @@
         h("dl", {}, Object.entries(facts).filter(([, value]) => value).map(([name, value]) => h("div", {}, h("dt", { textContent: name }), h("dd", { textContent: value })))),
         run.state === "running" && run.planned && h("div.progress", {}, bar),
         run.reason && h(`p.note.${run.state}`, { textContent: run.reason }),
-        run.advice && !several && h("p.note.advice", { textContent: run.advice }),
+        !several && health(run),
         run.steps_in_a_point > 1 && h("p.note", { textContent: `Each point of a curve is the mean of ${run.steps_in_a_point} steps.` }));
     });
     head.replaceChildren(...cards);
@@ -400,11 +400,14 @@
   // ---- facts, the frame of the page, updates
 
   const facts = h("section", { id: "facts" });
+  function health(run) { // conditions of the run and what to do about each
+    return h("div", {}, Object.entries(run.health).map(([name, text]) => h("p.note.advice", {}, h("b", { textContent: name }), ` ${text}`)));
+  }
   function drawFacts() {
     const run = data.runs[ui.run];
     facts.replaceChildren(
       h("h2", { textContent: "What ran" }),
-      data.runs.length > 1 && run.advice ? h("p.note.advice", { textContent: run.advice }) : "",
+      data.runs.length > 1 ? health(run) : "",
       h("details.card", { open: true }, h("summary", { textContent: "Versions, machine, data" }), h("table", {}, run.facts.map(([name, value]) => h("tr", {}, h("th", { textContent: name }), h("td", { textContent: value }))))),
       run.warnings.length ? h("details.card", {}, h("summary", {}, "Warnings in the log", h("small", { textContent: run.warnings.length })), run.warnings.map((text) => h("p.note.warning", { textContent: text }))) : "",
       h("details.card", {}, h("summary", { textContent: "config.resolved.toml" }), h("pre", { textContent: run.config })));
