@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils import checkpoint
 
 from engine_plugin_tools import profiler
 from engine_plugin_tools.profiler import profiled
@@ -40,5 +41,7 @@ def test_with_cuda_the_memory_of_the_context_is_written_and_no_longer_recorded(t
     monkeypatch.setattr(profiler, "profile", without_kernels)
     with profiled(tmp_path, "rank_0"):
         assert calls == [{"max_entries": 100_000}]
+        assert checkpoint._enable_checkpoint_early_stop is False  # the exception that it needs would be lost
+    assert checkpoint._enable_checkpoint_early_stop is None
     assert calls[1:] == [str(tmp_path / "rank_0.memory.pickle"), {"enabled": None}]
     assert recorded == [ProfilerActivity.CPU, ProfilerActivity.CUDA]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,15 +28,15 @@ def profiled(folder: Path, name: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     cuda = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    if cuda:
-        torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
-    trace = profile(activities=activities)
-    trace.start()
-    try:
-        yield
-    finally:
-        trace.stop()
-        trace.export_chrome_trace(str(folder / f"{name}.json.gz"))
+    with ExitStack() as stack:
         if cuda:
-            torch.cuda.memory._dump_snapshot(str(folder / f"{name}.memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS)
+            stack.callback(torch.cuda.memory._record_memory_history, enabled=None)
+            stack.callback(torch.cuda.memory._dump_snapshot, str(folder / f"{name}.memory.pickle"))
+            # the recording loses the exception that ends the recomputation of a compiled function early (pytorch#179536)
+            stack.enter_context(set_checkpoint_early_stop(False))
+        trace = profile(activities=activities)
+        trace.start()
+        stack.callback(trace.export_chrome_trace, str(folder / f"{name}.json.gz"))
+        stack.callback(trace.stop)
+        yield
