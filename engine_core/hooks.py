@@ -485,7 +485,7 @@ def engine_on_event(event: str, step: int, data: Mapping[str, Any], plugin_optio
     - ``weights_synced``: ``version`` and ``bytes``. The first one comes before the first step, as of step 0.
     - ``run_started``: ``folder`` is the path of the run, ``steps`` the number of steps. ``earlier`` has the lines of ``metrics.jsonl`` before a resume, each with its
       ``step``. A line of step 0 is the evaluation of ``eval.at_start``.
-    - ``rollouts_finished``: ``rollouts``, a list of scored ``Rollout``. ``advantages_computed``: ``batch``, with ``advantages`` [T].
+    - ``rollouts_finished``: ``rollouts``, a list of scored ``Rollout``. ``advantages_computed``: ``advantages`` [N] of the learned tokens.
     - ``evaluated``, after an evaluation: ``metrics``, a number for each name.
     - ``step_finished``: ``metrics``. They include those of an evaluation after the step (``eval/...``).
     - ``condition_found``, the first time that a condition of the run's health holds: ``name``, ``message``. ``checkpoint_saved``: ``path``.

@@ -11,9 +11,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 MOST = 50_000
 CONTROLLER = "controller"
@@ -47,14 +46,17 @@ def span(name: str, group: str = CONTROLLER, lane: str = "run") -> Iterator[None
         add(group, lane, name, start)
 
 
-def counted(items: Iterable[Any], total: int, size: Callable[[Any], int] = lambda item: 1) -> Iterator[Any]:
-    """Yield the items of a loop; the live display shows how much of ``total`` is done, ``size`` of each item that was used."""
+@contextmanager
+def counting(total: int) -> Iterator[Callable[[int], None]]:
+    """Show in the live display how much of ``total`` a loop has done; the context is a function that adds to it."""
     count = [0, total]
+
+    def add(done: int) -> None:
+        count[0] += done
+
     _counts.append(count)
     try:
-        for item in items:
-            yield item
-            count[0] += size(item)
+        yield add
     finally:
         _counts[:] = [other for other in _counts if other is not count]
 

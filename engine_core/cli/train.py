@@ -96,7 +96,7 @@ def _to_the_end(config: EngineConfig, resume: Resume | None = None) -> Path:
     """
     from engine_core.train.checkpointing import Resume
 
-    print("engine: starting; libraries are loaded first", file=sys.stderr, flush=True)
+    print("Starting: libraries are loaded first.", file=sys.stderr, flush=True)
     left = getattr(config.runtime.options, "max_restarts", 0)
     while True:
         with closing(trainer_of(config)) as trainer:

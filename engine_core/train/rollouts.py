@@ -27,7 +27,7 @@ from engine_core.runs.rollout_files import read_rollouts, write_rollouts
 from engine_core.runs.state_files import plain_state
 from engine_core.specs import RefillOptions
 from engine_core.tables import Distribution
-from engine_core.timeline import counted
+from engine_core.timeline import counting
 from engine_core.types import TIMEOUT, Request, Sampling, StageState, sequences_of
 
 if TYPE_CHECKING:
@@ -140,11 +140,12 @@ class Sampler:
     def respond(self, requests: list[Request], seen: Seen | None = None) -> list[Rollout]:
         """Sample the requests, or run them as episodes of the environment; return rollouts in order of requests."""
         found: dict[str, Rollout] = {}
-        with contextlib.closing(self.stream(requests)) as parts:
-            for part in counted(parts, len(requests), len):
+        with contextlib.closing(self.stream(requests)) as parts, counting(len(requests)) as add:
+            for part in parts:
                 found |= {rollout.request_id: rollout for rollout in part}
                 if seen is not None:
                     seen(part)
+                add(len(part))
         rollouts = [found[request.id] for request in requests]
         if self.environment:
             self.environment.check_failures(rollouts)

@@ -18,7 +18,7 @@ from engine_core.algorithms.regularizers import kl_estimate
 from engine_core.contracts.runtime import Role
 from engine_core.errors import TrainingFailed
 from engine_core.metrics import Sum, over_updates
-from engine_core.timeline import counted
+from engine_core.timeline import counting
 from engine_core.train.capabilities import check_other_policy, replays_support
 from engine_core.train.models import check_teacher
 from engine_core.train.sampled_run import SampledRun
@@ -150,16 +150,17 @@ class Trainer(SampledRun):
         if not all(map(_all_finite, columns.values())):
             given = {**batch.sequences, **batch.tokens}
             bad = " and ".join(f"'{name}'" for name, column in given.items() if not _all_finite(column))
+            inputs = (
+                f"Its input {bad} is not finite either: look there first."
+                if bad
+                else "Its inputs are finite."
+            )
             raise TrainingFailed(
-                f"algorithm.advantage = '{self.config.algorithm.advantage}' gave a value that is not finite. No weight has changed. "
-                + (
-                    f"Its input {bad} is not finite either: look there first."
-                    if bad
-                    else "Its inputs are finite."
-                )
+                f"algorithm.advantage = '{self.config.algorithm.advantage}' gave a value that is not finite. "
+                f"No weight has changed. {inputs}"
             )
         batch = batch.with_columns(tokens=columns)
-        self.emit("advantages_computed", {"batch": batch})
+        self.emit("advantages_computed", {"advantages": batch["advantages"][batch["loss_mask"]]})
         return batch
 
     def update(self, batch: Batch, step: int) -> dict[str, float]:
@@ -168,7 +169,12 @@ class Trainer(SampledRun):
         learned = self.critic.update(batch, minis)
         if self.critic.alone(step):
             return learned
-        metrics = over_updates(map(self.update_on, counted(minis, len(minis))))
+        updates = []
+        with counting(len(minis)) as add:
+            for mini in minis:
+                updates.append(self.update_on(mini))
+                add(1)
+        metrics = over_updates(updates)
         return learned | metrics | self.policy.settle(metrics, len(batch))
 
     def update_on(self, mini: Batch) -> dict[str, float]:

@@ -87,7 +87,7 @@ def test_validate_refuses_them_as_train_does(problems, tmp_path, capsys):
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     assert [main([command, str(tmp_path / "run.toml")]) for command in ("validate", "train")] == [2, 2]
-    said = capsys.readouterr().err.splitlines()
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("engine: ")]
     assert len(said) == 2
     assert said[0] == said[1]
     assert "runtime.ray.strategy: 'trian' is no pool of this run" in said[0]

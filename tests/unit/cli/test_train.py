@@ -22,7 +22,7 @@ def test_train_prints_the_run_folder_on_stdout_and_progress_on_stderr(engine, sf
     folder = sft_run.parent / "runs" / "first"
     assert answer.code == 0
     assert answer.out == f"{folder}\n"
-    assert answer.err.startswith("engine: starting")  # before torch is imported
+    assert answer.err.startswith("Starting: ")  # before torch is imported
     assert "step 2/2" in answer.err
     assert steps_of(folder) == [1, 2]
 

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from engine_core.runs.logs import Progress, clock, figures, step_line
-from engine_core.timeline import counted
+from engine_core.timeline import counting
 
 RL = {
     "reward/mean": 0.4123,
@@ -99,8 +99,11 @@ def test_the_live_display_shows_the_run():
     progress.step(12, RL)
     progress.step(13, RL)
     progress.phase("train")
-    for done in counted(range(4), 4):
-        for _ in counted("abc", 6, lambda item: 2) if done == 2 else ():
+    with counting(4) as outer:
+        outer(2)
+        with counting(6) as inner:
+            console.print(progress)
+            inner(4)
             console.print(progress)
     console.print(progress)
     shown = console.file.getvalue()

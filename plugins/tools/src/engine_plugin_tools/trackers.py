@@ -57,8 +57,7 @@ class DetailTracker(Tracker):
         if event == "rollouts_finished" and due:
             self.show_rollouts(step, data["rollouts"])
         elif event == "advantages_computed" and due:
-            batch = data["batch"]
-            values = batch["advantages"][batch["loss_mask"]].numpy(force=True)
+            values = data["advantages"].numpy(force=True)
             self.histograms(step, {"advantage": values} if values.size else {})
         elif event in ("run_finished", "run_failed", "run_stopped"):
             for pattern in getattr(self.options, "artifacts", ()):

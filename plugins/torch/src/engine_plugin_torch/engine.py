@@ -29,7 +29,7 @@ from engine_core.errors import ConfigError, PluginError, did_you_mean
 from engine_core.metrics import merge
 from engine_core.model_config import VALUE_HEAD as HEAD
 from engine_core.packing import plan_micro_batches
-from engine_core.timeline import counted
+from engine_core.timeline import counting
 from engine_core.types import StepOutput, TrainOutput
 from engine_plugin_torch.budget import MemoryBudget
 from engine_plugin_torch.build import ModelBuilder
@@ -373,8 +373,10 @@ class TorchEngine(TrainEngine):
         """Yield micro-batches as (indices, sequences on the device); an engine may add fillers without indices, which add nothing."""
         together = None if batch.keep_together is None else batch.keep_together.tolist()
         plan = plan_micro_batches(batch.lengths.tolist(), self.budget.tokens, together)
-        for indices in counted(plan, len(plan)):
-            yield indices, send_batch(batch.select(indices), self.device)
+        with counting(len(plan)) as add:
+            for indices in plan:
+                yield indices, send_batch(batch.select(indices), self.device)
+                add(1)
 
     def _outputs(self, micro: Batch, grad: Sequence[str], watched: Sequence[str] = ()) -> dict[str, Tensor]:
         """Compute outputs: [T] each, or [T, K]. Without loss tokens they are 0, and no forward pass runs."""
