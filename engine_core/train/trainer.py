@@ -116,11 +116,8 @@ class Trainer(SampledRun):
         algorithm = self.config_now.algorithm
         columns: dict[str, torch.Tensor] = {}
         for role, outputs in self.policy.plan.inferred(batch["group_ids"], algorithm).items():
-            made = (
-                self.groups[role]
-                .call("infer", batch, outputs=tuple(dict.fromkeys(outputs.values())))
-                .result()
-            )
+            asked = tuple(dict.fromkeys(outputs.values()))
+            made = self.groups[role].call("infer", batch, outputs=asked).result()
             columns |= {column: made[output] for column, output in outputs.items()}
         if algorithm.correction.bypass:
             columns["old_log_probs"] = batch["rollout_log_probs"]
@@ -150,14 +147,14 @@ class Trainer(SampledRun):
         if not all(map(_all_finite, columns.values())):
             given = {**batch.sequences, **batch.tokens}
             bad = " and ".join(f"'{name}'" for name, column in given.items() if not _all_finite(column))
-            inputs = (
+            at = (
                 f"Its input {bad} is not finite either: look there first."
                 if bad
                 else "Its inputs are finite."
             )
             raise TrainingFailed(
                 f"algorithm.advantage = '{self.config.algorithm.advantage}' gave a value that is not finite. "
-                f"No weight has changed. {inputs}"
+                f"No weight has changed. {at}"
             )
         batch = batch.with_columns(tokens=columns)
         self.emit("advantages_computed", {"advantages": batch["advantages"][batch["loss_mask"]]})
