@@ -147,14 +147,12 @@ class Trainer(SampledRun):
         if not all(map(_all_finite, columns.values())):
             given = {**batch.sequences, **batch.tokens}
             bad = " and ".join(f"'{name}'" for name, column in given.items() if not _all_finite(column))
-            at = (
-                f"Its input {bad} is not finite either: look there first."
-                if bad
-                else "Its inputs are finite."
-            )
+            cause = "Its inputs are finite."
+            if bad:
+                cause = f"Its input {bad} is not finite either: look there first."
             raise TrainingFailed(
                 f"algorithm.advantage = '{self.config.algorithm.advantage}' gave a value that is not finite. "
-                f"No weight has changed. {at}"
+                f"No weight has changed. {cause}"
             )
         batch = batch.with_columns(tokens=columns)
         self.emit("advantages_computed", {"advantages": batch["advantages"][batch["loss_mask"]]})
