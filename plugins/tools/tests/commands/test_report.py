@@ -25,8 +25,22 @@ def run(tmp_path):
 def test_report_prints_the_page_that_it_wrote(engine, run, tmp_path):
     assert engine("report", "first").out == f"{run / 'report.html'}\n"
     assert (run / "report.html").stat().st_size > 1000
-    assert engine("report", "first", "latest", "--out", tmp_path / "both.html").out == f"{tmp_path / 'both.html'}\n"  # fmt: skip
-    assert (tmp_path / "both.html").exists()
+    assert engine("report", "first", "--out", tmp_path / "page.html").out == f"{tmp_path / 'page.html'}\n"
+    assert (tmp_path / "page.html").exists()
+
+
+def test_a_run_named_twice_is_shown_once(engine, run):
+    assert engine("report", "first", "latest").out == f"{run / 'report.html'}\n"
+
+
+def test_a_file_that_cannot_be_written_or_read_is_one_line(engine, run, tmp_path):
+    answer = engine("report", "first", "--out", tmp_path / "none" / "page.html")
+    assert answer.code == 5
+    assert answer.err == f"engine: '{tmp_path}/none/page.html' cannot be written: No such file or directory. Name another file: --out FILE.\n"  # fmt: skip
+    (run / "config.resolved.toml").write_text("steps =")
+    answer = engine("report", "first")
+    assert answer.code == 4
+    assert answer.err.startswith(f"engine: {run}/config.resolved.toml is no TOML: Invalid value (at end of document).")  # fmt: skip
 
 
 def test_runs_lists_the_newest_first(engine, run, tmp_path):
