@@ -195,6 +195,7 @@ def test_a_run_that_died_and_steps_without_a_number_have_a_page(tmp_path):
     found = run_of(run)
     assert found["metrics"]["reward/mean"] == [0.5, None]
     assert found["sets"] == []
+    assert str(run.rollout_file(1)) in found["unreadable"]
     assert write_report([run.path]).exists()
 
 

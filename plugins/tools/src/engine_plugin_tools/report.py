@@ -117,7 +117,7 @@ def page_data(paths: Sequence[Path], rollouts: bool = True) -> dict[str, Any]:
         rollouts: whether to read the stored rollouts, which takes the most time.
     """
     names = [path.name for path in paths]
-    runs = [run_data(path) | {"sets": _sets(path) if rollouts else None} for path in paths]
+    runs = [run_data(path) | (_sets(path) if rollouts else {"sets": None}) for path in paths]
     for run, path in zip(runs, paths, strict=True):
         if names.count(path.name) > 1:
             run["name"] = "/".join(path.parts[-3:])
@@ -157,12 +157,12 @@ def run_data(path: Path) -> dict[str, Any]:
     }
 
 
-def _sets(path: Path) -> list[dict[str, Any]]:
+def _sets(path: Path) -> dict[str, Any]:
     try:
-        return stored_rollouts(path / "rollouts")
+        return {"sets": stored_rollouts(path / "rollouts")}
     except DataError as error:
         log.warning("The page lacks the completions of %s: %s", path.name, error)
-        return []
+        return {"sets": [], "unreadable": str(error)}
 
 
 def _about(config: Mapping[str, Any]) -> dict[str, str]:

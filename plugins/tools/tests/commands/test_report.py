@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from report_runs import rollout
 
 from engine_core.config import EngineConfig
-from engine_core.runs.tracking import RunFolder
+from engine_core.runs.tracking import RunFolder, write_rollouts
 
 
 @pytest.fixture
@@ -62,6 +64,10 @@ def test_runs_of_a_folder_without_runs_says_what_to_name(engine):
 
 
 def test_neither_torch_nor_pandas_nor_matplotlib_is_imported(run):
+    episode = rollout("said", 1.0)
+    episode.messages = [{"role": "assistant", "content": "said"}]
+    episode.extras = {"turns": torch.tensor([0, 1])}
+    write_rollouts(run / "rollouts", 1, [episode])
     code = (
         "import sys\nfrom engine_core.cli.main import main\nimport engine_plugin_tools.watch\n"
         f"assert main(['report', {str(run)!r}]) == 0\nassert main(['runs', {str(run.parent)!r}]) == 0\n"

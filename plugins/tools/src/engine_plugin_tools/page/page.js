@@ -326,7 +326,7 @@
     histograms.forEach((each) => each.destroy());
     histograms = [];
     if (!set) {
-      rollouts.replaceChildren(h("h2", { textContent: "Rollouts of a step" }), h("div.card.empty", { textContent: data.runs[ui.run].sets ? "This run has stored no rollouts (tracking.rollouts_every_steps)." : "Reading the stored rollouts." }));
+      rollouts.replaceChildren(h("h2", { textContent: "Rollouts of a step" }), h("div.card.empty", { textContent: data.runs[ui.run].sets ? data.runs[ui.run].unreadable || "This run has stored no rollouts (tracking.rollouts_every_steps)." : "Reading the stored rollouts." }));
       return;
     }
     const step = set.steps[at];
