@@ -192,8 +192,10 @@ def test_a_run_that_died_and_steps_without_a_number_have_a_page(tmp_path):
     with run.metrics_file.open("a") as file:
         file.write('{"step": 3, "rewa')
     run.rollout_file(1).write_bytes(b"no parquet")
+    (run.path / "env.json").write_text("{}")
     found = run_of(run)
     assert found["metrics"]["reward/mean"] == [0.5, None]
+    assert found["facts"] == [("environment", "env.json cannot be read: 'git'")]
     assert found["sets"] == []
     assert str(run.rollout_file(1)) in found["unreadable"]
     assert write_report([run.path]).exists()

@@ -71,7 +71,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     first, second = (
         make_run(folder, lines(0.01), "first"),
-        make_run(folder, [line | {"x" * 150: 1.0} for line in lines(0.005)], "second"),
+        make_run(folder, [line | {"x" * 150: 1.0, "constructor": 2.0} for line in lines(0.005)], "second"),
     )
     for step, count in ((10, 1), (50, 2), (100, 25)):
         write_rollouts(first, step, [rollout(f"{i:02d} of {step} {HOSTILE}", float(i)) for i in range(count)])

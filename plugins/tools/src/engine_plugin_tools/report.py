@@ -214,9 +214,12 @@ def _headline(metrics: Metrics) -> list[tuple[str, str, str]]:
 
 def _facts(path: Path, metrics: Metrics) -> list[tuple[str, str]]:
     try:
-        environment = json.loads((path / "env.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return _environment(json.loads((path / "env.json").read_text(encoding="utf-8")), metrics)
+    except (OSError, ValueError, KeyError) as error:  # a copy without it, or one of another version
         return [("environment", f"env.json cannot be read: {error}")]
+
+
+def _environment(environment: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, str]]:
     seconds = sum(line.get("time/step") or 0.0 for line in metrics)
     git, command = environment["git"], environment["command"]
     versions = {name: ", ".join(" ".join(each) for each in environment[name].items()) for name in ("packages", "plugins")}  # fmt: skip

@@ -33,6 +33,7 @@
     element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
     return element;
   }
+  const valuesOf = (run, name) => (Object.hasOwn(run.metrics, name) ? run.metrics[name] : null); // a name may be "constructor"
   const dot = (i) => { const d = h("i.dot"); d.style.background = `var(--c${i % 8})`; return d; };
 
   const probe = document.body.appendChild(h("i", { hidden: true }));
@@ -130,7 +131,7 @@
       this.element.dataset.metric = name;
     }
     tables() { // steps and [values, mean, low, high] of each run that has the metric
-      this.runs = data.runs.map((run, i) => ({ run, i })).filter(({ run }) => run.metrics[this.name]);
+      this.runs = data.runs.map((run, i) => ({ run, i })).filter(({ run }) => valuesOf(run, this.name));
       return this.runs.map(({ run }) => {
         const y = run.metrics[this.name];
         const count = y.filter((value) => value !== null).length;
@@ -285,7 +286,7 @@
         const panel = new Panel(name);
         panels.set(name, panel);
         const rank = (each) => { // the most important ones, then by name, constants last
-          const at = KEY.indexOf(each), constant = data.runs.every((run) => new Set((run.metrics[each] || []).filter((v) => v !== null)).size < 2);
+          const at = KEY.indexOf(each), constant = data.runs.every((run) => new Set((valuesOf(run, each) || []).filter((v) => v !== null)).size < 2);
           return at < 0 ? `9${+constant}${each}` : String(at).padStart(2, "0");
         };
         const grid = place.lastElementChild;
