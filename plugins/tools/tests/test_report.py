@@ -192,20 +192,24 @@ def test_a_run_that_died_and_steps_without_a_number_have_a_page(tmp_path):
     with run.metrics_file.open("a") as file:
         file.write('{"step": 3, "rewa')
     run.rollout_file(1).write_bytes(b"no parquet")
+    (run.path / "env.json").write_text("{}")
     found = run_of(run)
     assert found["metrics"]["reward/mean"] == [0.5, None]
+    assert found["facts"] == [("environment", "env.json cannot be read: 'git'")]
     assert found["sets"] == []
+    assert str(run.rollout_file(1)) in found["unreadable"]
     assert write_report([run.path]).exists()
 
 
 def test_a_run_without_a_step_has_a_page(tmp_path):
     found = run_of(make_run(tmp_path, []))
     assert (found["steps"], found["headline"], found["step"]) == ([], [], 0)
+    assert found["about"]["model"] == ""
 
 
 def test_runs_over_each_other_are_one_page_with_names_that_differ(tmp_path):
-    paths = [make_run(tmp_path / part / "runs", RL, name).path for part, name in (("a", "x"), ("b", "x"), ("b", "y"))]  # fmt: skip
-    assert [run["name"] for run in page_data(paths)["runs"]] == ["a/x", "b/x", "y"]
+    paths = [make_run(tmp_path / part, RL, name).path for part, name in (("a/runs", "x"), ("a/old", "x"), ("a/old", "y"))]  # fmt: skip
+    assert [run["name"] for run in page_data(paths)["runs"]] == ["a/runs/x", "a/old/x", "y"]
     assert write_report(paths[1:]) == paths[1] / "report-x-y.html"
     assert write_report(paths, tmp_path / "page.html").read_text().count("<!doctype html>") == 1
 

@@ -53,7 +53,7 @@ def open_page(browser):
         context = browser.new_context(viewport={"width": 1500, "height": 900}, **settings)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: problems.append(message.text))
+        page.on("console", lambda message: "503" in message.text or problems.append(message.text))
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("request", lambda request: request.url.startswith(address) or problems.append(request.url))
         page.goto(address)
@@ -69,7 +69,10 @@ def open_page(browser):
 def runs(tmp_path_factory):
     """Return two runs; the first has three steps of rollouts, the last one with 25 completions."""
     folder = tmp_path_factory.mktemp("runs")
-    first, second = make_run(folder, lines(0.01), "first"), make_run(folder, lines(0.005), "second")
+    first, second = (
+        make_run(folder, lines(0.01), "first"),
+        make_run(folder, [line | {"x" * 150: 1.0, "constructor": 2.0} for line in lines(0.005)], "second"),
+    )
     for step, count in ((10, 1), (50, 2), (100, 25)):
         write_rollouts(first, step, [rollout(f"{i:02d} of {step} {HOSTILE}", float(i)) for i in range(count)])
     return first.path, second.path
@@ -180,6 +183,8 @@ def test_no_width_scrolls_sideways_and_a_phone_has_one_column(open_page, runs, w
     page.set_viewport_size({"width": width, "height": 800})
     page.wait_for_timeout(200)
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    label = page.locator("#facts th", has_text="python").first
+    assert label.bounding_box()["height"] < 40  # one line
     places = {round(each.bounding_box()["x"]) for each in page.locator(".top .panel").all()}
     assert (len(places) == 1) == (width == 390)
     assert all(each.bounding_box()["width"] > 250 for each in page.locator(".top .u-over").all())
@@ -210,4 +215,16 @@ def test_a_live_page_shows_new_steps_and_keeps_its_zoom(open_page, tmp_path):
         assert 35 <= step_at(page, "reward/mean", 0.98) <= 45
         page.click("#reset")
         assert step_at(page, "reward/mean", 0.98) > 100
+        page.locator("summary", has_text="config.resolved.toml").click()
+        page.locator("#search").press_sequentially("se")
+        write_rollouts(run, 2, [rollout("seen later", 1.0)])
+        page.wait_for_selector('.completion >> text="seen later"')
+        page.keyboard.type("en l")  # the field keeps the focus
+        assert page.locator("#search").input_value() == "seen l"
+        assert page.locator("#facts pre").is_visible()  # and what is open stays open
+        run.metrics_file.write_text('{"step": 1, "reward/mean": 0.01}\n')  # as a resume from step 1 does
+        page.wait_for_selector('[data-metric="new/metric"]', state="detached")
+        assert value(page, "reward/mean") == "0.01 last, step 1"
+        shutil.rmtree(run.path)
+        page.wait_for_selector('#live >> text="the runs cannot be read"')
         server.shutdown()

@@ -64,6 +64,12 @@ def test_only_the_newest_attempt_counts_and_its_warnings_are_kept(tmp_path):
     assert found.started == 40.0  # of the first attempt
 
 
+def test_a_log_without_informing_records_leaves_the_planned_steps_to_the_config(tmp_path):
+    make(tmp_path, 4)
+    (tmp_path / "config.resolved.toml").write_text("[run]\nsteps = 4\n")
+    assert (run_state(tmp_path).state, run_state(tmp_path).steps) == ("finished", 4)
+
+
 def test_a_folder_without_records_has_done_no_step(tmp_path):
     found = run_state(tmp_path)
     assert (found.state, found.step, found.steps, found.reward) == ("stopped", 0, None, None)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
+import socket
+import struct
 import threading
 
 import pytest
@@ -52,6 +55,25 @@ def test_other_names_and_paths_are_refused(get):
     assert get("/", host="example.com")[0] == 403  # a site whose name resolves to loopback
     assert get("/config.resolved.toml")[0] == 404
     assert get("/", host="localhost:1")[0] == 200
+
+
+def test_a_run_that_is_deleted_and_a_reader_who_leaves_print_no_traceback(run, capsys):
+    (run / "config.resolved.toml").write_text(f'x = "{"y" * 10_000_000}"\n')
+    with watch_server([run], 0) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        with socket.create_connection(server.server_address) as client:
+            client.sendall(b"GET / HTTP/1.0\r\nHost: localhost\r\n\r\n")
+            client.recv(1)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closes at once
+        shutil.rmtree(run)
+        client = http.client.HTTPConnection(*server.server_address)
+        client.request("GET", "/data.json")
+        answer = client.getresponse()
+        assert answer.status == 503
+        assert str(run) in answer.read().decode()
+        server.shutdown()
+    assert capsys.readouterr().err == ""
 
 
 def test_a_port_in_use_says_what_to_do(run):

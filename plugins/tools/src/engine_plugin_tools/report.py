@@ -20,7 +20,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from engine_core.errors import DataError
+from engine_core.errors import DataError, EnvironmentProblem
 from engine_core.runs.logs import PHASES, with_interval
 from engine_core.runs.tracking import RunFolder
 from engine_plugin_tools.health import health_of
@@ -68,10 +68,20 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     Args:
         paths: the run folders.
         out: the file; default: ``report.html`` in the only run's folder, ``report-A-B.html`` in that of the first of several.
+
+    Raises:
+        EnvironmentProblem: the file cannot be written.
+        DataError: a run has a config that is no TOML.
     """
     others = "-".join(["", *(path.name for path in paths)]) if len(paths) > 1 else ""
     target = out or paths[0] / f"report{others}.html"
-    target.write_text(page(page_data(paths)), encoding="utf-8")
+    text = page(page_data(paths))
+    try:
+        target.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"'{target}' cannot be written: {error.strerror}. Name another file: --out FILE."
+        ) from error
     return target
 
 
@@ -107,10 +117,10 @@ def page_data(paths: Sequence[Path], rollouts: bool = True) -> dict[str, Any]:
         rollouts: whether to read the stored rollouts, which takes the most time.
     """
     names = [path.name for path in paths]
-    runs = [run_data(path) | {"sets": _sets(path) if rollouts else None} for path in paths]
+    runs = [run_data(path) | (_sets(path) if rollouts else {"sets": None}) for path in paths]
     for run, path in zip(runs, paths, strict=True):
         if names.count(path.name) > 1:
-            run["name"] = f"{path.parent.parent.name}/{path.name}"
+            run["name"] = "/".join(path.parts[-3:])
     return {"written": time.strftime("%Y-%m-%d %H:%M"), "limits": LIMITS, "runs": runs}
 
 
@@ -118,7 +128,12 @@ def run_data(path: Path) -> dict[str, Any]:
     """Return what the page shows of a run, without its rollouts: state, facts, metrics by name."""
     state, metrics = run_state(path), RunFolder(path).read_metrics()
     text = (path / "config.resolved.toml").read_text(encoding="utf-8")
-    config = tomllib.loads(text)
+    try:
+        config = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise DataError(
+            f"{path}/config.resolved.toml is no TOML: {error}. Its folder logs has a copy for each attempt."
+        ) from error
     steps, series, each = _series(metrics)
     return {
         "name": state.name,
@@ -142,12 +157,12 @@ def run_data(path: Path) -> dict[str, Any]:
     }
 
 
-def _sets(path: Path) -> list[dict[str, Any]]:
+def _sets(path: Path) -> dict[str, Any]:
     try:
-        return stored_rollouts(path / "rollouts")
+        return {"sets": stored_rollouts(path / "rollouts")}
     except DataError as error:
         log.warning("The page lacks the completions of %s: %s", path.name, error)
-        return []
+        return {"sets": [], "unreadable": str(error)}
 
 
 def _about(config: Mapping[str, Any]) -> dict[str, str]:
@@ -156,9 +171,9 @@ def _about(config: Mapping[str, Any]) -> dict[str, str]:
     algorithm = config.get("algorithm", {})
     rl = f"{algorithm.get('advantage')}, {algorithm.get('loss')}"
     sources = [data.get("train"), data.get("source"), *(part.get("path") or part.get("source") for part in data.get("mix", ()))]  # fmt: skip
-    model = Path(str(config.get("model", {}).get("path", "")))
+    model = str(config.get("model", {}).get("path", ""))
     return {
-        "model": model.name if model.is_absolute() else str(model),
+        "model": Path(model).name if Path(model).is_absolute() else model,
         "algorithm": {"rl": rl, "async": f"{rl}, async"}.get(trainer, trainer),
         "data": ", ".join(Path(each).name for each in sources if isinstance(each, str) and each),
     }
@@ -199,9 +214,12 @@ def _headline(metrics: Metrics) -> list[tuple[str, str, str]]:
 
 def _facts(path: Path, metrics: Metrics) -> list[tuple[str, str]]:
     try:
-        environment = json.loads((path / "env.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return _environment(json.loads((path / "env.json").read_text(encoding="utf-8")), metrics)
+    except (OSError, ValueError, KeyError) as error:  # a copy without it, or one of another version
         return [("environment", f"env.json cannot be read: {error}")]
+
+
+def _environment(environment: Mapping[str, Any], metrics: Metrics) -> list[tuple[str, str]]:
     seconds = sum(line.get("time/step") or 0.0 for line in metrics)
     git, command = environment["git"], environment["command"]
     versions = {name: ", ".join(" ".join(each) for each in environment[name].items()) for name in ("packages", "plugins")}  # fmt: skip

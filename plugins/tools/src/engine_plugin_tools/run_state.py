@@ -6,6 +6,7 @@ import fcntl
 import json
 import re
 import time
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -32,7 +33,7 @@ class RunState:
     state: str  #: "running", "finished", "failed" or "stopped"
     reason: str  #: why it failed or stopped, else empty
     step: int  #: steps done
-    steps: int | None  #: steps planned, None if the log does not say
+    steps: int | None  #: steps planned, None if neither the log nor the config says
     reward: float | None  #: ``reward/mean`` of the last step
     started: float  #: Unix seconds of the first start
     updated: float  #: Unix seconds of the last step, or of the log before one
@@ -55,7 +56,7 @@ def run_state(path: Path) -> RunState:
     log = attempts[-1][1] / "run.log" if attempts else path / "run.log"
     records = [found.groups() for line in _lines(log) if (found := RECORD.fullmatch(line))]
     last = _last_metrics(path / "metrics.jsonl")
-    planned = _planned(log)
+    planned = _planned(log) or _configured(path / "config.resolved.toml")
     step = last.get("step", 0)
     state, reason = _ending(records, step, planned)
     if _in_use(path / ".lock"):
@@ -122,6 +123,15 @@ def _planned(log: Path) -> int | None:
     with log.open("rb") as file:
         found = PLANNED.search(file.read(PART).decode("utf-8", "replace"))
     return int(found[1]) if found else None
+
+
+def _configured(config: Path) -> int | None:
+    """Return ``run.steps``, for a log without records of level INFO."""
+    try:
+        steps = tomllib.loads(config.read_text(encoding="utf-8"))["run"]["steps"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return int(steps)
 
 
 def _last_metrics(path: Path) -> Mapping[str, Any]:

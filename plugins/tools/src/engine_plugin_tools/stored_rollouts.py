@@ -153,10 +153,12 @@ def _completions(file: RolloutFile, rows: Sequence[int]) -> list[dict[str, Any]]
 
 
 def _episode(messages: list[Any], text: str, table: pa.Table, row: int) -> list[dict[str, str]]:
+    import numpy as np
     from safetensors.numpy import load
 
     extras = load(table.column("extras")[row].as_py())
-    mask, versions = (table.column(name)[row].values.to_numpy(zero_copy_only=False) for name in OF_TURNS[1:])
+    # `to_numpy` of pyarrow imports pandas
+    mask, versions = (np.array(table.column(name)[row].as_py(), kind) for name, kind in zip(OF_TURNS[1:], (bool, int), strict=True))  # fmt: skip
     # numpy arrays have the few methods of tensors that a transcript needs
     rollout: Any = SimpleNamespace(
         messages=messages, text=text, extras=extras, loss_mask=mask, policy_versions=versions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -9,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from engine_core.errors import EnvironmentProblem
+from engine_core.errors import DataError, EnvironmentProblem
 from engine_plugin_tools.report import as_json, page, page_data
 from engine_plugin_tools.run_state import run_state
 
@@ -39,13 +40,17 @@ def watch_server(paths: Sequence[Path], port: int) -> ThreadingHTTPServer:
             if address not in ("/", "/data.json"):
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
-            tag = _tag(paths)
-            if known == tag:
-                self.send_response(HTTPStatus.NO_CONTENT)
-                self.end_headers()
-                return
             html = address == "/"  # answered at once; the page then asks for the rollouts
-            data = page_data(paths, rollouts=not html) | {"tag": "" if html else tag}
+            try:
+                tag = _tag(paths)
+                if known == tag:
+                    self.send_response(HTTPStatus.NO_CONTENT)
+                    self.end_headers()
+                    return
+                data = page_data(paths, rollouts=not html) | {"tag": "" if html else tag}
+            except (OSError, DataError) as error:  # a run was deleted, or rewound while it was read
+                self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
+                return
             body = (page(data, live=True) if html else as_json(data)).encode()
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", "text/html; charset=utf-8" if html else "application/json")
@@ -53,7 +58,8 @@ def watch_server(paths: Sequence[Path], port: int) -> ThreadingHTTPServer:
             self.send_header("Cache-Control", "no-store")
             self.send_header("X-Content-Type-Options", "nosniff")
             self.end_headers()
-            self.wfile.write(body)
+            with contextlib.suppress(ConnectionError):  # the reader has left
+                self.wfile.write(body)
 
         def log_message(self, format: str, *args: Any) -> None:
             """Print no line for each request."""

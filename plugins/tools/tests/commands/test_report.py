@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from report_runs import rollout
 
 from engine_core.config import EngineConfig
-from engine_core.runs.tracking import RunFolder
+from engine_core.runs.tracking import RunFolder, write_rollouts
 
 
 @pytest.fixture
@@ -25,8 +27,22 @@ def run(tmp_path):
 def test_report_prints_the_page_that_it_wrote(engine, run, tmp_path):
     assert engine("report", "first").out == f"{run / 'report.html'}\n"
     assert (run / "report.html").stat().st_size > 1000
-    assert engine("report", "first", "latest", "--out", tmp_path / "both.html").out == f"{tmp_path / 'both.html'}\n"  # fmt: skip
-    assert (tmp_path / "both.html").exists()
+    assert engine("report", "first", "--out", tmp_path / "page.html").out == f"{tmp_path / 'page.html'}\n"
+    assert (tmp_path / "page.html").exists()
+
+
+def test_a_run_named_twice_is_shown_once(engine, run):
+    assert engine("report", "first", "latest").out == f"{run / 'report.html'}\n"
+
+
+def test_a_file_that_cannot_be_written_or_read_is_one_line(engine, run, tmp_path):
+    answer = engine("report", "first", "--out", tmp_path / "none" / "page.html")
+    assert answer.code == 5
+    assert answer.err == f"engine: '{tmp_path}/none/page.html' cannot be written: No such file or directory. Name another file: --out FILE.\n"  # fmt: skip
+    (run / "config.resolved.toml").write_text("steps =")
+    answer = engine("report", "first")
+    assert answer.code == 4
+    assert answer.err.startswith(f"engine: {run}/config.resolved.toml is no TOML: Invalid value (at end of document).")  # fmt: skip
 
 
 def test_runs_lists_the_newest_first(engine, run, tmp_path):
@@ -48,6 +64,10 @@ def test_runs_of_a_folder_without_runs_says_what_to_name(engine):
 
 
 def test_neither_torch_nor_pandas_nor_matplotlib_is_imported(run):
+    episode = rollout("said", 1.0)
+    episode.messages = [{"role": "assistant", "content": "said"}]
+    episode.extras = {"turns": torch.tensor([0, 1])}
+    write_rollouts(run / "rollouts", 1, [episode])
     code = (
         "import sys\nfrom engine_core.cli.main import main\nimport engine_plugin_tools.watch\n"
         f"assert main(['report', {str(run)!r}]) == 0\nassert main(['runs', {str(run.parent)!r}]) == 0\n"

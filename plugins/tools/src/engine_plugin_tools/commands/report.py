@@ -15,15 +15,25 @@ from engine_core.runs.tracking import RunFolder
 
 Runs = Annotated[
     list[str],
-    typer.Argument(metavar="RUN...", help="Run folders, their names below runs/, or 'latest'."),
+    typer.Argument(metavar="RUN", help="Run folders, their names below runs/, or 'latest'."),
 ]
+
+
+def _folders(runs: list[str]) -> list[Path]:
+    """Return the folders of runs, each once."""
+    return list(dict.fromkeys(RunFolder.open(run).path for run in runs))
 
 
 def report(
     runs: Runs,
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", metavar="FILE", help="Default: report.html in the folder of the run."),
+        typer.Option(
+            "-o",
+            "--out",
+            metavar="FILE",
+            help="Default: report.html in the run folder; of several runs report-NAME-NAME.html in the first one.",
+        ),
     ] = None,
 ) -> None:
     """Write the page of a run, or of several runs over each other, as one HTML file; prints its path.
@@ -32,7 +42,7 @@ def report(
     """
     from engine_plugin_tools.report import write_report
 
-    print(write_report([RunFolder.open(run).path for run in runs], out))
+    print(write_report(_folders(runs), out))
 
 
 def watch(
@@ -47,7 +57,7 @@ def watch(
     """
     from engine_plugin_tools.watch import watch_server
 
-    with watch_server([RunFolder.open(run).path for run in runs], port) as server:
+    with watch_server(_folders(runs), port) as server:
         print(f"http://127.0.0.1:{server.server_port}/", flush=True)
         try:
             server.serve_forever()

@@ -16,7 +16,7 @@
   const PAGE = 10; // completions shown at once
   const live = document.body.dataset.live === "1";
   const root = document.getElementById("page");
-  const ui = { filter: "", smooth: 0.6, zoom: null, run: 0, set: 0, step: null, sort: "low", only: "all", search: "", page: 0 };
+  const ui = { filter: "", smooth: 0.6, zoom: null, run: 0, set: 0, step: null, sort: "low", only: "all", search: "", page: 0, folds: {} };
   let data = JSON.parse(document.getElementById("data").textContent);
 
   // ---- elements, colors and numbers
@@ -33,6 +33,7 @@
     element.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
     return element;
   }
+  const valuesOf = (run, name) => (Object.hasOwn(run.metrics, name) ? run.metrics[name] : null); // a name may be "constructor"
   const dot = (i) => { const d = h("i.dot"); d.style.background = `var(--c${i % 8})`; return d; };
 
   const probe = document.body.appendChild(h("i", { hidden: true }));
@@ -65,7 +66,7 @@
     const axis = { stroke: () => color("--soft"), grid: { stroke: () => color("--grid"), width: 1 }, ticks: { stroke: () => color("--line"), size: 4, width: 1 }, font: "11px system-ui, sans-serif" };
     const size = (u, labels) => 14 + 6.4 * Math.max(1, ...(labels || []).filter(Boolean).map((label) => label.length));
     const shown = new uPlot({
-      width: Math.max(place.clientWidth, 120), height: options.height, legend: { show: false }, padding: [8, 12, 0, 0],
+      width: Math.max(place.clientWidth, 120), height: options.height, legend: { show: false }, padding: [8, 18, 0, 0],
       ...options,
       axes: [{ ...axis, size: 26, gap: 3, space: 48, ...(options.x || {}) }, { ...axis, size, gap: 4, space: 28, values: (u, ticks, axis, width, space) => ticks.map((t) => (t === null ? "" : tick(t, space))) }],
     }, values, place);
@@ -130,7 +131,7 @@
       this.element.dataset.metric = name;
     }
     tables() { // steps and [values, mean, low, high] of each run that has the metric
-      this.runs = data.runs.map((run, i) => ({ run, i })).filter(({ run }) => run.metrics[this.name]);
+      this.runs = data.runs.map((run, i) => ({ run, i })).filter(({ run }) => valuesOf(run, this.name));
       return this.runs.map(({ run }) => {
         const y = run.metrics[this.name];
         const count = y.filter((value) => value !== null).length;
@@ -271,6 +272,7 @@
     const top = KEY.filter((name) => names.includes(name)).slice(0, 6);
     const group = (name) => GROUPS.find(([, prefixes]) => prefixes.includes(name.split("/")[0]))?.[0] || name.split("/")[0];
     const titles = ["Overview", ...GROUPS.map(([title]) => title)];
+    for (const [name, panel] of panels) if (!names.includes(name)) { panel.plot?.destroy(); panel.element.remove(); panels.delete(name); } // of steps that a resume repeats
     for (const name of names.filter((each) => !bound.has(each))) {
       if (!panels.has(name)) {
         const title = top.includes(name) ? "Overview" : group(name);
@@ -284,7 +286,7 @@
         const panel = new Panel(name);
         panels.set(name, panel);
         const rank = (each) => { // the most important ones, then by name, constants last
-          const at = KEY.indexOf(each), constant = data.runs.every((run) => new Set((run.metrics[each] || []).filter((v) => v !== null)).size < 2);
+          const at = KEY.indexOf(each), constant = data.runs.every((run) => new Set((valuesOf(run, each) || []).filter((v) => v !== null)).size < 2);
           return at < 0 ? `9${+constant}${each}` : String(at).padStart(2, "0");
         };
         const grid = place.lastElementChild;
@@ -321,18 +323,18 @@
   };
   let histograms = [];
   function drawRollouts() {
-    const { sets, set, at } = current();
+    const { sets, set, at } = current(), focused = document.activeElement?.id;
     histograms.forEach((each) => each.destroy());
     histograms = [];
     if (!set) {
-      rollouts.replaceChildren(h("h2", { textContent: "Rollouts of a step" }), h("div.card.empty", { textContent: data.runs[ui.run].sets ? "This run has stored no rollouts (tracking.rollouts_every_steps)." : "Reading the stored rollouts." }));
+      rollouts.replaceChildren(h("h2", { textContent: "Rollouts of a step" }), h("div.card.empty", { textContent: data.runs[ui.run].sets ? data.runs[ui.run].unreadable || "This run has stored no rollouts (tracking.rollouts_every_steps)." : "Reading the stored rollouts." }));
       return;
     }
     const step = set.steps[at];
     const label = h("b", { textContent: step.step });
     const slider = h("input", { type: "range", id: "step", min: 0, max: set.steps.length - 1, value: at, "aria-label": "Step",
       oninput: () => { label.textContent = set.steps[slider.value].step; },
-      onchange: () => { ui.step = set.steps[slider.value].step; ui.page = 0; drawRollouts(); document.getElementById("step")?.focus(); } });
+      onchange: () => { ui.step = set.steps[slider.value].step; ui.page = 0; drawRollouts(); } });
     const names = { reward: "Reward", length: "Response length, tokens", advantage: "Advantage: reward minus its group's mean" };
     const places = Object.keys(step.histograms).map((kind) => [kind, h("div"), h("div.values")]);
     rollouts.replaceChildren(
@@ -356,6 +358,7 @@
       }, [counts.map((_, i) => low + (i + 0.5) * width), counts]));
       read({ cursor: {} });
     }
+    if (focused) document.getElementById(focused)?.focus({ preventScroll: true }); // drawn again while it is used
   }
   function choice(id, options, value, change) {
     const element = h("select", { id, "aria-label": id, onchange: () => change(element.value) }, options.map(([key, text]) => h("option", { value: key, textContent: text })));
@@ -403,14 +406,17 @@
   function health(run) { // conditions of the run and what to do about each
     return h("div", {}, Object.entries(run.health).map(([name, text]) => h("p.note.advice", {}, h("b", { textContent: name }), ` ${text}`)));
   }
+  function fold(title, count, open, ...children) { // stays open or closed when it is drawn again
+    return h("details.card", { open: ui.folds[title] ?? open, ontoggle: (event) => { ui.folds[title] = event.target.open; } }, h("summary", {}, title, count && h("small", { textContent: count })), children);
+  }
   function drawFacts() {
     const run = data.runs[ui.run];
     facts.replaceChildren(
       h("h2", { textContent: "What ran" }),
       data.runs.length > 1 ? health(run) : "",
-      h("details.card", { open: true }, h("summary", { textContent: "Versions, machine, data" }), h("table", {}, run.facts.map(([name, value]) => h("tr", {}, h("th", { textContent: name }), h("td", { textContent: value }))))),
-      run.warnings.length ? h("details.card", {}, h("summary", {}, "Warnings in the log", h("small", { textContent: run.warnings.length })), run.warnings.map((text) => h("p.note.warning", { textContent: text }))) : "",
-      h("details.card", {}, h("summary", { textContent: "config.resolved.toml" }), h("pre", { textContent: run.config })));
+      fold("Versions, machine, data", "", true, h("table", {}, run.facts.map(([name, value]) => h("tr", {}, h("th", { textContent: name }), h("td", { textContent: value }))))),
+      run.warnings.length ? fold("Warnings in the log", run.warnings.length, false, run.warnings.map((text) => h("p.note.warning", { textContent: text }))) : "",
+      fold("config.resolved.toml", "", false, h("pre", { textContent: run.config })));
   }
   function theme(name) {
     document.documentElement.style.colorScheme = name || "";
@@ -442,7 +448,7 @@
         if (!now.set || !before.set || old !== JSON.stringify(now.set.steps[now.at]) || now.set.steps.length !== before.set.steps.length) drawRollouts();
         drawFacts();
       }
-      document.getElementById("live").textContent = "live";
+      document.getElementById("live").textContent = answer.ok ? "live" : "the runs cannot be read";
     } catch {
       document.getElementById("live").textContent = "not connected";
     }
@@ -457,7 +463,7 @@
       h("button", { id: "theme", textContent: "◐ Theme", title: "Light or dark", onclick: toggleTheme })),
     head,
     h("div.bar.sticky", {}, filter, h("span.soft", { id: "count" }), h("label", {}, "Smoothing", smooth),
-      data.runs.length > 1 && h("label", {}, "Details of", choice("run", data.runs.map((run, i) => [i, run.name]), 0, (value) => { ui.run = +value; ui.step = null; ui.page = 0; phases.draw(); drawRollouts(); drawFacts(); })),
+      data.runs.length > 1 && h("label", {}, "Details of", choice("run", data.runs.map((run, i) => [i, run.name]), 0, (value) => { ui.run = +value; ui.set = 0; ui.step = null; ui.page = 0; phases.draw(); drawRollouts(); drawFacts(); })),
       h("button", { id: "reset", textContent: "Reset zoom", disabled: true, onclick: () => zoomTo(null) })),
     metrics, phases.element, rollouts, facts);
   try { theme(localStorage.getItem("engine-theme")); } catch { /* as above */ }
