@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import socket
 import urllib.request
 from pathlib import Path
 
@@ -185,6 +186,20 @@ def test_prometheus_answers_on_loopback_with_the_newest_step(tmp_path, caplog):
     assert 'engine_step{run="a"} 2.0\n' in seen[0]
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(url())
+
+
+def test_a_port_that_is_taken_is_said_with_what_to_do(tmp_path, caplog):
+    config = config_in(tmp_path, tracking={"trackers": ["prometheus"]})
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config.tracking.options = {"prometheus": PrometheusOptions(port=port)}
+        hub = TrackerHub(RunFolder.create(config), config, Plugins())
+        hub.start()
+        hub.close()
+    assert (
+        f"127.0.0.1:{port} cannot be opened: Address already in use. Set tracking.prometheus.port"
+        in caplog.text
+    )
 
 
 def test_the_dashboard_asks_for_metrics_that_the_reference_explains():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_core.config.dump import leaves
 from engine_core.config.read import key_text
+from engine_core.errors import EnvironmentProblem
 from engine_core.runs.tracking import RunFolder, Tracker
 from engine_plugin_tools.packages import require_package
 
@@ -260,11 +261,20 @@ class Prometheus(DetailTracker):
     package = "prometheus_client"
 
     def begin(self, run: RunFolder, config: Mapping[str, Any]) -> None:
-        """Open the endpoint."""
+        """Open the endpoint.
+
+        Raises:
+            EnvironmentProblem: the port cannot be opened; another run may have it.
+        """
         import prometheus_client as prometheus
 
         self._registry, self._gauges = prometheus.CollectorRegistry(), dict[str, Any]()
-        self._server, _ = prometheus.start_http_server(self.options.port, "127.0.0.1", self._registry)
+        port = self.options.port
+        try:
+            self._server, _ = prometheus.start_http_server(port, "127.0.0.1", self._registry)
+        except OSError as error:
+            fix = "Set tracking.prometheus.port to another one, or to 0 for any free one."
+            raise EnvironmentProblem(f"127.0.0.1:{port} cannot be opened: {error.strerror}. {fix}") from error
         log.info("Prometheus: http://127.0.0.1:%d/metrics", self._server.server_port)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
