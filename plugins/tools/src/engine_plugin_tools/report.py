@@ -24,6 +24,7 @@ from engine_core.errors import DataError
 from engine_core.runs.logs import PHASES, with_interval
 from engine_core.runs.tracking import RunFolder
 from engine_plugin_tools.health import health_of
+from engine_plugin_tools.output_files import write_output
 from engine_plugin_tools.run_state import run_state
 from engine_plugin_tools.stored_rollouts import LIMITS, stored_rollouts
 
@@ -71,7 +72,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     """
     others = "-".join(["", *(path.name for path in paths)]) if len(paths) > 1 else ""
     target = out or paths[0] / f"report{others}.html"
-    target.write_text(page(page_data(paths)), encoding="utf-8")
+    write_output(target, page(page_data(paths)))
     return target
 
 
