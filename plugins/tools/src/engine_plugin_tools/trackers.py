@@ -9,7 +9,9 @@ import logging
 import re
 import secrets
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_core.config.dump import leaves
@@ -20,7 +22,6 @@ from engine_plugin_tools.packages import require_package
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -207,6 +208,14 @@ class Mlflow(DetailTracker):
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
+        database = Path(self.options.uri.removeprefix("sqlite:///"))
+        if self.options.uri.startswith("sqlite:///") and not database.exists():
+            # tables take seconds; a run that ends meanwhile would leave a database that no later run can open
+            with tempfile.TemporaryDirectory(prefix=".mlflow", dir=database.parent) as folder:
+                made = Path(folder) / "new.db"
+                MlflowClient(f"sqlite:///{made}")
+                with contextlib.suppress(FileExistsError):  # another run was first
+                    database.hardlink_to(made)
         self._client = MlflowClient(self.options.uri)
         id_file, name = run.path / "mlflow_id.txt", run.path.name
         known = id_file.read_text().split(" ", 1) if id_file.exists() else ["", ""]
