@@ -47,7 +47,7 @@ FOUND = {
     "reward_failures": (
         {"reward__failures": 6, "rollouts": 100},
         {"reward__failures": 5, "rollouts": 100},
-        "6% of the rollouts have a reward that failed.",
+        "Rewards failed 30 times on 500 rollouts.",
     ),
     "skipped_updates": ({"actor__skipped_steps": 1}, {"actor__skipped_steps": 0}, "5 updates were skipped"),
 }
