@@ -124,7 +124,10 @@ def _loaded(name: str, full: str) -> Any:
 def _complete(ctx: Any, parameter: Any, incomplete: str) -> list[str]:
     """Return what a shell offers for an incomplete word, from the part ``completion``."""
     words = ctx.parent.args  # those of `ctx` end before a last `--set`
-    return list(PluginSet().require("parts", "completion")(parameter.metavar, words, incomplete))
+    try:
+        return list(PluginSet().require("parts", "completion")(parameter.metavar, words, incomplete))
+    except (EngineError, OSError):  # the line that is typed has no place for a message
+        return []
 
 
 SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")

@@ -17,7 +17,7 @@ Sets = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="Set one key: --set actor.optim.lr=1e-6; may be repeated. A path is relative to the working directory, "
-        "in a plugin's table to the run file.",
+        "in plugins and in a plugin's table to the run file.",
     ),
 ]
 AllowCode = Annotated[

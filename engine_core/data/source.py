@@ -92,7 +92,7 @@ class Preparer:
             raw = self.rows.row(index)
             item = self._item(raw, index, f"{self.split}:{self._id(raw, index)}")
         except BadRow as problem:
-            return Outcome("bad_rows", problem=f"{self.rows.where(index)}: {problem}")
+            return Outcome("bad_rows", problem=f"{self.rows.where(index)}: {str(problem).removesuffix('.')}")
         except OverLong as problem:
             limit = f"{self.key if self.limit == self._asked else self.held_by} is {self.limit}"
             return Outcome("over_long", problem=f"{self.rows.where(index)}: {problem}; {limit}")

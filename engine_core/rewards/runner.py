@@ -48,7 +48,7 @@ def reward_statistics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {
         "reward/mean": statistics.fmean(rewards) if rewards else 0.0,
         "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
-        "reward/zero_variance_groups": flat / len(groups) if groups else 0.0,
+        "reward/zero_variance_groups": flat / len(groups) if len(groups) < len(rollouts) else 0.0,
     }
 
 

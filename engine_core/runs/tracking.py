@@ -52,6 +52,8 @@ __all__ = ["RunFolder", "Tracker", "TrackerHub", "read_rollouts", "write_rollout
 logger = logging.getLogger("engine")
 HELD = 16
 """Queued calls of a tracker above which it receives no events: they hold the rollouts of a step."""
+MOST = 10_000
+"""Queued calls of a tracker above which it receives no metrics either: one that hangs must not fill the memory."""
 
 
 class RunFolder:
@@ -285,7 +287,7 @@ class Tracker:
     def on_event(self, event: str, step: int, data: Mapping[str, Any]) -> None:
         """Receive an event of the run, such as ``rollouts_finished``: see ``engine_on_event``. Change nothing in ``data``.
 
-        A tracker that is ``HELD`` calls behind receives the metrics of each step, but no events until it has caught up.
+        A tracker that is ``HELD`` calls behind receives no events until it has caught up, and no metrics at ``MOST``.
         """
 
     def close(self) -> None:
@@ -386,7 +388,7 @@ class TrackerHub:
             self._file.write(text[len(text) // 2 :])
             self._file.flush()
         for feeder in self._feeders:
-            if feeder.is_alive():
+            if feeder.is_alive() and feeder.calls.qsize() < MOST:
                 feeder.calls.put(functools.partial(feeder.tracker.log, step, finite))
 
     def event(self, event: str, step: int, data: Mapping[str, Any]) -> None:

@@ -61,3 +61,12 @@ def test_keys_are_completed_for_a_run_and_without_a_file(completed, tmp_path):
     assert completed("train", "--set", "run.step") == ["run.steps="]
     (tmp_path / "bad.toml").write_text("[run")
     assert "run.steps=" in completed("train", "bad.toml", "--set", "run.st")
+
+
+def test_a_word_that_no_completion_can_read_is_left_as_it_is(completed, monkeypatch):
+    too_long = "a" * 300
+    assert completed("train", "**") == completed("train", "[") == completed("train", "nosuch/") == []
+    for words in (("resume", too_long), ("train", f"{too_long}.toml")):
+        assert completed(*words, "--set", "run.step") == ["run.steps="]
+    monkeypatch.setenv("ENGINE__NOSUCH", "1")
+    assert completed("train", "--set", "run.step") == []

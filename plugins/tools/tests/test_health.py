@@ -47,7 +47,7 @@ FOUND = {
     "reward_failures": (
         {"reward__failures": 6, "rollouts": 100},
         {"reward__failures": 5, "rollouts": 100},
-        "6% of the rollouts have a reward that failed.",
+        "Rewards failed 30 times on 500 rollouts.",
     ),
     "skipped_updates": ({"actor__skipped_steps": 1}, {"actor__skipped_steps": 0}, "5 updates were skipped"),
 }
@@ -61,7 +61,7 @@ def test_a_condition_is_found_beyond_its_bound_and_not_at_it(name):
     assert list(found) == [name]
     assert text in found[name]
     assert CONDITIONS[name].fix in found[name]
-    assert found[name].endswith(f"See docs/reference/health.md#{name.replace('_', '-')}")
+    assert found[name].endswith(f"See docs/reference/health.md#{name}")
     assert conditions(first, steps(**at)) == {}
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import socket
+import sys
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +20,7 @@ from engine_core.runs.tracking import RunFolder, TrackerHub
 from engine_core.types import Prompt, Request, Sampling
 from engine_plugin_tools import trackers
 from engine_plugin_tools.commands.grafana import PANELS, dashboard
-from engine_plugin_tools.tracker_options import PrometheusOptions, TensorBoardOptions
+from engine_plugin_tools.tracker_options import MlflowOptions, PrometheusOptions, TensorBoardOptions
 
 
 class Plugins:
@@ -164,6 +167,34 @@ def test_a_tracker_that_cannot_show_rollouts_is_off_and_metrics_are_written(tmp_
     assert [line["step"] for line in run.read_metrics()] == [1]
 
 
+def test_a_database_of_mlflow_that_was_not_finished_is_made_again(tmp_path, monkeypatch):
+    database, answers = tmp_path / "m.db", ["cut", "whole", "opened"]
+
+    class Client:
+        def __init__(self, uri):
+            self.answer = answers.pop(0)
+            if self.answer != "opened":
+                Path(uri.removeprefix("sqlite:///")).write_text(self.answer)
+            if self.answer == "cut":
+                raise SystemExit  # as if the process had ended
+
+    entities, tracking = SimpleNamespace(Param=None), SimpleNamespace(MlflowClient=Client)
+    modules = {"mlflow": SimpleNamespace(), "mlflow.entities": entities, "mlflow.tracking": tracking}
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(trackers, "require_package", lambda *words: None)
+    run = SimpleNamespace(path=tmp_path / "a")
+    run.path.mkdir()
+    (run.path / "mlflow_id.txt").write_text("7 a")
+    mlflow = trackers.Mlflow(MlflowOptions(uri=f"sqlite:///{database}"))
+    with pytest.raises(SystemExit):
+        mlflow.begin(run, {})
+    assert not database.exists()
+    mlflow.begin(run, {})
+    assert (mlflow._client.answer, database.read_text()) == ("opened", "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"a", "m.db"}
+
+
 def test_prometheus_answers_on_loopback_with_the_newest_step(tmp_path, caplog):
     caplog.set_level("INFO")
     config = config_in(tmp_path, tracking={"trackers": ["prometheus"]})
@@ -184,6 +215,20 @@ def test_prometheus_answers_on_loopback_with_the_newest_step(tmp_path, caplog):
     assert 'engine_step{run="a"} 2.0\n' in seen[0]
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(url())
+
+
+def test_a_port_that_is_taken_is_said_with_what_to_do(tmp_path, caplog):
+    config = config_in(tmp_path, tracking={"trackers": ["prometheus"]})
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config.tracking.options = {"prometheus": PrometheusOptions(port=port)}
+        hub = TrackerHub(RunFolder.create(config), config, Plugins())
+        hub.start()
+        hub.close()
+    assert (
+        f"127.0.0.1:{port} cannot be opened: Address already in use. Set tracking.prometheus.port"
+        in caplog.text
+    )
 
 
 def test_the_dashboard_asks_for_metrics_that_the_reference_explains():

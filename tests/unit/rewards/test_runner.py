@@ -5,6 +5,7 @@ import pytest
 from engine_core.config.rewards import RewardConfig
 from engine_core.errors import ConfigError, DataError, PluginError, TrainingFailed
 from engine_core.metrics import Sum
+from engine_core.rewards.runner import reward_statistics
 
 
 def config(name, **settings):
@@ -91,6 +92,12 @@ def test_a_rollout_to_which_no_reward_applies_gives_no_gradient(runner, rollouts
 def test_groups_without_differences_are_counted(runner, rollouts):
     metrics = runner(live=[length]).score(rollouts("a", "b", "c", "dd", "e", "f"), 1)
     assert metrics["reward/zero_variance_groups"] == pytest.approx(2 / 3)
+
+
+def test_groups_of_one_response_lack_no_differences(rollouts):
+    [first, other] = rollouts("a", "b")
+    other.group_id = first.group_id + 1
+    assert reward_statistics([first, other])["reward/zero_variance_groups"] == 0.0
 
 
 def test_no_rollouts_give_finite_metrics(runner):

@@ -6,6 +6,7 @@ import threading
 from types import SimpleNamespace
 
 from engine_core.config import EngineConfig
+from engine_core.runs import tracking
 from engine_core.runs.tracking import HELD, RunFolder, Tracker, TrackerHub
 
 
@@ -58,3 +59,22 @@ def test_a_tracker_that_is_behind_misses_events_and_no_metrics(tmp_path):
     hub.close()
     assert [each for each in seen if each != "rollouts_finished"] == list(range(1, 41))
     assert 0 < seen.count("rollouts_finished") <= HELD
+
+
+def test_a_tracker_that_hangs_holds_a_bounded_number_of_steps(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tracking, "MOST", 20)
+    go = threading.Event()
+
+    class Hung(Tracker):
+        def log(self, step, metrics):
+            go.wait(60)
+
+    hub = hub_of(Hung, tmp_path)
+    for step in range(1, 41):
+        hub.log(step, {"a": 1.0})
+    [feeder] = hub._feeders
+    assert feeder.calls.qsize() <= 20
+    hub.close(0.1)
+    go.set()
+    assert "is left behind; metrics.jsonl has all steps" in caplog.text
+    assert len((tmp_path / "a" / "metrics.jsonl").read_text().splitlines()) == 40

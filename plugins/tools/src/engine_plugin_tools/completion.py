@@ -33,9 +33,9 @@ def runs(incomplete: str) -> list[str]:
 
 def files(incomplete: str) -> list[str]:
     """Return the TOML files and the folders whose paths begin with the typed text."""
-    folder, _, start = incomplete.rpartition("/")
-    root = Path(folder or ("/" if incomplete.startswith("/") else "."))
-    found = sorted(path for path in root.glob(f"{start}*") if path.is_dir() or path.suffix == ".toml")
+    folder, slash, start = incomplete.rpartition("/")
+    named = (path for path in Path(folder or slash or ".").iterdir() if path.name.startswith(start))
+    found = sorted(path for path in named if path.is_dir() or path.suffix == ".toml")
     return [f"{path}/" if path.is_dir() else str(path) for path in found]
 
 
@@ -45,7 +45,7 @@ def keys(words: Sequence[str], incomplete: str) -> list[str]:
     try:
         data = read_config(named or [RunFolder.open(words[0]).config_file]).data
         config = load_config({key: value for key, value in data.items() if key != "plugins"})
-    except (EngineError, IndexError):  # no file yet, or one that is not complete
+    except (EngineError, IndexError, OSError):  # no file yet, or one that is not complete
         config = load_config()
     found = (key_text(path) for path, _ in leaves(as_data(config, unset=True)))
     return [f"{key}=" for key in found if key.startswith(incomplete)]

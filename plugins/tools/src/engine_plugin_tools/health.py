@@ -70,8 +70,9 @@ def _idle(first: Lines, newest: Lines) -> str:
 def _failures(first: Lines, newest: Lines) -> str:
     failed = sum(line.get("reward/failures") or 0 for line in newest)
     rollouts = sum(line.get("rollouts") or 0 for line in newest)
-    share = failed / rollouts if rollouts else 0.0
-    return f"{share:.0%} of the rollouts have a reward that failed." if share > 0.05 else ""
+    return (
+        f"Rewards failed {failed:.0f} times on {rollouts:.0f} rollouts." if failed > 0.05 * rollouts else ""
+    )
 
 
 def _skipped(first: Lines, newest: Lines) -> str:
@@ -134,7 +135,7 @@ def conditions(first: Lines, newest: Lines) -> dict[str, str]:
 
 def explained(name: str, text: str) -> str:
     """Return a text with the heading that explains its condition."""
-    return f"{text} See docs/reference/health.md#{name.replace('_', '-')}"
+    return f"{text} See docs/reference/health.md#{name}"
 
 
 def health_of(lines: Lines) -> dict[str, str]:

@@ -20,10 +20,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from engine_core.errors import DataError, EnvironmentProblem
+from engine_core.errors import DataError
 from engine_core.runs.logs import PHASES, with_interval
 from engine_core.runs.tracking import RunFolder
 from engine_plugin_tools.health import health_of
+from engine_plugin_tools.output_files import write_output
 from engine_plugin_tools.run_state import run_state
 from engine_plugin_tools.stored_rollouts import LIMITS, stored_rollouts
 
@@ -75,13 +76,7 @@ def write_report(paths: Sequence[Path], out: Path | None = None) -> Path:
     """
     others = "-".join(["", *(path.name for path in paths)]) if len(paths) > 1 else ""
     target = out or paths[0] / f"report{others}.html"
-    text = page(page_data(paths))
-    try:
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"'{target}' cannot be written: {error.strerror}. Name another file: --out FILE."
-        ) from error
+    write_output(target, page(page_data(paths)))
     return target
 
 

@@ -9,17 +9,19 @@ import logging
 import re
 import secrets
 import sys
+import tempfile
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from engine_core.config.dump import leaves
 from engine_core.config.read import key_text
+from engine_core.errors import EnvironmentProblem
 from engine_core.runs.tracking import RunFolder, Tracker
 from engine_plugin_tools.packages import require_package
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
     from numpy.typing import NDArray
 
@@ -205,6 +207,14 @@ class Mlflow(DetailTracker):
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
+        database = Path(self.options.uri.removeprefix("sqlite:///"))
+        if self.options.uri.startswith("sqlite:///") and not database.exists():
+            # tables take seconds; a run that ends meanwhile would leave a database that no later run can open
+            with tempfile.TemporaryDirectory(prefix=".mlflow", dir=database.parent) as folder:
+                made = Path(folder) / "new.db"
+                MlflowClient(f"sqlite:///{made}")
+                with contextlib.suppress(FileExistsError):  # another run was first
+                    database.hardlink_to(made)
         self._client = MlflowClient(self.options.uri)
         id_file, name = run.path / "mlflow_id.txt", run.path.name
         known = id_file.read_text().split(" ", 1) if id_file.exists() else ["", ""]
@@ -259,11 +269,20 @@ class Prometheus(DetailTracker):
     package = "prometheus_client"
 
     def begin(self, run: RunFolder, config: Mapping[str, Any]) -> None:
-        """Open the endpoint."""
+        """Open the endpoint.
+
+        Raises:
+            EnvironmentProblem: the port cannot be opened; another run may have it.
+        """
         import prometheus_client as prometheus
 
         self._registry, self._gauges = prometheus.CollectorRegistry(), dict[str, Any]()
-        self._server, _ = prometheus.start_http_server(self.options.port, "127.0.0.1", self._registry)
+        port = self.options.port
+        try:
+            self._server, _ = prometheus.start_http_server(port, "127.0.0.1", self._registry)
+        except OSError as error:
+            fix = "Set tracking.prometheus.port to another one, or to 0 for any free one."
+            raise EnvironmentProblem(f"127.0.0.1:{port} cannot be opened: {error.strerror}. {fix}") from error
         log.info("Prometheus: http://127.0.0.1:%d/metrics", self._server.server_port)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -38,7 +38,7 @@ def test_a_run_named_twice_is_shown_once(engine, run):
 def test_a_file_that_cannot_be_written_or_read_is_one_line(engine, run, tmp_path):
     answer = engine("report", "first", "--out", tmp_path / "none" / "page.html")
     assert answer.code == 5
-    assert answer.err == f"engine: '{tmp_path}/none/page.html' cannot be written: No such file or directory. Name another file: --out FILE.\n"  # fmt: skip
+    assert answer.err == f"engine: '{tmp_path}/none/page.html' cannot be written: No such file or directory. Choose another place.\n"  # fmt: skip
     (run / "config.resolved.toml").write_text("steps =")
     answer = engine("report", "first")
     assert answer.code == 4

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from engine_core.cli.output import print_json
+from engine_plugin_tools.output_files import write_output
 from engine_plugin_tools.trackers import gauge_name
 
 PANELS = {
@@ -44,7 +45,7 @@ def grafana(
     if out is None:
         print_json(dashboard())
     else:
-        out.write_text(json.dumps(dashboard(), indent=2), encoding="utf-8")
+        write_output(out, json.dumps(dashboard(), indent=2))
         print(out)
 
 

@@ -13,8 +13,8 @@ from engine_core.cli.loading import trainer_of
 from engine_core.cli.options import AllowCode, Json, Run, Sets
 from engine_core.cli.output import print_json, print_table
 from engine_core.errors import ConfigError
-from engine_core.runs.folders import writing
 from engine_core.runs.tracking import RunFolder
+from engine_plugin_tools.output_files import write_output
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -59,8 +59,7 @@ def manifest(
     if out.exists():
         raise ConfigError(f"'{out}' exists already, and nothing is overwritten. Choose another name.")
     found = describe(RunFolder.open(run), steps, data, [RunFolder.open(other) for other in repeats or []])
-    with writing(f"The manifest {out}"):
-        out.write_text(found.model_dump_json(indent=1), "utf-8")
+    write_output(out, found.model_dump_json(indent=1))
     print(f"{out}: {len(found.steps)} steps, {len(found.inputs)} inputs, {len(found.packages)} packages")
 
 

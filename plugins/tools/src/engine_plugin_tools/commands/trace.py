@@ -12,6 +12,7 @@ import typer
 from engine_core.cli.options import Run
 from engine_core.errors import ConfigError
 from engine_core.runs.tracking import RunFolder
+from engine_plugin_tools.output_files import write_output
 
 
 def trace(
@@ -48,5 +49,5 @@ def trace(
             raise ConfigError(f"--steps '{steps}': expected a step or FIRST:LAST, such as 5 or 5:8.")
         spans = of_steps(spans, int(found[1]), int(found[2] or found[1]))
     path = out or folder / "trace.json"
-    path.write_text(json.dumps(as_trace(spans)), encoding="utf-8")
+    write_output(path, json.dumps(as_trace(spans)))
     print(path)
