@@ -90,7 +90,7 @@ def list_runs(
             state.name,
             state.state,
             f"{state.step}/{'?' if state.steps is None else state.steps}",
-            "-" if state.reward is None else f"{state.reward:.3f}",
+            "-" if state.reward is None else f"{state.reward:{'.3f' if abs(state.reward) < 1e6 else '.3g'}}",
             state.age,
             state.folder,
         ]

@@ -310,7 +310,7 @@
       if (words.length) group.open = true;
       group.querySelector("small").textContent = count;
     }
-    document.getElementById("count").textContent = panels.size ? `${shown} of ${panels.size} metrics` : "no step is finished yet";
+    document.getElementById("count").textContent = panels.size ? `${shown} of ${panels.size} metrics` : "no step is finished";
   }
 
   // ---- rollouts of a step: histograms and completions
