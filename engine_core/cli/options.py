@@ -16,8 +16,8 @@ Sets = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="Set one key: --set actor.optim.lr=1e-6; may be repeated. A path is relative to the working directory, "
-        "in plugins and in a plugin's table to the run file.",
+        help="Set one key: --set actor.optim.lr=1e-6; may be repeated. A path is relative to the working directory; "
+        "one in plugins, or in a plugin's table, is relative to the run file.",
     ),
 ]
 AllowCode = Annotated[

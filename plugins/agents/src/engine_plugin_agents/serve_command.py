@@ -42,6 +42,9 @@ def serve(
     Prints the address and the API key when it is ready. The model samples as [rollout] says.
 
     Example: engine serve latest --step best --port 8000
+
+    Raises:
+        ConfigError: the port cannot be opened.
     """
     from engine_plugin_agents.server import bound
     from engine_plugin_agents.serving import Service, read_target
@@ -83,6 +86,9 @@ def chat(
     stdin is not a terminal, each line is a message and only the answers are printed.
 
     Example: engine chat latest --system "Be brief."
+
+    Raises:
+        ConfigError: a server was named with options of a model.
     """
     if target.startswith(("http://", "https://")):
         if step is not None or sets:

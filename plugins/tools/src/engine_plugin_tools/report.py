@@ -120,7 +120,11 @@ def page_data(paths: Sequence[Path], rollouts: bool = True) -> dict[str, Any]:
 
 
 def run_data(path: Path) -> dict[str, Any]:
-    """Return what the page shows of a run, without its rollouts: state, facts, metrics by name."""
+    """Return what the page shows of a run, without its rollouts: state, facts, metrics by name.
+
+    Raises:
+        DataError: the config of the run is no TOML.
+    """
     state, metrics = run_state(path), RunFolder(path).read_metrics()
     text = (path / "config.resolved.toml").read_text(encoding="utf-8")
     try:

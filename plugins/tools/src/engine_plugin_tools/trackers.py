@@ -49,7 +49,11 @@ class DetailTracker(Tracker):
         self.begin(run, config)
 
     def begin(self, run: RunFolder, config: Mapping[str, Any]) -> None:
-        """Open the backend."""
+        """Open the backend.
+
+        Raises:
+            NotImplementedError: by default.
+        """
         raise NotImplementedError
 
     def on_event(self, event: str, step: int, data: Mapping[str, Any]) -> None:
