@@ -21,6 +21,13 @@ def test_a_loss_scale_without_fp16_is_refused():
 def test_ranks_that_share_a_pack_compile_nothing(name):
     with pytest.raises(ValidationError, match=f"{name} 2 cannot be combined with compile"):
         FSDPOptions(**{name: 2, "compile": True})
+    assert not FSDPOptions(**{name: 2}).compiles(accelerator=True, quantized=False)
+
+
+def test_forward_passes_are_compiled_by_default_on_an_accelerator_alone():
+    assert FSDPOptions().compiles(accelerator=True, quantized=False)
+    assert not FSDPOptions().compiles(accelerator=False, quantized=False)
+    assert not FSDPOptions().compiles(accelerator=True, quantized=True)
 
 
 @pytest.mark.parametrize("sharding", ["grad_op", "none"])

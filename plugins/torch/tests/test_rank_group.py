@@ -37,6 +37,15 @@ def test_its_group_goes_with_the_last_engine_that_uses_it(one):
     assert one.most(2) == 2
 
 
+def test_a_group_that_another_library_destroyed_is_not_destroyed_twice():
+    group = RankGroup(0, 1, CPU)
+    dist.destroy_process_group()  # vLLM does so when it shuts down
+    group.close()
+    again = RankGroup(0, 1, CPU)
+    assert again.most(3) == 3
+    again.close()
+
+
 def test_ranks_that_nobody_joined_are_refused(one):
     with pytest.raises(EnvironmentProblem, match="There should be 2 ranks, and they have not been joined"):
         join(2, CPU)

@@ -55,8 +55,6 @@ class FSDPOptions(ForwardOptions):
     """``full``: recompute the activations of each unit in the backward pass. Recomputation uses less memory and takes about a quarter more time. A number n: recompute the activations of every n-th unit. ``auto``: ``full`` if `max_tokens_per_rank` tokens (16384 if that key is ``auto``) would not fit otherwise, by an estimate; never on the CPU."""
     activation_offload: bool = False
     """Keep the activations of each unit in host memory until its backward pass."""
-    compile: bool | Literal["auto"] = False
-    """Compile each unit and the log-probs with torch.compile. ``auto``: compile on an accelerator."""
     sp: int = Field(default=1, gt=0)
     """Number of ranks that share the tokens of each micro-batch (sequence parallelism). Use it for sequences that do not fit on one rank. The value must divide the model's query heads and the number of ranks, and divide the key-value heads or be a multiple of them."""
     tp: int = Field(default=1, gt=0)
@@ -80,6 +78,10 @@ class FSDPOptions(ForwardOptions):
         """Whether weights stay whole from the forward to the backward pass."""
         return self.sharding in ("grad_op", "none") or self.reshard_after_forward is False
 
+    def compiles(self, accelerator: bool, quantized: bool) -> bool:
+        """Return whether forward passes are compiled; ranks that share a sequence or a layer compile nothing."""
+        return super().compiles(accelerator, quantized) and self.sp == self.tp == 1
+
     @model_validator(mode="after")
     def _fits(self) -> FSDPOptions:
         if self.reshard_after_forward is True and self.sharding in ("grad_op", "none"):
@@ -93,7 +95,7 @@ class FSDPOptions(ForwardOptions):
                 "set sharding = 'hybrid', or leave it out."
             )
         for name, ranks in (("sp", self.sp), ("tp", self.tp)):
-            if ranks > 1 and self.compile:
+            if ranks > 1 and self.compile is True:
                 raise ValueError(f"{name} {ranks} cannot be combined with compile: leave one out.")
         for name, used in (
             ("fp8", self.fp8),

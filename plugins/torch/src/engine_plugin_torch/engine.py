@@ -282,8 +282,7 @@ class TorchEngine(TrainEngine):
     @property
     def _compiles(self) -> bool:
         """Whether forward passes are compiled."""
-        automatic = self.device.type != "cpu" and not self.quantize
-        return automatic if self.options.compile == "auto" else bool(self.options.compile)
+        return self.options.compiles(self.device.type != "cpu", bool(self.quantize))
 
     @property
     def lr(self) -> float:

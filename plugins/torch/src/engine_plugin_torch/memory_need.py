@@ -52,7 +52,7 @@ def memory_need(
     if shape is None:
         gradients = {"gradients": held.gradients}
         return MemoryNeed(_kept(held), _idle(held), gradients, saved=stored, unknown=("activations",))
-    compiled = options.compile is True or (options.compile == "auto" and not method)
+    compiled = options.compiles(True, bool(method))
     half = types.compute in (torch.float16, torch.bfloat16)
     act = activations(shape, budget.settings_of(module, options, types, role, compiled, half))
     asked, sharers = config.max_tokens_per_rank, getattr(options, "sp", 1)

@@ -28,11 +28,15 @@ class ForwardOptions(Options):
     share_prefixes: bool = True
     """Compute a common prefix of a micro-batch's sequences, such as the prompt of a group, only once. The key has an effect only on the CPU with `model.attention` ``varlen``."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile each unit (decoder layers, see ``engine_wrap_policy``) and the log-probs with torch.compile. ``auto``: compile on an accelerator if nothing is quantized. Compilation takes seconds in the first step; a small model is then twice as fast."""
+    """Compile each unit (decoder layers, see ``engine_wrap_policy``) and the log-probs with torch.compile. ``auto``: compile on an accelerator if nothing is quantized and no ranks share a sequence or a layer. Compilation takes seconds in the first step; a small model is then twice as fast."""
     loss_scale: float = Field(default=LOSS_SCALE, gt=0)
     """With ``fp16``: initial factor of the loss. A step whose gradients overflow is skipped on all ranks and halves the factor, down to 1; 2000 good steps double it."""
 
     fp16_key: ClassVar[str] = "compute_dtype"  #: the key that chooses ``fp16``, for messages
+
+    def compiles(self, accelerator: bool, quantized: bool) -> bool:
+        """Return whether forward passes are compiled on such a device, with weights quantized or not."""
+        return accelerator and not quantized if self.compile == "auto" else self.compile
 
     @model_validator(mode="after")
     def _has_a_loss_scale(self) -> Self:
