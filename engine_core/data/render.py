@@ -66,7 +66,11 @@ class Renderer:
         return row
 
     def render(self, row: Row) -> Rendered:
-        """Render a row that has its system message."""
+        """Render a row that has its system message.
+
+        Raises:
+            BadRow: the prompt is empty.
+        """
         prompt = row.prompt
         if isinstance(prompt, str):
             ids = self._text_ids(prompt)

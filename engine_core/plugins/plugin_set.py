@@ -263,7 +263,7 @@ class PluginSet:
         return list(dict.fromkeys([*self.named[::-1], *(self.chosen[backend][1] for backend in backends)]))
 
     def emit(self, event: str, step: int, data: Mapping[str, Any]) -> list[str]:
-        """Call every observer and return the answers after their plugins' labels. A failure is logged and counted."""
+        """Call every observer and return the answers after their plugins' labels. A failure is logged and counted, not raised."""
         if self.listener:
             self.listener(event, step, data)
         answers = []

@@ -181,7 +181,11 @@ class MultiProcessRuntime(Runtime):
 
     @contextmanager
     def profiled(self, folder: Path) -> Iterator[None]:
-        """Profile all ranks during the context, also one that fails; after a stop they write their files when they end."""
+        """Profile all ranks during the context; after a stop they write their files when they end.
+
+        Raises:
+            Exception: the context's own error, after the ranks wrote their files.
+        """
         self._profile(str(folder))
         try:
             yield

@@ -29,12 +29,12 @@ class Shortage(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
-        """Return the scalar ``value``."""
+        """Return a copy of ``value`` (``[*S]``)."""
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the scalar ``gradient``.
+        """Return ``gradient`` (``[*S]``).
 
         Raises:
             torch.OutOfMemoryError: it is this pass's turn.

@@ -22,7 +22,11 @@ LONG_ID = 40 * "a/\u00e9 \U0001f600\n"  # no limit of an id is known
 
 
 def finish(engine: RolloutEngine, calls: int = 2000) -> list[Rollout]:
-    """Step until no request is unfinished and return the rollouts."""
+    """Step until no request is unfinished and return the rollouts.
+
+    Raises:
+        AssertionError: requests are unfinished after ``calls`` steps.
+    """
     done: list[Rollout] = []
     for _ in range(calls):
         done += engine.step()

@@ -353,7 +353,7 @@ def an_engine_asleep_takes_no_update(bench: RolloutBench) -> None:
 def an_engine_that_slept_samples_as_before(bench: RolloutBench) -> None:
     """After ``sleep`` and ``wake``, the engine samples the same policy as before.
 
-    It sleeps whole or with the weights kept. An update is taken while the weights are awake: kept, or woken alone.
+    It sleeps whole or with the weights kept. An update while the weights are awake, kept or woken alone, raises nothing.
     """
     engine = bench.engine()
     for keep in ((), ("weights",)):

@@ -113,7 +113,7 @@ class Suite:
 
     @classmethod
     def setup_class(cls) -> None:
-        """Check the plugin and its options, and prepare the workers."""
+        """Check the plugin and its options, and prepare the workers; a problem is kept, and each test raises it."""
         cls._problem, cls._told = "", False
         try:
             plugins = PluginSet.load({cls.kind: {cls.offered()}}, cls.plugins, cls.root())

@@ -205,7 +205,7 @@ def every_kind_of_adapter_is_that_of_peft(bench: TrainBench) -> None:
     """For each table of ``lora``, policy and gradient are the same as in peft with the exported adapter.
 
     Merged weights, streamed and exported, have the same log-probs. Without the adapter the log-probs are the base's. What
-    the suite takes out of ``lora`` is refused.
+    the suite takes out of ``lora`` raises an error.
     """
     batch, path = bench.batch(), bench.model(tied=False)
     plain = _log_probs(bench, path, None, batch)

@@ -97,6 +97,9 @@ class TransportBench(EngineBench):
             soon: with the suite's options ``soon``, so that timeouts expire within seconds.
             token: as for ``endpoint``.
             may_fail: None is returned, too, if the endpoint cannot join.
+
+        Raises:
+            Exception: the endpoint's, if it cannot join.
         """
         members = list(ranks or self.ranks)
         if self.rank not in members:

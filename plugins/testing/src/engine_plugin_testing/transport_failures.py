@@ -190,7 +190,7 @@ def _stops(bench: TransportBench) -> Iterator[tuple[str, Tensor]]:
 def a_process_without_the_token_is_kept_out(bench: TransportBench) -> None:
     """A process that knows the addresses of a link, but not the run's token, gets no weights and brings none.
 
-    It accepts any token itself. If it calls before the sender does, the sender's update still arrives.
+    It accepts any token itself. If it calls before the sender does, the sender's update still arrives and raises nothing.
     """
     link, weights = bench.link(), bench.weights()
     assert link is not None

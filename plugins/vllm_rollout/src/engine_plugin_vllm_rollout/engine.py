@@ -77,6 +77,11 @@ class VLLMRolloutEngine(RolloutEngine):
 
     @classmethod
     def check_pool(cls, config: RolloutConfig, role: str, processes: int) -> None:
+        """Check the ranks of a pool; a judge must keep its weights.
+
+        Raises:
+            ConfigError: a judge gives its weights up, or the ranks do not fit.
+        """
         options: VLLMOptions = config.options or VLLMOptions()
         if role == "judge" and options.sleep_level == 2:
             raise ConfigError(

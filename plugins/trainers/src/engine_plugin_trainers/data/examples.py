@@ -34,7 +34,11 @@ class LearnedRenderer(Renderer):
     train_on_prompt = False  #: learn every token
 
     def render(self, row: Row) -> Rendered:
-        """Render a row that has its system message; the responses are learned, or the assistant's turns without one."""
+        """Render a row that has its system message; the responses are learned, or the assistant's turns without one.
+
+        Raises:
+            BadRow: no token of the row would be learned.
+        """
         prompt, response = row.prompt, row.response
         if isinstance(prompt, str):
             rendered = self._continuation(prompt, response)
