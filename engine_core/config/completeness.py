@@ -298,7 +298,7 @@ def custom_model_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[
         yield (
             f"{who} and builds its model itself, but {whose} builds models (engine_build_model), and nothing says which "
             "weights the sampler gets. Implement engine_map_weights or engine_register_model, or use a sampler with the "
-            "capability 'custom_model' (docs/custom_model.md)."
+            "capability 'custom_model' (docs/custom_model_vllm.md)."
         )
 
 

@@ -6,7 +6,15 @@ import logging
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, NanoChatConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MambaConfig,
+    NanoChatConfig,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import CausalLMOutput
 
 from engine_core.types import Batch, LossCall
 from engine_plugin_torch import packed_forward
@@ -27,12 +35,41 @@ def test_a_head_with_unknown_scaling_falls_back_to_the_models_own_logits(make_en
     engine.module.forward = doubled.__get__(engine.module)
     with caplog.at_level(logging.WARNING, "engine"):
         found = engine.infer(batch, ["log_probs"])["log_probs"]
-    assert "has a head that its config does not describe: full logits" in caplog.text
+    assert "full logits, which need more memory: its config does not describe its head" in caplog.text
     assert engine.forward.packs
     halved = batch.with_columns({})
     halved.temperature = 0.5
     torch.testing.assert_close(found, make_engine("llama").infer(halved, ["log_probs"])["log_probs"])
     assert not torch.allclose(found, expected)
+
+
+class Unsplit(PreTrainedModel):
+    """A model that names ``use_cache``, but is not split into a base model and a head."""
+
+    config_class = LlamaConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.words, self.head = torch.nn.Embedding(97, 8), torch.nn.Linear(8, 97)
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids, position_ids=None, use_cache=None, **others):
+        return CausalLMOutput(logits=self.head(self.words(input_ids)))
+
+
+def test_a_transformers_class_that_is_not_split_is_trained_with_its_own_logits(make_engine, batch, caplog):
+    module = Unsplit(LlamaConfig(vocab_size=97, hidden_size=8, num_attention_heads=1))
+    engine = make_engine("llama", live={"model": module})
+    with caplog.at_level(logging.WARNING, "engine"):
+        found = engine.infer(batch, ["log_probs"])["log_probs"]
+    assert "Unsplit: full logits, which need more memory: get_decoder() returns no base model" in caplog.text
+    logits = module(batch.token_ids[None]).logits[0].double().log_softmax(-1)
+    expected = logits[:-1].gather(1, batch.token_ids[1:, None])[:, 0]
+    kept = found[1:] != 0
+    assert kept.any()
+    torch.testing.assert_close(found[1:][kept].double(), expected[kept], rtol=1e-5, atol=1e-5)
 
 
 def test_a_config_key_that_speaks_of_logits_and_is_not_known_gives_full_logits():

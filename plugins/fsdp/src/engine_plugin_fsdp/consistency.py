@@ -106,8 +106,7 @@ class Probe:
             wanted = ranks.size > 1 and count <= AFFORDABLE and runs
         if not wanted:
             return
-        vocabulary: int = module.get_input_embeddings().weight.shape[0]  # type: ignore[assignment]
-        self.batch = probe_batch(vocabulary)
+        self.batch = probe_batch(module.config.get_text_config().vocab_size)
         mine, fatal, cannot = None, None, ""
         try:
             mine = self._whole(module).tolist() if ranks.rank == 0 else None

@@ -68,7 +68,8 @@ class Decoding:
         device = next(module.parameters()).device
         self._decode, self._step, self.over = decode, 0, False
         self._batch = _Batch(requests, end_ids, max_positions, device)
-        begin = _prefill if accepts(module, "past_key_values") else _Uncached.begin
+        cached = accepts(module, "past_key_values") and accepts(module, "attention_mask")
+        begin = _prefill if cached else _Uncached.begin
         self._rows: _Cached | _Uncached = begin(module, requests, device)
         self._token: Tensor | None = None  # drawn, and not yet in the cache
 

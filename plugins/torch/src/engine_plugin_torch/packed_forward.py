@@ -188,10 +188,8 @@ class PackedForward:
         if not accepts(self.module, "use_cache") or not (self.packs or self.head):
             return
         with self.autocast():
-            if self.head and not self._head_is_own():
-                log.warning(
-                    "%s has a head that its config does not describe: full logits.", _name(self.module)
-                )
+            if self.head and (problem := self._head_problem()):
+                log.warning("%s: full logits, which need more memory: %s", _name(self.module), problem)
                 self.head = None
             if self.packs and not self._packs_apart():
                 mixes(self.module)
@@ -200,13 +198,16 @@ class PackedForward:
                 log.warning("%s computes shared prefixes for each sequence.", _name(self.module))
                 self.shares = False
 
-    def _head_is_own(self) -> bool:
-        """Return whether decoder and head give the logits of the whole module on one sequence."""
-        found = self._logits_of(self._alone())
+    def _head_problem(self) -> str:
+        """Return why decoder and head do not give the logits of the whole module on one sequence; empty if they do."""
+        try:
+            found = self._logits_of(self._alone())
+        except AttributeError as error:  # of a class that is not split as those of transformers
+            return f"get_decoder() returns no base model with last_hidden_state ({error})."
         head, self.head = self.head, None
         own = self._logits_of(self._alone())
         self.head = head
-        return differs_by(found, own) <= SAME
+        return "" if differs_by(found, own) <= SAME else "its config does not describe its head."
 
     def _packs_apart(self) -> bool:
         self.packs = False
@@ -231,7 +232,7 @@ class PackedForward:
 
     @property
     def _vocabulary(self) -> int:
-        return int(self.module.get_input_embeddings().weight.shape[0])  # type: ignore
+        return int(self.module.config.get_text_config().vocab_size)  # type: ignore
 
 
 def _attends_only(module: nn.Module) -> bool:

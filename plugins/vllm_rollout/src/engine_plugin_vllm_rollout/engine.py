@@ -124,6 +124,7 @@ class VLLMRolloutEngine(RolloutEngine):
                 f"{self.where}.adapter: vLLM reads the base from a folder, and the model was given from Python. Remove the "
                 "key, or save the model and name the folder in model.path."
             )
+        registered = self._registered()  # before the config is read, whose model type the hook may register
         hf_config = load_hf_config(self.model_config) if module is None else module.config
         self._tokenizer = tokenizer
         tokenizer.save_pretrained(self._folder.path)
@@ -132,7 +133,6 @@ class VLLMRolloutEngine(RolloutEngine):
         positions = self._positions(text_config)
         device = self.context.device
         self._full = self._tells_mass()
-        registered = self._registered()
         head = {"head_dtype": "float32"} if self.options.fp32_head else {}
         self._llm = start(
             self._folder.path if module is not None else self.model_config.path,
