@@ -220,7 +220,7 @@ def test_after_ten_steps_the_log_says_what_would_make_it_quicker(train, caplog):
     assert len(said) == 1
     assert "One after the other would take" in said[0]
     assert said[0].startswith(
-        f"Advice (step_time): {advice(found['lines'])} See docs/reference/health.md#step_time"
+        f"Advice (step_time): {advice(found['lines'])} See 'step_time' on the page 'Health' of the documentation."
     )
 
 

@@ -20,6 +20,14 @@ def test_equal_halves_would_be_twice_as_quick_apart_and_no_quicker_on_the_same_d
     assert "no quicker, and slower where the two get in each other's way" in said
 
 
+def test_where_rewards_take_most_of_the_step_they_are_named():
+    said = advice(run(generate=0.06, train=0.07, reward=1.4, step=1.54))
+    assert "1.4 of them for rewards. What would help are more processes" in said
+    assert "1.4 of them for rewards" in advice(
+        run(generate=0.1, train=0.07, reward=1.4, step=1.6, sampling=1.5)
+    )
+
+
 def test_a_long_tail_is_what_the_same_devices_could_gain():
     lines = run(generate=6.0, train=2.0, step=8.0)
     lines = [line | {"response_length/mean": 25.0} for line in lines]

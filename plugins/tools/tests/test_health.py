@@ -61,7 +61,7 @@ def test_a_condition_is_found_beyond_its_bound_and_not_at_it(name):
     assert list(found) == [name]
     assert text in found[name]
     assert CONDITIONS[name].fix in found[name]
-    assert found[name].endswith(f"See docs/reference/health.md#{name}")
+    assert found[name].endswith(f"See '{name}' on the page 'Health' of the documentation.")
     assert conditions(first, steps(**at)) == {}
 
 

@@ -255,6 +255,22 @@ def test_a_sampler_that_can_free_its_weights_is_a_change_alone_and_with_the_othe
     assert made.rollout.options.sleep_level == 1
 
 
+def test_changes_that_keep_the_whole_model_come_before_an_adapter_and_grow_one_by_one():
+    class Sharded(Sampling):
+        gradient_sync: str = "last"
+        activation_checkpointing: str = "none"
+
+    made = config()
+    made.actor.options = Sharded()
+    texts = [said for said, _ in memory_plan.changes(made)]
+    actor = f"actor.{made.actor.backend}"
+    recomputed, each = f'{actor}.activation_checkpointing = "full"', f'{actor}.gradient_sync = "each"'
+    assert texts.index(recomputed) < texts.index(f"{recomputed} and {each}")
+    assert f"{recomputed} and {each} and runtime.local.offload_idle_roles = true" in texts
+    adapter = texts.index("an adapter ([actor.lora])")
+    assert all(said.startswith("an adapter") == (place >= adapter) for place, said in enumerate(texts))
+
+
 def test_a_supervised_run_has_one_phase():
     made = config()
     made.trainer, made.options = "sft", SFTOptions()

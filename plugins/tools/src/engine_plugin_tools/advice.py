@@ -41,6 +41,11 @@ def advice(lines: Sequence[Mapping[str, Any]]) -> str:
         for name in names
         if name.startswith(("time/", "response_length/"))
     }
+    if (reward := medians.get("time/reward", 0.0)) > medians["time/step"] / 2:
+        return (
+            f"A step takes {medians['time/step']:.3g} s, {reward:.3g} of them for rewards. What would help are more processes for "
+            "them (workers in [[reward]]), or a quicker reward."
+        )
     if any(line.get("environment/tool_calls") for line in usable):
         return "" if "time/sampling" in medians else _with_tools(medians)
     return _ahead(medians) if "time/sampling" in medians else _in_turn(medians)

@@ -135,7 +135,7 @@ def conditions(first: Lines, newest: Lines) -> dict[str, str]:
 
 def explained(name: str, text: str) -> str:
     """Return a text with the heading that explains its condition."""
-    return f"{text} See docs/reference/health.md#{name}"
+    return f"{text} See '{name}' on the page 'Health' of the documentation."
 
 
 def health_of(lines: Lines) -> dict[str, str]:

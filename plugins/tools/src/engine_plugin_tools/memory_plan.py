@@ -272,7 +272,10 @@ def longest(config: EngineConfig) -> int | None:
 
 
 def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
-    """Yield changes of a run file that need less memory, with the changed config: single ones, then all together."""
+    """Yield changes of a run file that need less memory, with the changed config.
+
+    First each alone, then the first two, three and so on together; an adapter in place of the whole model comes last.
+    """
     wanted: list[tuple[str, tuple[str, ...], Any]] = []
     if config.actor.max_tokens_per_rank != "auto":
         wanted.append(('actor.max_tokens_per_rank = "auto"', ("actor", "max_tokens_per_rank"), "auto"))
@@ -283,6 +286,9 @@ def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
         said = f'"{value}"' if isinstance(value, str) else "true"
         key = f"actor.{config.actor.backend}.activation_checkpointing = {said}"
         wanted.append((key, ("actor", "options", "activation_checkpointing"), value))
+    if getattr(options, "gradient_sync", None) == "last":
+        key = f'actor.{config.actor.backend}.gradient_sync = "each"'
+        wanted.append((key, ("actor", "options", "gradient_sync"), "each"))
     share = getattr(config.rollout.options, "gpu_memory_utilization", "auto")
     if share != "auto":
         key = f'rollout.{config.rollout.backend}.gpu_memory_utilization = "auto"'
@@ -300,14 +306,17 @@ def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
         wanted.append((key, ("rollout", "options", "max_model_len"), most))
     for said, path, value in wanted:
         yield said, _with(config, path, value)
-    together = config
-    for _, path, value in wanted:
-        together = _with(together, path, value)
-    if len(wanted) > 1:
-        yield " and ".join(said for said, *_ in wanted), together
+    together, texts = config, []
+    combined = [(texts, config)]
+    for said, path, value in wanted:
+        together, texts = _with(together, path, value), [*texts, said]
+        combined.append((texts, together))
+    for texts, changed in combined[2:]:
+        yield " and ".join(texts), changed
     if config.actor.lora is None:
-        more = "".join(f" and {said}" for said, *_ in wanted)
-        yield f"an adapter ([actor.lora]){more}", _with(together, ("actor", "lora"), LoRAConfig())
+        for texts, changed in combined:
+            said = " and ".join(["an adapter ([actor.lora])", *texts])
+            yield said, _with(changed, ("actor", "lora"), LoRAConfig())
 
 
 def _with(table: Any, path: Sequence[str], value: Any) -> Any:
@@ -361,9 +370,9 @@ def planned(
     for role, part, size in plan.table():
         log.info("    %-12s %-24s %s", role, part, size)
     if plan.hopeless:
-        raise ConfigError(too_small(plan, change))
+        raise ConfigError(f"{too_small(plan, change)} `engine plan` prints the table.")
     if not plan.fits:
-        log.warning("%s", too_small(plan, change))
+        log.warning("%s `engine plan` prints the table.", too_small(plan, change))
     share = plan.chosen.get(f"rollout.{config.rollout.backend}.gpu_memory_utilization")
     if share is None or plan.unknown:
         return config
@@ -376,7 +385,7 @@ def too_small(plan: MemoryPlan, change: str) -> str:
     advice = f"It fits with {change}." if change else "No change of this run file is known that fits."
     return (
         f"The memory of the device ({_gib(plan.device_bytes)}) does not suffice, by estimate: phase '{plan.largest}' needs "
-        f"{_gib(plan.peak)} and a reserve of {_gib(plan.reserve)}. {advice} `engine plan` prints the table."
+        f"{_gib(plan.peak)} and a reserve of {_gib(plan.reserve)}. {advice}"
     )
 
 

@@ -48,6 +48,11 @@ def test_a_sampler_without_an_estimate_is_said_to_be_unknown(engine, rl_run):
     assert "disk: a checkpoint is " in answer.out
 
 
+def test_devices_that_the_run_file_leaves_unused_are_named(engine, rl_run):
+    assert "1 of 2 devices used: [runtime]" in engine("plan", "rl.toml", "--devices", "h200x2").out
+    assert "devices used" not in engine("plan", "rl.toml", "--devices", "h200").out
+
+
 def test_what_does_not_fit_names_the_phase_and_ends_with_2(engine, sft_run):
     answer = engine("plan", "run.toml", "--memory", "0.3")
     assert answer.code == 2

@@ -59,9 +59,7 @@ def write_shape(name: str, folder: Path) -> str:
         ConfigError: there is no such shape.
     """
     if name not in SHAPES:
-        raise ConfigError(
-            f"--shape '{name}' is not known.{did_you_mean(name, SHAPES)} Known: {', '.join(SHAPES)}."
-        )
+        raise ConfigError(f"--shape '{name}' is not known.{did_you_mean(name, SHAPES)}")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=1), encoding="utf-8")
     return str(folder)

@@ -82,7 +82,9 @@ def evaluations(target: str) -> dict[str, Path]:
     folder = RunFolder.open(target).rollouts_dir / "eval"
     newest = {file.parent: file for file in sorted(folder.rglob("step_*.parquet"))}
     if not newest:
-        raise DataError(f"'{target}' holds no evaluation. Write one: engine eval {target} --out DIR.")
+        raise DataError(
+            f"'{target}' holds no evaluation. Write one with `engine eval {target} --out DIR`, and name DIR here."
+        )
     return {UNNAMED if parent == folder else parent.name: file for parent, file in newest.items()}
 
 

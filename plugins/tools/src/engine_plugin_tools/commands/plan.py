@@ -85,6 +85,12 @@ def plan(
         print_json(found.as_json())
     else:
         found.show()
+        used = sum(made.ranks for _, made, _ in found.pools)
+        if devices and 0 < used < device.count:
+            print(
+                f"{used} of {device.count} devices used: [runtime] of the run file names the processes, and a backend such as "
+                "fsdp divides the model."
+            )
     return 0 if all(made.fits for _, made, _ in found.pools) else ConfigError.exit_code
 
 
