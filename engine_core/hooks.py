@@ -90,7 +90,7 @@ def engine_build_model(
     - ``critic`` and ``reward_model``: values [1, T], or an object with ``values``. Compute each value from its own token and those before it.
       The engine moves a critic's values to the next token: its output ``values[t]`` is the value before token t is sampled.
       A transformers model with a head ``score`` (hidden size to 1) also works.
-    - All others: logits [1, T, V], or an object with ``logits``. A ``PreTrainedModel`` may also take ``use_cache`` and ``past_key_values``.
+    - All others: logits [1, T, V], or an object with ``logits``. A ``PreTrainedModel`` may also name ``use_cache``, ``past_key_values`` and ``attention_mask``.
       For ``rollout``, build the actor's module; the first update replaces its weights.
 
     Stops at the first answer. Default: ``AutoModelForCausalLM`` from ``[model]``. A ``critic`` or

@@ -23,7 +23,9 @@ MODELS = {
     "gru": {"actor.backend": "gru"},
     "gru_sampler": {"actor.backend": "gru", "rollout.backend": "gru"},
     "two_rates": {"plugins": ["conv_lm"], "actor.backend": "two_rates"},
+    "sine_lm": {"plugins": ["sine_lm"]},  # with a folder of its own type
 }
+SINE = {"model_type": "sine_lm", "architectures": ["SineForCausalLM"], "num_attention_heads": 2}
 POOLS = {
     "runtime.backend": "torchrun",
     "placement.pools": {"train": 1, "serve": 1},
@@ -51,6 +53,9 @@ VLLM = {
 def train(world, custom_model, digits_plugin, tmp_path_factory):
     """``train(model, way, **changes)``: metrics without times, and the samples, of a run of three steps; each is done once."""
     folder, done = tmp_path_factory.mktemp("custom"), {}
+    sine = shutil.copytree(world / "model", folder / "sine") / "config.json"
+    words = json.loads((world / "model" / "config.json").read_text())["vocab_size"]
+    sine.write_text(json.dumps(SINE | {"vocab_size": words, "eos_token_id": 1}))
 
     def run(model, way, **changes):
         plugins = [Path(plugin).stem for plugin in changes.get("plugins", ())]
@@ -70,6 +75,8 @@ def train(world, custom_model, digits_plugin, tmp_path_factory):
                 "run.name": name,
                 "run.steps": 3,
             }
+            if model == "sine_lm":
+                settings["model.path"] = str(sine.parent)
             settings |= {**MODELS[model], **WAYS[way], **changes}
             settings["plugins"] = [*settings.get("plugins", ()), str(digits_plugin)]
             config = load_config(settings, allow_code=True)
@@ -113,7 +120,7 @@ def test_a_sampler_with_weights_of_its_own_builds_the_model_in_any_process(train
     assert train(model, "process") == train(model, "own")
 
 
-@pytest.mark.parametrize("model", variants(("gru", "gru_sampler"), ("gru",)))
+@pytest.mark.parametrize("model", variants(("gru", "gru_sampler", "sine_lm"), ("gru", "sine_lm")))
 def test_so_does_one_whose_actor_brings_model_and_optimizer(train, model):
     same_first_tokens(train(model, "own"), train(model, "shared"))
 
@@ -160,6 +167,12 @@ def wide_heads(world):
 )
 def test_vllm_gets_merged_weights_or_an_architecture_of_the_plugin(train, wide_heads, plugins, way):
     train("adapter_lm", way, plugins=plugins, **VLLM)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vllm: what the run samples with")
+def test_a_plugin_gives_vllm_a_model_type_that_transformers_lacks(train):
+    train("sine_lm", "process", **VLLM)
 
 
 @pytest.mark.slow
