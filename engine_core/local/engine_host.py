@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping
-from contextlib import ExitStack
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -79,6 +80,30 @@ def check_sampler(config: EngineConfig, plugins: PluginSet, name: str, role: Rol
         engine.check_pool(table, role.engine_role or name, processes)
 
 
+@contextmanager
+def naming_table(config: EngineConfig, name: str, role: Role) -> Iterator[None]:
+    """Let an error name the table that a role is built from, if no table has the role's name.
+
+    Args:
+        config: the run's.
+        name: name of the role.
+        role: the role.
+
+    Raises:
+        ConfigError: the error, with the keys of the run file.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        reward, shown = config.rewarding(name), role.engine_role or name
+        if reward is None and name in type(config).model_fields:
+            raise
+        table = "actor" if reward is None else f"reward.{next(iter(reward.models))}"
+        raise ConfigError(
+            [re.sub(rf"\b{shown}(?=\.[a-z])", table, text) for text in error.problems]
+        ) from error
+
+
 class EngineHost:
     """The engines of this process: actor, reference, critic, sampler, models of rewards.
 
@@ -138,8 +163,9 @@ class EngineHost:
         for name, role in roles.items():
             if role.kind != "train":
                 check_sampler(self.config, self.plugins, name, role, self.place.world_size)
-            else:
-                context = self._train_context(name, role, total_steps)
+                continue
+            context = self._train_context(name, role, total_steps)
+            with naming_table(self.config, name, role):
                 self._train_class(name).check(self.config.role(name), context, trainable=role.trainable)
 
     def _plan_memory(self, roles: Mapping[str, Role]) -> None:
@@ -206,7 +232,8 @@ class EngineHost:
                 "models. Remove the key: the engine then merges the adapter into the model."
             )
         context = self._train_context(name, role, total_steps)
-        return engine(config, self.config.model_of(name), context, trainable=role.trainable)
+        with naming_table(self.config, name, role):
+            return engine(config, self.config.model_of(name), context, trainable=role.trainable)
 
     def _train_context(self, name: str, role: Role, total_steps: int) -> WorkerContext:
         context = self._context(name, max(total_steps - role.idle_steps, 0), role.engine_role)

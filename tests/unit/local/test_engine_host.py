@@ -10,7 +10,7 @@ from engine_core.contracts.engines import Layout, RolloutEngine, TrainEngine
 from engine_core.contracts.runtime import Role
 from engine_core.errors import ConfigError
 from engine_core.local import engine_host
-from engine_core.local.engine_host import EngineHost, RankPlacement
+from engine_core.local.engine_host import EngineHost, RankPlacement, naming_table
 
 ROLES = {"actor": Role("train"), "rollout": Role("rollout")}
 
@@ -149,3 +149,26 @@ def test_nothing_is_planned_without_an_accelerator_of_its_own_or_for_a_model_of_
 
     for facts in ({"memory": None}, {"others": True}, {"built": True}, {"live": {"model": 1}}):
         host_of(plan, **facts).build(ROLES, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "engine_role", "said", "expected"),
+    [
+        (
+            "reward_model",
+            "",
+            "reward_model.fsdp.tp and [reward_model.lora]",
+            "actor.fsdp.tp and [actor.lora]",
+        ),
+        ("reward.rm", "reward_model", "reward_model.torch.device", "reward.model.torch.device"),
+        ("ref", "", "ref.torch.device", "ref.torch.device"),
+    ],
+)
+def test_an_error_names_the_table_that_a_role_is_built_from(name, engine_role, said, expected):
+    config = EngineConfig(reward=[{"name": "rm", "model": {"path": "scorer"}}])
+    with (
+        pytest.raises(ConfigError) as failure,
+        naming_table(config, name, Role("train", engine_role=engine_role)),
+    ):
+        raise ConfigError(said)
+    assert str(failure.value) == expected

@@ -78,7 +78,7 @@ def check_engines(run: TrainingRun) -> None:
     Raises:
         ConfigError: an engine cannot serve its pool, or its options do not fit the model.
     """
-    from engine_core.local.engine_host import check_ranks, check_sampler
+    from engine_core.local.engine_host import check_ranks, check_sampler, naming_table
 
     config, roles = run.config, run.roles(training=True)
     local = config.runtime.backend == "local"
@@ -96,7 +96,8 @@ def check_engines(run: TrainingRun) -> None:
             check_ranks(config, name, engine, processes)
         if not run.builds_model:
             model = model.model_copy(update={"path": table.path or model.path})
-            engine.check_model(table, model, name, processes if isinstance(processes, int) else None)
+            with naming_table(config, name, role):
+                engine.check_model(table, model, name, processes if isinstance(processes, int) else None)
 
 
 def _layout(run: TrainingRun) -> list[str]:
