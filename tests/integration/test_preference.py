@@ -226,7 +226,7 @@ def test_weights_of_pairs_and_of_tails_train_and_are_evaluated(made, options):
 
 PLUGIN = """
 from engine_core import hookimpl
-from engine_core.specs import PairLoss
+from engine_plugin_trainers.tables import PairLoss
 
 
 def squared(chosen, rejected, beta):

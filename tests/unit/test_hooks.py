@@ -19,7 +19,6 @@ FROZEN = {
     "engine_rewards": [],
     "engine_advantages": [],
     "engine_losses": [],
-    "engine_pair_losses": [],
     "engine_stages": [],
     "engine_environments": [],
     "engine_trackers": [],

@@ -2,8 +2,8 @@ import pytest
 from pydantic import ValidationError
 
 from engine_core.errors import PluginError
-from engine_core.specs import PairLoss
 from engine_plugin_trainers.options import PAIR_LOSSES, DPOOptions, check_offered
+from engine_plugin_trainers.tables import PairLoss
 
 
 def test_every_loss_of_the_table_can_be_chosen():

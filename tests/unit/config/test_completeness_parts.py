@@ -68,6 +68,7 @@ NEEDED = [
     ("data.num_workers", SFT.replace("prompts_per_step", "num_workers = 2\nprompts_per_step"), "row_workers", "processes"),
     ("rollout.stream_update", RL.replace('"echo"', '"echo"\nstream_update = true'), "stream_update", "trainers"),
     ("rollout.over_sampling", RL.replace('"echo"', '"echo"\nover_sampling = 1.5'), "early_stop", "trainers"),
+    ("tracking.trackers", RL + '[tracking]\ntrackers = ["tensorboard"]\n', "trackers", "tools"),
     ("rollout.process", RL.replace('"echo"', '"echo"\n[rollout.process]'), "sampler_process", "processes"),
 ]  # fmt: skip
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from engine_core.config.read import key_text
 from engine_core.errors import ConfigError, EnvironmentProblem, PluginError, errors_of, refuse
 from engine_core.runs.folders import exists_already, is_unused, writing_problem
-from engine_core.runs.tracking import make_tracker
 from engine_core.types import Request, Sampling
+from engine_plugin_tools.tracker_threads import make_tracker
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, PrivateAttr, model_validator
 
 from engine_core.errors import PluginError, did_you_mean
-from engine_core.specs import NoOptions, Options, PairLoss, RefillOptions
+from engine_core.specs import NoOptions, Options, RefillOptions
+from engine_plugin_trainers.tables import PairLoss
 
 
 class AsyncOptions(Options):

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_core.config.models import DataConfig
-    from engine_core.specs import PairLoss
     from engine_plugin_trainers.options import DPOOptions
+    from engine_plugin_trainers.tables import PairLoss
 
 
 class PreferenceRun(TrainingRun):
