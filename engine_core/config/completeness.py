@@ -55,8 +55,8 @@ def check_complete(
     runtime: Any = plugins.spec("runtimes", config.runtime.backend)
     missing += resolve(runtime.check)(config) if runtime.check is not None else ()
     missing += _absent_tables(config, plugins, spec, live, reads)
-    if config.data.curriculum and (part := plugins.offered("parts", "curriculum")):
-        missing += part.resolve().problems(config, plugins, spec, live)
+    if config.data.curriculum and plugins.offered("parts", "curriculum"):
+        missing += plugins.resolve("parts", "curriculum").problems(config, plugins, spec, live)
     if "algorithm" in reads:
         missing += _unmet(config, plugins)
     if "stage" in reads:
