@@ -59,19 +59,22 @@ class _Feeder(threading.Thread):
             )  # fmt: skip
 
 
-def make_tracker(name: str, config: EngineConfig, plugins: PluginSet) -> Tracker:
-    """Return a tracker with its options, not started.
+def make_trackers(config: EngineConfig, plugins: PluginSet) -> dict[str, Tracker]:
+    """Return the trackers of a run by name, with their options, not started.
 
     Raises:
-        EngineError: the tracker cannot work here.
+        EngineError: a tracker cannot work here.
     """
-    try:
-        tracker: Tracker = plugins.resolve("trackers", name)(config.tracking.options.get(bare(name)))
-    except EngineError as error:
-        raise type(error)(f"tracking.trackers: {error}") from error
-    if not isinstance(tracker, Tracker):
-        raise PluginError(f"tracking.trackers: '{name}' is no {Tracker.__module__}.Tracker, got {tracker!r}.")
-    return tracker
+    made = {}
+    for name in config.tracking.trackers:
+        try:
+            made[name] = plugins.resolve("trackers", name)(config.tracking.options.get(bare(name)))
+        except EngineError as error:
+            raise type(error)(f"tracking.trackers: {error}") from error
+        if not isinstance(made[name], Tracker):
+            kind = f"{Tracker.__module__}.Tracker"
+            raise PluginError(f"tracking.trackers: '{name}' is no {kind}, got {made[name]!r}.")
+    return made
 
 
 class Trackers:
@@ -88,10 +91,10 @@ class Trackers:
 
     def __init__(self, run: RunFolder, config: EngineConfig, plugins: PluginSet) -> None:
         plain = run.redactor.tree(as_data(config))
-        self.feeders: list[_Feeder] = []
-        for name in config.tracking.trackers:
-            tracker = make_tracker(name, config, plugins)
-            self.feeders.append(_Feeder(name, tracker, functools.partial(tracker.start, run, plain)))
+        self.feeders = [
+            _Feeder(name, tracker, functools.partial(tracker.start, run, plain))
+            for name, tracker in make_trackers(config, plugins).items()
+        ]
 
     def start(self) -> None:
         """Start the threads."""
