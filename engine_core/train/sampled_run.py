@@ -402,6 +402,9 @@ class SampledRun(TrainingRun):
 
         Returns:
             ``eval/...`` of ``data.validation`` and ``eval/SET/...`` of each ``[[eval.set]]``, see the part ``set_metrics``.
+
+        Raises:
+            PluginError: no installed plugin offers that part.
         """
         self.setup()
         metrics: dict[str, float] = {}
