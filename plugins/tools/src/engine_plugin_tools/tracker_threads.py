@@ -26,8 +26,6 @@ HELD = 16
 """Queued calls of a tracker above which it receives no events: they hold the rollouts of a step."""
 MOST = 10_000
 """Queued calls of a tracker above which it receives no metrics either: one that hangs must not fill the memory."""
-CLOSE_SECONDS = 5.0
-"""Time that all trackers together have to finish."""
 
 logger = logging.getLogger("engine")
 
@@ -114,7 +112,7 @@ class Trackers:
             if feeder.is_alive() and feeder.calls.qsize() < most:
                 feeder.calls.put(functools.partial(getattr(feeder.tracker, method), *arguments))
 
-    def close(self, timeout: float = CLOSE_SECONDS) -> None:
+    def close(self, timeout: float = 5.0) -> None:
         """Close the trackers, which have ``timeout`` seconds together to finish."""
         for feeder in self.feeders:
             feeder.calls.put(None)
