@@ -24,7 +24,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from engine_core import builtin
-from engine_core.algorithms import correction, evaluation, losses, objectives, regularizers
+from engine_core.algorithms import correction, losses, objectives, regularizers
+from engine_plugin_tools import eval_metrics
 from engine_plugin_trainers import plugin as trainers
 from engine_plugin_trainers.algorithms import preference, preference_columns
 
@@ -138,7 +139,7 @@ def kinds() -> Iterator[tuple[str, dict[str, dict[str, str]]]]:
     trained["value"] = losses.value  # the formula of the critic's objective is that of its loss
     trained["policy"] = objectives.policy  # a factory adds the loss that it names
     yield "objective", described(trained)
-    yield "eval", described({"pass@k": evaluation.pass_at_k, "maj@k": evaluation.majority_at_k})
+    yield "eval", described({"pass@k": eval_metrics.pass_at_k, "maj@k": eval_metrics.majority_at_k})
 
 
 TITLES = {

@@ -171,10 +171,4 @@ def engine_weight_transports() -> Mapping[str, TransportSpec]:
 @hookimpl
 def engine_commands() -> Mapping[str, Command]:
     """Offer the core's commands."""
-    configs, train = "engine_core.cli.configs:", "engine_core.cli.train:"
-    return {
-        "train": Command(load=train + "train"),
-        "resume": Command(load=train + "resume"),
-        "validate": Command(load=configs + "validate"),
-        "config.show": Command(load=configs + "show"),
-    }
+    return {name: Command(load=f"engine_core.cli.train:{name}") for name in ("train", "resume")}

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
         Loss,
         Objective,
         Options,
-        PairLoss,
         Part,
         Reward,
         RolloutBackend,
@@ -272,17 +271,6 @@ def engine_losses() -> Mapping[str, Loss]:
     :returns: a ``Loss`` for each name, which declares the outputs and columns that the loss reads.
 
     Collects from all plugins; entry-point group ``engine.losses``. Called once in every process. Not collective.
-    """
-
-
-@hookspec
-def engine_pair_losses() -> Mapping[str, PairLoss]:
-    """Offer losses of pairs of responses for ``[dpo] loss = "NAME"``.
-
-    :returns: a ``PairLoss`` for each name, such as ``PairLoss(load=squared)`` for a function ``def squared(chosen, rejected, beta)``.
-        It declares the other keys of ``[dpo]`` that the function reads.
-
-    Collects from all plugins; entry-point group ``engine.pair_losses``. Called once in every process. Not collective.
     """
 
 

@@ -14,19 +14,12 @@ from engine_core import timeline
 from engine_core.config.wording import expectation
 from engine_core.errors import DataError, PluginError, TrainingFailed
 from engine_core.tables import DEFAULTS, SamplingOptions
-from engine_core.types import TIMEOUT, Rollout
+from engine_core.types import TENSORS, TIMEOUT, Rollout
 
 if TYPE_CHECKING:
     from engine_core.contracts.engines import RolloutEngine
     from engine_core.types import Request, Sampling
 
-COLUMNS = {
-    "token_ids": "int64",
-    "loss_mask": "bool",
-    "rollout_log_probs": "float32",
-    "policy_versions": "int32",
-}
-"""The tensors of a rollout, and their types."""
 HIGHEST_LOG_PROB = 1e-2  # what rounding may make of 0
 
 
@@ -298,7 +291,7 @@ def check_rollout(engine: RolloutEngine, rollout: Rollout, request: Request | No
     if request is None:
         raise _broken(engine, f"returned a rollout for '{name}', which was not requested or is done already")
     length = len(rollout.token_ids)
-    for column, kind in COLUMNS.items():
+    for column, kind in TENSORS.items():
         values = getattr(rollout, column)
         if str(getattr(values, "dtype", "")) != f"torch.{kind}":
             got = getattr(values, "dtype", type(values).__name__)

@@ -430,8 +430,13 @@ class Batch:
         )
 
 
-TENSORS = ("token_ids", "loss_mask", "rollout_log_probs", "policy_versions")
-"""Fields of a rollout with one value per token."""
+TENSORS = {
+    "token_ids": "int64",
+    "loss_mask": "bool",
+    "rollout_log_probs": "float32",
+    "policy_versions": "int32",
+}
+"""Fields of a rollout with one value per token, with the name of the type in torch, numpy and Arrow."""
 LOG_OF_NOTHING = -1e4
 """A finite stand-in for the log of probability 0, in nats: e^-1e4 is 0 in float32, and 0 * -1e4 is 0."""
 

@@ -55,7 +55,8 @@ def check_complete(
     runtime: Any = plugins.spec("runtimes", config.runtime.backend)
     missing += resolve(runtime.check)(config) if runtime.check is not None else ()
     missing += _absent_tables(config, plugins, spec, live, reads)
-    missing += _curriculum_problems(config, plugins, spec, live) if config.data.curriculum else ()
+    if config.data.curriculum and plugins.offered("parts", "curriculum"):
+        missing += plugins.resolve("parts", "curriculum").problems(config, plugins, spec, live)
     if "algorithm" in reads:
         missing += _unmet(config, plugins)
     if "stage" in reads:
@@ -99,26 +100,6 @@ def _absent_tables(
     if {"eval", "reward"} <= set(reads) and (evaluates or "reward" not in spec.for_eval):
         names = [*(reward.name for reward in config.reward), *of_episodes]
         yield from _unjudged(config, plugins, names, "rewards" in live)
-
-
-def _curriculum_problems(
-    config: EngineConfig, plugins: PluginSet, spec: TrainerSpec, live: Collection[str]
-) -> Iterator[str]:
-    """Yield why the run cannot have its curriculum; a class learns from rewards, a function does not."""
-    data, at = config.data, f"data.curriculum: got '{config.data.curriculum}'"
-    if spec.stored:
-        yield f"{at}, which chooses rows, but trainer '{config.trainer}' reads stored rollouts. Remove it."
-    if config.run.steps is None:
-        yield f"{at}, whose rounds may have any length, so run.epochs counts nothing. Set run.steps."
-    if not isinstance(plugins.resolve("curricula", data.curriculum), type):
-        return
-    samples = not spec.sections or "rollout" in spec.sections
-    if not samples or not (config.reward or config.environment or "rewards" in live):
-        yield f"{at}, which learns from rewards, but trainer '{config.trainer}' has none. Use one that is a function."
-    if data.num_workers:
-        yield f"{at}, which learns from rewards, and workers do not wait for these. Set data.num_workers = 0."
-    if data.columns.id is not None:
-        yield f"{at}, which learns the rewards of rows by number, but data.columns.id replaces it. Remove that key."
 
 
 def _of_episodes(config: EngineConfig, plugins: PluginSet) -> list[str]:
@@ -341,6 +322,9 @@ def absent_parts(config: EngineConfig, plugins: PluginSet, spec: TrainerSpec) ->
         "episodes": "environment" if config.environment is not None else "",
         "row_workers": "data.num_workers" if config.data.num_workers else "",
         "sampler_process": "rollout.process" if config.rollout.process is not None else "",
+        "curriculum": "data.curriculum" if config.data.curriculum else "",
+        "set_metrics": config.eval.during_training if evaluates and "rollout" in sections else "",
+        "trackers": "tracking.trackers" if config.tracking.trackers else "",
         "early_stop": "rollout.over_sampling" if stops else "",
         "stream_update": "rollout.stream_update" if streams and "algorithm" in sections else "",
     }

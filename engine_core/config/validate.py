@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -30,7 +29,6 @@ from engine_core.config.choices import (
     prepared,
 )
 from engine_core.config.evaluation import held_out_sets
-from engine_core.config.inputs import absent
 from engine_core.config.models import EngineConfig
 from engine_core.config.read import ENV_PREFIX, Path_, RawConfig, key_text
 from engine_core.config.roles import CriticConfig
@@ -64,29 +62,6 @@ def validate(
         ConfigError: every problem, with file and line.
     """
     return _Validation(raw, spec_of, known).run()
-
-
-def check_table(spec: Spec, path: Path_, data: Mapping[str, Any], root: Path) -> None:
-    """Check one option table outside of a run file, with the types and the words of a run file.
-
-    Args:
-        spec: whose table it is.
-        path: where it stands in a run file: ``("actor", "fast")``; a reward's after its name, ``("reward", "r", "r")``.
-        data: the table.
-        root: folder of the run file, for validators of the table.
-
-    Raises:
-        ConfigError: every problem of the table.
-    """
-    alone = _Validation(RawConfig({}, files=[root / "run.toml"]), lambda kind, name: None, lambda kind: ())
-    alone.tables = dict(_tables_in(_header(path), spec.config))
-    table = alone.check(spec.config, data, path, f" Table of {spec.noun} '{path[-1]}'.")
-    named = {key: value for key, value in table or () if isinstance(value, InputFile)}
-    alone.problems += [
-        Problem((*path, key), absent(file)) for key, file in named.items() if not Path(file).exists()
-    ]
-    if alone.problems:
-        raise ConfigError(in_order(alone.problems, alone.raw))
 
 
 class _Validation:

@@ -11,11 +11,13 @@ name                   protocol                 needed by
 ``stream_update``      a function               ``rollout.stream_update``, ``rollout.stream_deterministic``
 ``plan_check``         a function               the log at the end of a run, where it is installed
 ``health``             a class                  the conditions of a run after each step, where it is installed
+``trackers``           ``TrackerThreads``       ``tracking.trackers``
 ``timeline``           ``TimelineWriter``       each step, where it is installed
 ``profiler``           a context manager        ``[profile]``; called with a folder and the beginning of the file names
 ``completion``         a function               what a shell completes
+``set_metrics``        a function               evaluations of trainers that sample; returns metrics of the rollouts of a ``HeldOut``
+``curriculum``         ``CurriculumRounds``     ``data.curriculum``
 ``dry_run``            a function               ``engine train --dry-run``
-``model_families``     a function               ``engine validate``, where it is installed
 ``memory_plan``        a function               engines on an accelerator, before they are built
 ``faults``             a class                  ``ENGINE_FAULT``, in tests
 ``sampler_process``    ``SamplerProcess``       ``[rollout.process]``
@@ -32,11 +34,13 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
     from pathlib import Path
 
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from engine_core.config import EngineConfig, ModelConfig, RolloutConfig
     from engine_core.contracts.engines import RolloutEngine, WorkerContext
     from engine_core.contracts.runtime import Role, WorkerGroup
+    from engine_core.data.rows import Rows
     from engine_core.plugins.plugin_set import Plugin, PluginSet
     from engine_core.rewards.models import ModelReward, OnFailure
     from engine_core.rewards.signatures import Outcome, Signature
@@ -137,6 +141,22 @@ class RewardWorkers(Protocol):
         decode: Callable[..., None],
     ) -> EarlyScores:
         """Return a scoring that begins with complete groups while others are sampled."""
+
+
+class TrackerThreads(Protocol):
+    """The trackers of a run; built with the run folder, the config and the plugins before the run starts."""
+
+    def start(self) -> None:
+        """Start the trackers."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send finite metrics of a step to the trackers; wait for none."""
+
+    def event(self, event: str, step: int, data: Mapping[str, Any]) -> None:
+        """Send an event to the trackers; wait for none."""
+
+    def close(self) -> None:
+        """End the trackers; leave one behind that does not end in time."""
 
 
 class TimelineWriter(Protocol):
@@ -264,6 +284,26 @@ class StreamUpdate(Protocol):
 
     def finish(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Add the gradients of the groups that are left, scale them, do the optimizer step; return its metrics."""
+
+
+class CurriculumRounds(Protocol):
+    """The rounds of rows that a curriculum chooses; a class, made of its name, its options and the plugins.
+
+    Its static method ``problems``, with the config, the plugins, the trainer's spec and the names of objects from Python,
+    yields why the run cannot have the curriculum.
+    """
+
+    def order(self, rows: Rows, number: int) -> NDArray[Any]:
+        """Return the numbers of the rows of round ``number`` in their order: [N] integers."""
+
+    def report(self, rollouts: Iterable[Rollout]) -> None:
+        """Report the rollouts of a step to a curriculum that learns from rewards."""
+
+    def state(self, number: int) -> dict[str, Any] | None:
+        """Return the state of a curriculum that learns from rewards, in round ``number``; else None."""
+
+    def load_state(self, state: Mapping[str, Any], number: int) -> None:
+        """Continue in round ``number`` from the result of ``state``."""
 
 
 class SamplerProcess(Protocol):

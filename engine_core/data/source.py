@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from engine_core.config.models import DataConfig
-    from engine_core.contracts.parts import RowWorkers
-    from engine_core.data.order import CurriculumOrder
+    from engine_core.contracts.parts import CurriculumRounds, RowWorkers
 
 
 @dataclass(slots=True)
@@ -187,7 +186,7 @@ class Source(Generic[Item]):
         self._usable: int | None = None
         self._pool: RowWorkers | None = None
         #: its rounds replace epochs; set before the first row is taken
-        self.curriculum: CurriculumOrder | None = None
+        self.curriculum: CurriculumRounds | None = None
         self._stream = self._prepared(self._places())
         self._fingerprint = self._rows.fingerprint()
         # Fail at once on problems that all rows have (a missing template, a wrong column).

@@ -11,6 +11,7 @@ import functools
 import importlib.metadata
 import importlib.resources
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -102,7 +103,12 @@ def _read(_path: tuple[str, ...]) -> tuple[Offer, ...]:
 def nouns() -> Mapping[str, str]:
     """Return the noun of each kind, for messages: the core's tables and those that installed plugins define."""
     core = {kind: spec.noun for kind, spec in TABLE_SPECS.items()} | {"plugins": "plugin", TABLES: "table"}
-    return core | {kind: kind.removesuffix("s").replace("_", " ") for kind in known_names(TABLES)}
+    return core | {kind: noun_of(kind) for kind in known_names(TABLES)}
+
+
+def noun_of(kind: str) -> str:
+    """Return the noun of a table by its name alone: ``tool format`` for ``tool_formats``."""
+    return re.sub(r"(?<=ss)es$|s$", "", kind).replace("_", " ")
 
 
 def split(name: str) -> tuple[str | None, str]:
@@ -170,7 +176,7 @@ def unknown_name(kind: str, name: str, also: Iterable[str] = ()) -> str:
         also: names that plugins without metadata offer (one-file plugins).
     """
     distribution, short = split(name)
-    noun = nouns().get(kind, kind.removesuffix("s").replace("_", " "))  # its table may not be installed
+    noun = nouns().get(kind, noun_of(kind))  # its table may not be installed
     offered, ours = known_names(kind), our_plugins()
     known = {*offered, *also}
     if distribution and short in offered:

@@ -57,6 +57,3 @@ class ByModel:
         for position, outcome in enumerate(self.outcomes):
             if outcome is not None and outcome.failure:
                 on_failure(self.name, position, outcome)
-
-    def close(self) -> None:
-        """Do nothing: the runtime owns the workers of the model."""

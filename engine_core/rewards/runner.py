@@ -465,8 +465,8 @@ class RewardRunner:
 
     def close(self) -> None:
         """End the workers; a later ``score`` starts new ones."""
-        for scorer in self.scorers:
-            scorer.runner.close()
+        for pool in self.pools:
+            pool.close()
 
 
 def _live(function: Callable[..., Any]) -> Scorer:

@@ -452,6 +452,3 @@ class InProcess:
                 self.outcomes[failing] = outcome
                 if outcome.failure:
                     on_failure(self.name, failing, outcome)
-
-    def close(self) -> None:
-        """Do nothing: no process was started."""

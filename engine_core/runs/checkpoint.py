@@ -157,15 +157,6 @@ class Checkpoints:
             )
         return self.path(step)
 
-    def leftovers(self) -> list[Path]:
-        """Return unused folders: of interrupted saves and deletions, and broken checkpoints that were replaced."""
-        return sorted(
-            path
-            for sort in ("partial", "broken", "deleted")
-            for path in self.folder.glob(f".step_*.{sort}-*")
-            if not path.is_symlink()  # not a save's
-        )
-
     def prune(
         self, keep: int, dry_run: bool = False, deep: bool = False, upto: int | None = None
     ) -> list[Path]:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core import faults
 from engine_core.errors import DataError
-from engine_core.types import Prompt, Rollout, sequences_of
+from engine_core.types import TENSORS, Prompt, Rollout, sequences_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -48,13 +48,6 @@ PLAIN = {
     "failure": "string",
 }
 """Columns that are fields of a rollout, with their Arrow types."""
-TENSORS = {
-    "token_ids": "int64",
-    "loss_mask": "bool",
-    "rollout_log_probs": "float32",
-    "policy_versions": "int32",
-}
-"""Fields with a value a token, with the name of the type in Arrow and in torch."""
 LACKED = re.compile(rb'"(BF16|F8_\w+)"')
 """Types of a safetensors file that numpy lacks."""
 

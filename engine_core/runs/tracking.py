@@ -19,41 +19,33 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import functools
 import json
 import logging
 import math
 import os
 import platform
-import queue
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from engine_core import faults
-from engine_core.config.choices import bare
 from engine_core.config.dump import as_data, dump_toml, origins
-from engine_core.errors import DataError, EngineError, EnvironmentProblem, PluginError, did_you_mean
+from engine_core.errors import DataError, EnvironmentProblem, did_you_mean
 from engine_core.redaction import Redactor
 from engine_core.runs.folders import ATTEMPT, exists_already, folder_for, is_unused, replace_text, writing
-from engine_core.runs.logs import FILE_ONLY
 from engine_core.runs.machine import describe_environment
 from engine_core.runs.rollout_files import read_rollouts, rollout_path, write_rollouts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from engine_core.config import EngineConfig
+    from engine_core.contracts.parts import TrackerThreads
     from engine_core.plugins.plugin_set import PluginSet
 
 __all__ = ["RunFolder", "Tracker", "TrackerHub", "read_rollouts", "write_rollouts"]
 
 logger = logging.getLogger("engine")
-HELD = 16
-"""Queued calls of a tracker above which it receives no events: they hold the rollouts of a step."""
-MOST = 10_000
-"""Queued calls of a tracker above which it receives no metrics either: one that hangs must not fill the memory."""
 
 
 class RunFolder:
@@ -287,81 +279,40 @@ class Tracker:
     def on_event(self, event: str, step: int, data: Mapping[str, Any]) -> None:
         """Receive an event of the run, such as ``rollouts_finished``: see ``engine_on_event``. Change nothing in ``data``.
 
-        A tracker that is ``HELD`` calls behind receives no events until it has caught up, and no metrics at ``MOST``.
+        A tracker that is 16 calls behind receives no events until it has caught up, and no metrics at 10,000.
         """
 
     def close(self) -> None:
         """Write what is still buffered and release resources."""
 
 
-class _Feeder(threading.Thread):
-    """A thread that feeds one tracker.
-
-    consumes: its queue; waits for: the next step; unblocked by: None in the queue; produces: calls of the tracker, one
-    after another. It is a daemon, so a stalled tracker cannot keep the process alive.
-    """
-
-    def __init__(self, name: str, tracker: Tracker, begin: Callable[[], None]) -> None:
-        super().__init__(name=f"tracker-{name}", daemon=True)
-        self.label, self.tracker, self._begin = name, tracker, begin
-        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-
-    def run(self) -> None:
-        """Start the tracker, log queued steps, close it; an error switches it off."""
-        try:
-            self._begin()
-            while (call := self.calls.get()) is not None:
-                call()
-            self.tracker.close()
-        except BaseException as error:  # some libraries raise SystemExit in their thread
-            logger.error("Tracker '%s' failed.", self.label, exc_info=True, extra=FILE_ONLY)
-            logger.error(
-                "Tracker '%s' failed and is off for the rest of the run; training continues. %s: %s",
-                self.label, type(error).__name__, error,
-            )  # fmt: skip
-
-
-def make_tracker(name: str, config: EngineConfig, plugins: PluginSet) -> Tracker:
-    """Return a tracker with its options, not started.
-
-    Raises:
-        EngineError: the tracker cannot work here.
-    """
-    try:
-        tracker: Tracker = plugins.resolve("trackers", name)(config.tracking.options.get(bare(name)))
-    except EngineError as error:
-        raise type(error)(f"tracking.trackers: {error}") from error
-    if not isinstance(tracker, Tracker):
-        raise PluginError(f"tracking.trackers: '{name}' is no {Tracker.__module__}.Tracker, got {tracker!r}.")
-    return tracker
-
-
 class TrackerHub:
-    """A dispatcher of each step's metrics, to ``metrics.jsonl`` at once and to the trackers of ``[tracking]`` by queues.
+    """A dispatcher of each step's metrics, to ``metrics.jsonl`` and to the trackers of ``[tracking]`` (part ``trackers``).
 
     Nothing is opened before ``start``.
+
+    Attributes:
+        trackers: the threads of the trackers; None if the run has no tracker.
 
     Raises:
         EngineError: a tracker refuses its set-up.
     """
 
     def __init__(self, run: RunFolder, config: EngineConfig, plugins: PluginSet) -> None:
-        plain = run.redactor.tree(as_data(config))
         self._path = run.metrics_file
         self._file: TextIO | None = None
-        self._feeders: list[_Feeder] = []
-        for name in config.tracking.trackers:
-            tracker = make_tracker(name, config, plugins)
-            self._feeders.append(_Feeder(name, tracker, functools.partial(tracker.start, run, plain)))
+        self.trackers: TrackerThreads | None = None
+        if config.tracking.trackers:
+            self.trackers = plugins.require("parts", "trackers")(run, config, plugins)
 
     def start(self) -> None:
         """Open ``metrics.jsonl`` and start the trackers; call this once the run folder is ready for the attempt."""
         self._file = self._path.open("a", encoding="utf-8")
-        for feeder in self._feeders:
-            feeder.start()
+        if self.trackers:
+            self.trackers.start()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write one line ``{"step": ..., "time": seconds since 1970, ...metrics}`` and queue it for the trackers.
+        """Write one line ``{"step": ..., "time": seconds since 1970, ...metrics}`` and send it to the trackers.
 
         JSON has no NaN: a value that is not finite is written as ``null``, is not sent to the
         trackers, and is counted in ``tracking/non_finite``.
@@ -387,37 +338,22 @@ class TrackerHub:
             faults.point("metrics.half_written")
             self._file.write(text[len(text) // 2 :])
             self._file.flush()
-        for feeder in self._feeders:
-            if feeder.is_alive() and feeder.calls.qsize() < MOST:
-                feeder.calls.put(functools.partial(feeder.tracker.log, step, finite))
-
-    def event(self, event: str, step: int, data: Mapping[str, Any]) -> None:
-        """Queue an event for the trackers."""
-        for feeder in self._feeders:
-            if feeder.is_alive() and feeder.calls.qsize() < HELD:
-                feeder.calls.put(functools.partial(feeder.tracker.on_event, event, step, dict(data)))
+        if self.trackers:
+            self.trackers.log(step, finite)
 
     def sync(self) -> None:
         """Flush ``metrics.jsonl`` to the disk; call this before each checkpoint."""
         if self._file is not None:
             os.fsync(self._file.fileno())
 
-    def close(self, timeout: float = 5.0) -> None:
-        """Close the trackers, which have ``timeout`` seconds together to finish."""
+    def close(self) -> None:
+        """Close ``metrics.jsonl`` and the trackers, which get some seconds to finish."""
         if self._file is None:
             return
         with contextlib.suppress(OSError):  # a full disk, on which ``log`` failed
             self._file.close()
-        for feeder in self._feeders:
-            feeder.calls.put(None)
-        deadline = time.monotonic() + timeout
-        for feeder in self._feeders:
-            feeder.join(max(0.0, deadline - time.monotonic()))
-            if feeder.is_alive():
-                message = (
-                    "Tracker '%s' has not finished in time and is left behind; metrics.jsonl has all steps."
-                )
-                logger.warning(message, feeder.label)
+        if self.trackers:
+            self.trackers.close()
 
 
 def _metrics_line(text: str) -> dict[str, Any] | None:

@@ -66,10 +66,9 @@ class GivenRows:
         Raises:
             PluginError: the curriculum cannot be used.
         """
-        from engine_core.data.order import CurriculumOrder  # imports numpy
-
         if name := self.config.curriculum:
-            source.curriculum = CurriculumOrder(name, self.config.curriculum_options, self.plugins)
+            rounds = self.plugins.require("parts", "curriculum")
+            source.curriculum = rounds(name, self.config.curriculum_options, self.plugins)
         return source
 
     def held_out(self, held_out: HeldOut) -> MemoryRows | None:

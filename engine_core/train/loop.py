@@ -168,8 +168,8 @@ def start(run: TrainingRun, resume: Resume | None, attempt: ExitStack) -> Loop:
         # steps after the checkpoint are repeated, so what was recorded of them goes
         folder.rewind(point.step, run.config, run.plugins, unfinished=point.unfinished is not None)
     hub.start()
-    if run.config.tracking.trackers:
-        run.plugins.listener = hub.event
+    if hub.trackers:
+        run.plugins.listener = hub.trackers.event
     run.trained = True
     return Loop(run, folder, hub, point, writer)
 

@@ -333,11 +333,7 @@ class TrainingRun(abc.ABC):
         return [name for name, role in self.roles(training=True).items() if role.saved]
 
     def close(self) -> None:
-        """Stop workers and close the data; safe to call twice."""
-        self.end_workers()
-
-    def end_workers(self) -> None:
-        """Close workers and data; in training the run folder, its log and the trackers stay open."""
+        """Stop workers and close the data; safe to call twice. Run folder, log and trackers of a training stay open."""
         self._cleanup.close()
         self.groups.clear()
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_core import timeline
-from engine_core.algorithms.evaluation import set_metrics
 from engine_core.config.evaluation import UNNAMED
 from engine_core.config.requirements import GREEDY
 from engine_core.contracts.parts import CARRIED
@@ -402,10 +401,14 @@ class SampledRun(TrainingRun):
             out: folder for the rollouts, one file a set; default: the run folder, during training.
 
         Returns:
-            ``eval/...`` of ``data.validation`` and ``eval/SET/...`` of each ``[[eval.set]]``; see ``set_metrics``.
+            ``eval/...`` of ``data.validation`` and ``eval/SET/...`` of each ``[[eval.set]]``, see the part ``set_metrics``.
+
+        Raises:
+            PluginError: no installed plugin offers that part.
         """
         self.setup()
         metrics: dict[str, float] = {}
+        set_metrics = self.plugins.require("parts", "set_metrics")
         for held_out in self.held_out():
             prompts, sampling = self.held_items(held_out), self.sampler.sampling_of(held_out)
             size, step = held_out.samples_per_prompt, self.step_done

@@ -12,14 +12,13 @@ Left out: the use of the values. The advantage estimator (``gae``) reads them an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from engine_core.algorithms.correction import Correction, normalizing_scale
-from engine_core.algorithms.objectives import normalizer, with_weights
+from engine_core.algorithms.objectives import with_weights
 from engine_core.algorithms.regularizers import AdaptiveEntropy, AdaptiveKL, high_entropy
 from engine_core.config import requirements
 from engine_core.config.schedule import boundaries, config_at
@@ -125,36 +124,15 @@ class PolicyUpdate:
             for chosen in order.split(size):
                 rows = torch.isin(groups, chosen).nonzero().flatten()
                 chosen_rows = batch if len(rows) == len(batch) else batch.select(rows)
-                minis.append(with_weights(chosen_rows, *self._aggregation))
+                minis.append(with_weights(chosen_rows, *self.aggregation))
         return minis
 
     @property
-    def _aggregation(self) -> tuple[str, int]:
+    def aggregation(self) -> tuple[str, int]:
         """The aggregation of this step's loss, and the length that one of them divides by."""
         mode, norm = self._now.loss_aggregation, self._now.loss_length_norm
         norm = norm or self.settings.config.rollout.max_response_tokens
         return self.loss.aggregation if mode == "auto" else mode, norm
-
-    def part(self, batch: Batch) -> Batch:
-        """Add ``weights`` [T] to whole groups of a mini-batch whose size is not known yet; see ``late_scale``."""
-        return with_weights(batch, *self._aggregation, self._unit)
-
-    def late_scale(self, num_tokens: int, num_sequences: int) -> float:
-        """Return the factor of the gradient and of the loss, summed over the results of ``part``.
-
-        Args:
-            num_tokens: loss tokens of the whole mini-batch.
-            num_sequences: its sequences that have a loss token.
-        """
-        return self._unit / normalizer(self._aggregation[0], num_tokens, num_sequences)
-
-    @property
-    def _unit(self) -> float:
-        """The power of two next to the normalizer of a full batch: exact, and sums stay small enough for fp16."""
-        config = self.settings.now
-        most = config.data.prompts_per_step * config.rollout.group_size
-        tokens = most * config.rollout.max_response_tokens
-        return 2.0 ** math.ceil(math.log2(normalizer(self._aggregation[0], tokens, most)))
 
     def with_statistics(self, mini: Batch) -> Batch:
         """Add the [T] columns that are statistics over a mini-batch, computed with the policy before its update.

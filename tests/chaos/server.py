@@ -33,7 +33,7 @@ IMPORTED = (
     "engine_plugin_torch.engine",
     "engine_core.cli.train",
     "engine_plugin_tools.commands.runs",
-    "engine_core.cli.configs",
+    "engine_plugin_tools.commands.configs",
     "engine_plugin_tools.commands.models",
     "engine_plugin_hf_rollout.engine",
     "pyarrow.parquet",

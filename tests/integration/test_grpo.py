@@ -61,19 +61,19 @@ def weights(run):
 def keep_engines(monkeypatch):
     """Weights of the actor at the end of a run, by run folder name."""
     kept = {}
-    end_workers, train = Trainer.end_workers, Trainer.train
+    close, train = Trainer.close, Trainer.train
 
     def ending(self):
         if self.groups:
             kept[self.folder.path.name if self.folder else ""] = weights(self)
-        end_workers(self)
+        close(self)
 
     def training(self, **arguments):
         found = train(self, **arguments)
         self.close()
         return found
 
-    monkeypatch.setattr(Trainer, "end_workers", ending)
+    monkeypatch.setattr(Trainer, "close", ending)
     monkeypatch.setattr(Trainer, "train", training)
     return kept
 

@@ -226,7 +226,7 @@ def test_weights_of_pairs_and_of_tails_train_and_are_evaluated(made, options):
 
 PLUGIN = """
 from engine_core import hookimpl
-from engine_core.specs import PairLoss
+from engine_plugin_trainers.tables import PairLoss
 
 
 def squared(chosen, rejected, beta):
@@ -268,7 +268,7 @@ def test_what_a_plugin_says_of_its_pair_loss_is_followed(with_plugin):
     trainer = with_plugin("free", {"run.steps": 1})
     trainer.train()
     assert "ref" not in trainer.groups
-    assert trainer.options.normalises
+    assert trainer.options.normalizes(trainer.spec)
     with pytest.raises(ConfigError, match=r"dpo: loss = 'squared' does not read label_smoothing"):
         with_plugin("squared", {"dpo.label_smoothing": 0.1}).setup()
 

@@ -19,7 +19,6 @@ FROZEN = {
     "engine_rewards": [],
     "engine_advantages": [],
     "engine_losses": [],
-    "engine_pair_losses": [],
     "engine_stages": [],
     "engine_environments": [],
     "engine_trackers": [],
@@ -35,7 +34,7 @@ FROZEN = {
     "engine_options": [],
     "engine_on_event": ["event", "step", "data", "plugin_options"],
 }
-TABLES_OF_PLUGINS = ["engine_architectures", "engine_tool_formats"]
+TABLES_OF_PLUGINS = ["engine_architectures", "engine_pair_losses", "engine_tool_formats"]
 """Hooks that plugins define, as frozen as the core's; they take no argument."""
 STEP_HOOKS = [
     "engine_build_model",

@@ -79,6 +79,7 @@ LIGHT = [
     ),
     "engine_core.contracts.parts",
     "engine_core.contracts.weight_transport",  # a transport of one file is a hook module
+    "engine_plugin_tools.commands.configs",
     *(module for project in PROJECTS for module in named_modules(project)),
 ]
 """Modules that ``engine validate``, ``engine plugins`` or the hook module of a plugin imports: none of them imports a heavy library."""
@@ -366,10 +367,10 @@ def test_validate_loads_of_plugins_what_the_run_names_and_nothing_heavy(sft_run)
     assert "engine_core.config.assemble" in found
     assert len(found) <= VALIDATE_MODULES, f"{len(found)} modules: {found}"
     of_plugins = {module for module in found if module.startswith("engine_plugin_")}
-    # of tools: the part that says with which models a backend was tested
     packages = {"engine_plugin_tools", "engine_plugin_torch", "engine_plugin_trainers"}
     assert {module.partition(".")[0] for module in of_plugins} == packages
-    assert of_plugins - packages - {"engine_plugin_trainers.algorithms"} <= set(LIGHT)
+    folders = {"engine_plugin_tools.commands", "engine_plugin_trainers.algorithms"}
+    assert of_plugins - packages - folders <= set(LIGHT)
     assert [m for m in found if m.startswith(("engine_core.data", "engine_core.train.trainer"))] == []
 
 

@@ -41,11 +41,11 @@ for first in (1, 3):  # the second time it is resumed
     hub = TrackerHub(run, config, Plugins())
     hub.start()
     for step in (first, first + 1):
-        hub.event("rollouts_finished", step, {"rollouts": rollouts()})
-        hub.event("advantages_computed", step, {"advantages": torch.tensor([-1.0])})
+        hub.trackers.event("rollouts_finished", step, {"rollouts": rollouts()})
+        hub.trackers.event("advantages_computed", step, {"advantages": torch.tensor([-1.0])})
         hub.log(step, {"reward/mean": step / 4})
-    hub.event("run_finished", first + 1, {"metrics": {}})
-    hub.close(60)
+    hub.trackers.event("run_finished", first + 1, {"metrics": {}})
+    hub.trackers.close(60)
 """
 
 

@@ -21,9 +21,13 @@ from engine_core.types import Prompt, Request, Sampling
 from engine_plugin_tools import trackers
 from engine_plugin_tools.commands.grafana import PANELS, dashboard
 from engine_plugin_tools.tracker_options import MlflowOptions, PrometheusOptions, TensorBoardOptions
+from engine_plugin_tools.tracker_threads import Trackers
 
 
 class Plugins:
+    def require(self, kind, name):
+        return Trackers
+
     def resolve(self, kind, name):
         return {
             "tensorboard": trackers.TensorBoard,
@@ -117,8 +121,8 @@ def test_tensorboard_shows_completions_histograms_and_the_config(tmp_path):
     hub = TrackerHub(run, config, Plugins())
     hub.start()
     for step in (1, 2):
-        hub.event("rollouts_finished", step, {"rollouts": rollouts()})
-        hub.event("advantages_computed", step, {"advantages": torch.tensor([-1.0, 3.0])})
+        hub.trackers.event("rollouts_finished", step, {"rollouts": rollouts()})
+        hub.trackers.event("advantages_computed", step, {"advantages": torch.tensor([-1.0, 3.0])})
     hub.close()
     events = events_of(run)
     assert sorted(events.Tags()["histograms"]) == [
@@ -160,7 +164,7 @@ def test_a_tracker_that_cannot_show_rollouts_is_off_and_metrics_are_written(tmp_
     run = RunFolder.create(config)
     hub = TrackerHub(run, config, Plugins())
     hub.start()
-    hub.event("rollouts_finished", 10, {"rollouts": [None]})
+    hub.trackers.event("rollouts_finished", 10, {"rollouts": [None]})
     hub.log(1, {"x": 1.0})
     hub.close()
     assert "Tracker 'tensorboard' failed and is off for the rest of the run" in caplog.text
@@ -203,7 +207,7 @@ def test_prometheus_answers_on_loopback_with_the_newest_step(tmp_path, caplog):
     hub.start()
     for step in (1, 2):
         hub.log(step, {"reward/mean": step / 4})
-    [feeder] = hub._feeders
+    [feeder] = hub.trackers.feeders
     feeder.calls.put(lambda: seen.append(urllib.request.urlopen(url()).read().decode()))
     seen: list[str] = []
 

@@ -1,15 +1,18 @@
+from types import SimpleNamespace
+
 import pytest
 from pydantic import ValidationError
 
 from engine_core.errors import PluginError
-from engine_core.specs import PairLoss
 from engine_plugin_trainers.options import PAIR_LOSSES, DPOOptions, check_offered
+from engine_plugin_trainers.preference import DPOTrainer
+from engine_plugin_trainers.tables import PairLoss
 
 
 def test_every_loss_of_the_table_can_be_chosen():
     for name in PAIR_LOSSES:
         smoothing = {"label_smoothing": 1e-3} if name == "exo_pair" else {}
-        assert DPOOptions(loss=name, **smoothing).traits is PAIR_LOSSES[name]
+        assert DPOOptions(loss=name, **smoothing).loss == name
 
 
 @pytest.mark.parametrize(
@@ -48,22 +51,32 @@ def test_a_default_that_is_written_out_is_no_problem():
 
 
 @pytest.mark.parametrize(
-    ("keys", "reference", "normalises", "nll"),
+    ("keys", "normalizes", "nll"),
     [
-        ({}, True, False, 0.0),
-        ({"reference_free": True}, False, False, 0.0),
-        ({"length_normalize": True, "sft_coef": 0.2}, True, True, 0.2),
-        ({"loss": "ipo"}, True, True, 0.0),
-        ({"loss": "ipo", "length_normalize": False}, True, False, 0.0),
-        ({"loss": "orpo"}, False, True, 1.0),
-        ({"loss": "simpo"}, False, True, 0.0),
-        ({"loss": "cpo"}, False, False, 1.0),
-        ({"loss": "cpo", "sft_coef": 0.0}, False, False, 0.0),
+        ({}, False, 0.0),
+        ({"length_normalize": True, "sft_coef": 0.2}, True, 0.2),
+        ({"loss": "ipo"}, True, 0.0),
+        ({"loss": "ipo", "length_normalize": False}, False, 0.0),
+        ({"loss": "orpo"}, True, 1.0),
+        ({"loss": "simpo"}, True, 0.0),
+        ({"loss": "cpo"}, False, 1.0),
+        ({"loss": "cpo", "sft_coef": 0.0}, False, 0.0),
     ],
 )
-def test_what_follows_from_the_loss(keys, reference, normalises, nll):
+def test_what_follows_from_the_loss(keys, normalizes, nll):
     options = DPOOptions(**keys)
-    assert (options.needs_reference, options.normalises, options.nll_weight) == (reference, normalises, nll)
+    traits = PAIR_LOSSES[options.loss]
+    assert (options.normalizes(traits), options.nll_weight(traits)) == (normalizes, nll)
+
+
+def test_a_run_without_a_reference_uses_no_reference_model():
+    for changes, needed in (({}, True), ({"reference_free": True}, False)):
+        run = SimpleNamespace(spec=PAIR_LOSSES["sigmoid"], options=DPOOptions(**changes))
+        assert DPOTrainer.needs_reference.fget(run) is needed
+
+
+def test_the_losses_without_a_reference_model():
+    assert {name for name, traits in PAIR_LOSSES.items() if not traits.reference} == {"cpo", "orpo", "simpo"}
 
 
 def test_a_pair_loss_that_asks_for_what_it_is_not_given_is_refused():

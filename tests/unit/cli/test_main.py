@@ -173,8 +173,8 @@ def test_a_command_of_ours_that_is_not_installed_names_its_distribution(engine, 
     )
     assert engine("bench", "step").err.endswith("It is not installed: pip install engine-plugin-tools\n")
     assert engine("reprot").err == (
-        "engine: Unknown command 'reprot'. Did you mean 'report'? Known: config.show, report, "
-        "resume, train, validate. It is not installed: pip install engine-plugin-tools\n"
+        "engine: Unknown command 'reprot'. Did you mean 'report'? Known: report, "
+        "resume, train. It is not installed: pip install engine-plugin-tools\n"
     )
 
 

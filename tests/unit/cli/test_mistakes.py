@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_core.cli.configs import as_record
 from engine_core.errors import ConfigError
+from engine_plugin_tools.commands.configs import as_record
 
 TABLE = (Path(__file__).parents[2] / "data" / "mistakes.md").read_text("utf-8")
 RUN_FILE, PLUGIN = re.findall(r"```\w+\n(.*?)```", TABLE, re.DOTALL)

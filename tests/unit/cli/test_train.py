@@ -290,3 +290,16 @@ def test_lack_of_memory_in_a_plugin_is_not_its_failure(engine, rl_run):
     answer = engine("train", "rl.toml")
     assert answer.code == 5
     assert "Out of memory in step 1" in answer.err
+
+
+def test_train_names_a_plugin_that_is_not_installed(engine, rl_run, without_our_plugins):
+    answer = engine("train", "rl.toml", "--set", "actor.backend=megatron")
+    assert answer.code == 3
+    assert answer.err == (
+        "engine: --set actor.backend: Train engine 'megatron' is not installed. Try: pip install engine-plugin-megatron\n"
+    )
+    answer = engine("train", "run.toml")
+    assert answer.code == 3
+    assert answer.err == (
+        "engine: run.toml:2: trainer: Trainer 'sft' is not installed. Try: pip install engine-plugin-trainers\n"
+    )

@@ -11,7 +11,7 @@ from engine_core.plugins import metadata
 
 PLUGIN = """
 from engine_core import hookimpl
-from engine_core.specs import Environment, Part, Reward, RolloutBackend
+from engine_core.specs import Curriculum, Environment, Part, Reward, RolloutBackend
 
 @hookimpl
 def engine_rewards():
@@ -20,6 +20,10 @@ def engine_rewards():
 @hookimpl
 def engine_environments():
     return {"talk": Environment(load=print)}
+
+@hookimpl
+def engine_curricula():
+    return {"rising": Curriculum(load=print)}
 
 @hookimpl
 def engine_rollout_engines():
@@ -68,6 +72,9 @@ NEEDED = [
     ("data.num_workers", SFT.replace("prompts_per_step", "num_workers = 2\nprompts_per_step"), "row_workers", "processes"),
     ("rollout.stream_update", RL.replace('"echo"', '"echo"\nstream_update = true'), "stream_update", "trainers"),
     ("rollout.over_sampling", RL.replace('"echo"', '"echo"\nover_sampling = 1.5'), "early_stop", "trainers"),
+    ("data.curriculum", RL.replace("prompts_per_step", 'curriculum = "rising"\nprompts_per_step') + "[run]\nsteps = 1\n", "curriculum", "trainers"),
+    ("eval.every_steps", RL.replace("prompts_per_step", 'validation = "train.jsonl"\nprompts_per_step') + "[eval]\nevery_steps = 1\n", "set_metrics", "tools"),
+    ("tracking.trackers", RL + '[tracking]\ntrackers = ["tensorboard"]\n', "trackers", "tools"),
     ("rollout.process", RL.replace('"echo"', '"echo"\n[rollout.process]'), "sampler_process", "processes"),
 ]  # fmt: skip
 

@@ -16,13 +16,13 @@ from typing import Any, ClassVar
 
 import pytest
 
-from engine_core.config.validate import check_table
 from engine_core.errors import ConfigError, EngineError, did_you_mean
 from engine_core.plugins.metadata import known_names, split
 from engine_core.plugins.plugin_set import PluginSet
 from engine_plugin_testing.contracts import Contract, contracts_of
 from engine_plugin_testing.devices import asked_accelerator, lacking
 from engine_plugin_testing.launcher import CaseFailed, Workers
+from engine_plugin_testing.option_tables import check_table
 
 UNSUPPORTED = "unsupported: "
 UNDECLARED = " does not declare the capability "

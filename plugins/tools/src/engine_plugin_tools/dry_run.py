@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from engine_core.config.read import key_text
 from engine_core.errors import ConfigError, EnvironmentProblem, PluginError, errors_of, refuse
 from engine_core.runs.folders import exists_already, is_unused, writing_problem
-from engine_core.runs.tracking import make_tracker
 from engine_core.types import Request, Sampling
+from engine_plugin_tools.tracker_threads import make_trackers
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -34,7 +34,8 @@ def dry_run(run: TrainingRun) -> list[str]:
     Raises:
         EngineError: everything that a start would refuse.
     """
-    refuse(errors_of([partial(check_free, run.config), partial(_make_trackers, run), run.load_inputs]))
+    trackers = partial(make_trackers, run.config, run.plugins)
+    refuse(errors_of([partial(check_free, run.config), trackers, run.load_inputs]))
     lines = [*run.derived(), *_layout(run)]
     refuse(
         errors_of(
@@ -58,11 +59,6 @@ def check_free(config: EngineConfig) -> None:
         )
     if name and (root / name).exists() and not is_unused(root / name):
         raise ConfigError(f"{exists_already(root / name)} (for a check alone: --set run.name=NEW)")
-
-
-def _make_trackers(run: TrainingRun) -> None:
-    for name in run.config.tracking.trackers:
-        make_tracker(name, run.config, run.plugins)
 
 
 def _check_machine(run: TrainingRun) -> None:

@@ -49,16 +49,17 @@ def engine_trainers() -> Mapping[str, TrainerSpec]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
-    """Offer the parts of the tools: health, checks, families of models, plans, profiler and timeline."""
+    """Offer the parts of the tools: health, checks, metrics of evaluations, plans, profiler, timeline and trackers."""
     return {
         "completion": Part(load="engine_plugin_tools.completion:completion"),
         "dry_run": Part(load="engine_plugin_tools.dry_run:dry_run"),
         "health": Part(load="engine_plugin_tools.health:Health"),
         "memory_plan": Part(load="engine_plugin_tools.memory_plan:planned"),
-        "model_families": Part(load="engine_plugin_tools.families:declared_families"),
         "plan_check": Part(load="engine_plugin_tools.calibration:plan_check"),
         "profiler": Part(load="engine_plugin_tools.profiler:profiled"),
+        "set_metrics": Part(load="engine_plugin_tools.eval_metrics:set_metrics"),
         "timeline": Part(load="engine_plugin_tools.timeline:TimelineFile"),
+        "trackers": Part(load="engine_plugin_tools.tracker_threads:Trackers"),
     }
 
 
@@ -67,6 +68,8 @@ def engine_commands() -> Mapping[str, Command]:
     """Offer the commands."""
     here = "engine_plugin_tools.commands."
     return {
+        "validate": Command(load=here + "configs:validate"),
+        "config.show": Command(load=here + "configs:show"),
         "check-template": Command(load=here + "check_template:check_template"),
         "schema": Command(load=here + "schema:schema"),
         "demo": Command(load=here + "demo:demo"),

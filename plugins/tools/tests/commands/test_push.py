@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from engine_core.cli.loading import read_run, trainer_of
+from engine_core.runs.checkpoint import Checkpoints
 from engine_core.runs.tracking import RunFolder
-from engine_plugin_tools.commands.checkpoints import checkpoint_of
 
 SECRET = "planted-secret-7391"
 PLUGIN = """
@@ -69,7 +69,7 @@ def logits_of(model):
 def logits_of_run(path):
     run = RunFolder.open(path)
     with closing(trainer_of(read_run(run, None))) as trainer:
-        trainer.load_checkpoint(checkpoint_of(run, None))
+        trainer.load_checkpoint(Checkpoints(run.checkpoints).chosen())
         return logits_of(trainer.runtime.engines["actor"].module)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, model_validator
 
 from engine_core.errors import PluginError, did_you_mean
-from engine_core.specs import NoOptions, Options, PairLoss, RefillOptions
+from engine_core.specs import NoOptions, Options, RefillOptions
+from engine_plugin_trainers.tables import PairLoss
 
 
 class AsyncOptions(Options):
@@ -145,7 +146,6 @@ class DPOOptions(Options):
     """``[dpo]``: options of the trainer `dpo`."""
 
     chooses = {"loss": "pair_losses"}
-    _spec: PairLoss | None = PrivateAttr(None)  # declaration of a plugin's loss
 
     loss: str = "sigmoid"
     """Pair loss, by name (``engine plugins``). ``orpo``, ``simpo`` and ``cpo`` load no reference model."""
@@ -204,38 +204,20 @@ class DPOOptions(Options):
             raise ValueError(
                 f"loss = '{self.loss}' uses means over tokens by definition. Remove length_normalize."
             )
-        means = traits.normalized if self.length_normalize is None else self.length_normalize
-        if self.ld_alpha is not None and means:
+        if self.ld_alpha is not None and self.normalizes(traits):
             raise ValueError(
                 f"ld_alpha weights the tail of a sum over tokens, but loss = '{self.loss}' uses means here. Remove it."
             )
         if self.loss == "exo_pair" and self.label_smoothing == 0:
             raise ValueError("loss = 'exo_pair' needs label_smoothing over 0; its paper uses 1e-3.")
 
-    @property
-    def traits(self) -> PairLoss:
-        """Declaration of the chosen pair loss."""
-        return self._spec or PAIR_LOSSES[self.loss]
+    def normalizes(self, traits: PairLoss) -> bool:
+        """Return whether log-ratios are means over tokens."""
+        return traits.normalized if self.length_normalize is None else self.length_normalize
 
-    def of(self, spec: PairLoss) -> DPOOptions:
-        """Set the declaration of a plugin's pair loss; return these options."""
-        self._spec = spec
-        return self
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether the loss compares with the log-probs of a reference model."""
-        return self.traits.reference and not self.reference_free
-
-    @property
-    def normalises(self) -> bool:
-        """Whether log-ratios are means over tokens."""
-        return self.traits.normalized if self.length_normalize is None else self.length_normalize
-
-    @property
-    def nll_weight(self) -> float:
-        """Weight of the chosen responses' negative log-likelihood."""
-        return self.traits.sft_coef if self.sft_coef is None else self.sft_coef
+    def nll_weight(self, traits: PairLoss) -> float:
+        """Return the weight of the chosen responses' negative log-likelihood."""
+        return traits.sft_coef if self.sft_coef is None else self.sft_coef
 
 
 class KTOOptions(Options):

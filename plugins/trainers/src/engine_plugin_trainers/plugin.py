@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from engine_core.hooks import hookimpl
 from engine_core.specs import (
@@ -12,12 +13,14 @@ from engine_core.specs import (
     Advantage,
     Loss,
     Objective,
-    PairLoss,
     Part,
     Stage,
     TrainerSpec,
 )
 from engine_plugin_trainers import options
+
+if TYPE_CHECKING:
+    from engine_plugin_trainers.tables import PairLoss
 
 RL = SHARED_SECTIONS | SAMPLING_SECTIONS | {"ref", "critic", "teacher", "algorithm"}
 
@@ -162,8 +165,9 @@ def engine_objectives() -> Mapping[str, Objective]:
 
 @hookimpl
 def engine_parts() -> Mapping[str, Part]:
-    """Offer early stopping and the streaming update."""
+    """Offer the rounds of curricula, early stopping and the streaming update."""
     return {
+        "curriculum": Part(load="engine_plugin_trainers.data.curriculum:CurriculumOrder"),
         "early_stop": Part(load="engine_plugin_trainers.early_stop:Stragglers"),
         "stream_update": Part(load="engine_plugin_trainers.stream_update:stream_update"),
     }

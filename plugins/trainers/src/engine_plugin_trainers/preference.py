@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_core.config.models import DataConfig
-    from engine_core.specs import PairLoss
     from engine_plugin_trainers.options import DPOOptions
+    from engine_plugin_trainers.tables import PairLoss
 
 
 class PreferenceRun(TrainingRun):
@@ -154,12 +154,12 @@ class DPOTrainer(PreferenceRun):
     def options(self) -> DPOOptions:
         """Options of ``[dpo]`` at this step."""
         options: DPOOptions = self.config_now.options
-        return options.of(self.spec)
+        return options
 
     @property
     def needs_reference(self) -> bool:
         """Whether the loss compares with a reference model."""
-        return self.options.needs_reference
+        return self.spec.reference and not self.options.reference_free
 
     def batch(self, items: Sequence[Pair]) -> Batch:
         """Pack pairs into a batch, with LD-DPO's weights of tokens if asked for."""
@@ -173,5 +173,5 @@ class DPOTrainer(PreferenceRun):
         options = self.options
         names = ("loss", "beta", "f_divergence", "f_alpha", "wpo", *READABLE)
         parameters = {name: getattr(options, name) for name in names}
-        parameters |= {"normalise": options.normalises, "sft_coef": options.nll_weight}
+        parameters |= {"normalise": options.normalizes(self.spec), "sft_coef": options.nll_weight(self.spec)}
         return LossCall("preference", parameters, watched=("sum_pi_squared",) if options.wpo else ())

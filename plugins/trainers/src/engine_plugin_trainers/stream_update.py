@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import queue
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from engine_core.algorithms.objectives import normalizer, with_weights
 from engine_core.config.schedule import boundaries, config_at
 from engine_core.errors import ConfigError, TrainingFailed
 from engine_core.metrics import Sum, is_largest, merge
@@ -189,7 +191,7 @@ class StreamedUpdate:
         """Add the gradient of complete, rewarded groups, divided by nothing that belongs to the whole batch."""
         policy = self.trainer.policy
         batch, noted = self.trainer.annotate(self.trainer.batch(rollouts))
-        batch = policy.part(self.trainer.with_advantages(batch))
+        batch = with_weights(self.trainer.with_advantages(batch), *policy.aggregation, self._unit)
         self.penalty += [(value, len(rollouts)) for value in noted.values()]
         self.learned += [rollout.request_id for rollout in rollouts]
         self.parts += 1
@@ -200,6 +202,14 @@ class StreamedUpdate:
             self.output.num_micro_batches += made.num_micro_batches
             merge(self.output.metrics, made.metrics)
 
+    @property
+    def _unit(self) -> float:
+        """The power of two next to the normalizer of a full batch: exact, and sums stay small enough for fp16."""
+        config = self.trainer.config_now
+        most = config.data.prompts_per_step * config.rollout.group_size
+        tokens = most * config.rollout.max_response_tokens
+        return 2.0 ** math.ceil(math.log2(normalizer(self.trainer.policy.aggregation[0], tokens, most)))
+
     def _step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Divide gradient, loss and metrics by what the whole batch gives, and do the optimizer step."""
         trainer, policy, output = self.trainer, self.trainer.policy, self.output
@@ -208,7 +218,8 @@ class StreamedUpdate:
         self._check(rollouts, tokens)
         if not tokens:
             return {"actor/empty_updates": Sum(1.0)}
-        factor = policy.late_scale(tokens, int((batch.sum_by_sequence(mask.float()) > 0).sum()))
+        sequences = int((batch.sum_by_sequence(mask.float()) > 0).sum())
+        factor = self._unit / normalizer(policy.aggregation[0], tokens, sequences)
         trainer.groups["actor"].call("scale_gradients", factor=factor).result()
         output.loss *= factor
         output.metrics = {n: v if is_largest(n) else v / tokens for n, v in output.metrics.items()}

@@ -9,10 +9,10 @@ import torch
 from engine_core.algorithms.objectives import resolve_loss
 from engine_core.errors import PluginError
 from engine_core.plugins.plugin_set import PluginSet
-from engine_core.specs import PairLoss
 from engine_core.types import Batch, LossCall
 from engine_plugin_trainers.algorithms.preference_columns import with_shares
 from engine_plugin_trainers.algorithms.preference_objectives import kto, mismatch_kl, preference, reward_model
+from engine_plugin_trainers.tables import PairLoss
 
 LENGTHS = [(2, 1), (1, 3), (2, 2)]  # tokens of the chosen and the rejected response of each pair
 

@@ -17,8 +17,8 @@ from engine_core.runs.rollout_files import read_rollouts
 from engine_core.runs.tracking import RunFolder
 
 if TYPE_CHECKING:
-    from engine_core.algorithms.evaluation import Estimate
     from engine_core.types import Rollout
+    from engine_plugin_tools.eval_metrics import Estimate
 
 Target = Annotated[
     str,
@@ -94,7 +94,7 @@ def paired(first: Path, second: Path, score: str | None) -> dict[str, Estimate]:
     Raises:
         DataError: a file has no such score, or the two have no prompt in common.
     """
-    from engine_core.algorithms.evaluation import mean_interval, score_interval
+    from engine_plugin_tools.eval_metrics import mean_interval, score_interval
 
     ours, theirs = (_by_prompt(file, score) for file in (first, second))
     common = [prompt for prompt in ours if prompt in theirs]

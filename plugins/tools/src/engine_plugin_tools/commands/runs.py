@@ -226,7 +226,8 @@ def prune(
     checkpoints = Checkpoints(folder.checkpoints, config, folder.metrics_of)
     with closing(folder):
         folder.lock()
-        leftovers = checkpoints.leftovers()
+        # of interrupted saves and deletions, and broken checkpoints that were replaced; a link is not a save's
+        leftovers = sorted(path for path in checkpoints.folder.glob(".step_*") if not path.is_symlink())
         for path in [*checkpoints.prune(keep, dry_run, deep=True), *leftovers]:
             print(path)
         for path in leftovers if not dry_run else ():

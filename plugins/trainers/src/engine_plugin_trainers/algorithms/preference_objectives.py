@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from engine_core.algorithms.objectives import Objective
     from engine_core.plugins import PluginSet
-    from engine_core.specs import PairLoss
     from engine_core.types import Batch
+    from engine_plugin_trainers.tables import PairLoss
 
 
 def make_preference(plugins: PluginSet, *, loss: str, **parameters: Any) -> Objective:

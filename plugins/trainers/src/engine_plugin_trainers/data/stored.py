@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 from engine_core.config.inputs import files_of, stored_files
 from engine_core.data.source import Outcome, Source
 from engine_core.errors import DataError
-from engine_core.runs.rollout_files import TENSORS, RolloutFile
+from engine_core.runs.rollout_files import RolloutFile
+from engine_core.types import TENSORS
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -12,10 +12,10 @@ import pytest
 
 from engine_core.config.models import DataConfig
 from engine_core.data import PromptSource
-from engine_core.data.order import CurriculumOrder
 from engine_core.errors import DataError, PluginError
 from engine_core.plugins import PluginSet
 from engine_core.specs import Curriculum
+from engine_plugin_trainers.data.curriculum import CurriculumOrder
 
 PLUGIN = """
     from engine_core import hookimpl

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from engine_core.algorithms.evaluation import set_metrics
 from engine_core.config.evaluation import HeldOut
 from engine_core.types import Prompt, Rollout
+from engine_plugin_tools.eval_metrics import set_metrics
 
 ASKED = HeldOut(
     name="", path="held.jsonl", max_prompts=None, temperature=1.0, top_p=1.0, top_k=0, max_response_tokens=8,

@@ -13,6 +13,7 @@ from engine_core.cli.output import print_json, print_table
 from engine_core.config.assemble import plugins_for
 from engine_core.config.dump import dump_toml, origins
 from engine_core.errors import EngineError, refuse
+from engine_plugin_tools.families import declared_families
 
 PLACE = re.compile(
     r"((?P<file>[^:]+):(?P<line>\d+)(:\d+)?|(?P<bare>[^: ]+\.(jsonl?|csv|parquet|toml))|--set (?P<set>[^:]+)|environment \w+): "
@@ -41,8 +42,7 @@ def validate(files: Files, sets: Sets = None, allow_code: AllowCode = False, as_
         return errors[0].exit_code
     refuse(errors)
     plugins = plugins_for(config)
-    families = plugins.offered("parts", "model_families")
-    models = list(families.resolve()(config, plugins)) if families else []
+    models = list(declared_families(config, plugins))
     if as_json:
         print_json({"valid": True, "unread": config.unread, "plugins": plugins.versions(), "models": models})
         return 0

@@ -8,7 +8,7 @@ import statistics
 import numpy as np
 import pytest
 
-from engine_core.algorithms.evaluation import (
+from engine_plugin_tools.eval_metrics import (
     Estimate,
     bootstrap_interval,
     majority_at_k,

@@ -243,37 +243,19 @@ def set_metrics(rollouts: Sequence[Rollout], held_out: HeldOut) -> dict[str, flo
 
 def _of_score(scored: Mapping[int, Sequence[Rollout]], score: str, held_out: HeldOut) -> dict[str, Estimate]:
     """Return the means of the score, pass@k and maj@k over the prompts."""
-    prompts = [_Prompt.of(members, score, held_out) for members in scored.values()]
-    found = {"accuracy": score_interval([prompt.scores for prompt in prompts])}
+    scores = [[r.rewards[score] or 0.0 for r in members] for members in scored.values()]
+    found = {"accuracy": score_interval(scores)}
     if held_out.samples_per_prompt > 1:
         found[f"mean@{held_out.samples_per_prompt}"] = found["accuracy"]
+    passed = [[value >= held_out.pass_threshold for value in prompt] for prompt in scores]
     for k in held_out.k:
-        if enough := [prompt for prompt in prompts if len(prompt.scores) >= k]:
-            passes = [pass_at_k(sum(prompt.passed), len(prompt.passed), k) for prompt in enough]
-            found[f"pass@{k}"] = bootstrap_interval(passes)
+        enough = [(p, members) for p, members in zip(passed, scored.values(), strict=True) if len(p) >= k]
+        if enough:
+            found[f"pass@{k}"] = bootstrap_interval([pass_at_k(sum(p), len(p), k) for p, _ in enough])
             if held_out.majority != "off":
-                votes = [majority_at_k(prompt.answers, prompt.passed, k) for prompt in enough]
+                votes = [majority_at_k(_answers(each, held_out.majority), p, k) for p, each in enough]
                 found[f"maj@{k}"] = bootstrap_interval(votes)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class _Prompt:
-    """The scored responses to one prompt."""
-
-    scores: list[float]
-    passed: list[bool]
-    answers: list[str | None]  # the vote of each response; None: no vote
-
-    @classmethod
-    def of(cls, members: Sequence[Rollout], score: str, held_out: HeldOut) -> _Prompt:
-        """Build from the scored responses to a prompt, with the reward ``score`` as their score."""
-        scores = [r.rewards[score] or 0.0 for r in members]
-        return cls(
-            scores,
-            [value >= held_out.pass_threshold for value in scores],
-            _answers(members, held_out.majority),
-        )
 
 
 def _answers(members: Sequence[Rollout], majority: str) -> list[str | None]:

@@ -83,19 +83,6 @@ def test_validate_finds_an_absent_file_of_data(engine, sft_run):
     assert ": data.train: there is no file '" in answer.err
 
 
-def test_validate_names_a_plugin_that_is_not_installed(engine, rl_run, without_our_plugins):
-    answer = engine("validate", "rl.toml", "--set", "actor.backend=megatron")
-    assert answer.code == 3
-    assert answer.err == (
-        "engine: --set actor.backend: Train engine 'megatron' is not installed. Try: pip install engine-plugin-megatron\n"
-    )
-    answer = engine("validate", "run.toml")
-    assert answer.code == 3
-    assert answer.err == (
-        "engine: run.toml:2: trainer: Trainer 'sft' is not installed. Try: pip install engine-plugin-trainers\n"
-    )
-
-
 def test_validate_tells_of_reward_functions_that_could_not_be_called(engine, rl_run):
     (rl_run.parent / "mine.py").write_text(MINE)
     text = rl_run.read_text().replace('plugins = ["dice.py"]', 'plugins = ["dice.py", "mine.py"]')
@@ -186,7 +173,7 @@ def test_schema_is_json_over_all_tables_and_installed_names(engine):
 def test_schema_has_the_names_that_a_table_chooses_from_plugins(engine, install):
     source = """
         from engine_core import hookimpl
-        from engine_core.specs import PairLoss
+        from engine_plugin_trainers.tables import PairLoss
 
         @hookimpl
         def engine_pair_losses():
