@@ -272,14 +272,14 @@ def custom_model_problems(config: EngineConfig, plugins: PluginSet) -> Iterator[
             yield (
                 f"{who}, and actor.backend '{config.actor.backend}' builds a model that it cannot build: no plugin has "
                 "the hook engine_build_model. Implement it in the plugin of that backend (role 'rollout'), or have the sampler "
-                "use the actor's module. Documentation: 'Custom models with vLLM'."
+                "use the actor's module. Documentation: 'Custom models'."
             )
     elif "engine_register_model" not in hooks:
         whose = " and ".join(builders) or f"actor.backend '{config.actor.backend}'"
         yield (
             f"{who} and builds its model itself, but {whose} builds models (engine_build_model), and nothing says which "
             "weights the sampler gets. Implement engine_map_weights or engine_register_model, or use a sampler with the "
-            "capability 'custom_model'. Documentation: 'Custom models with vLLM'."
+            "capability 'custom_model'. Documentation: 'Custom models'."
         )
 
 

@@ -391,22 +391,6 @@ def test_a_shared_module_is_not_updated(make_engine, make_model, make_trainer):
         engine.update_weights(published_weights(make_model()), 1)
 
 
-def test_a_model_with_a_cache_but_no_mask_is_sampled_from_without_a_cache(
-    make_engine, make_model, make_requests
-):
-    class Unmasked(type(make_model())):
-        def forward(self, input_ids, position_ids=None, use_cache=None, past_key_values=None):
-            assert past_key_values is None
-            return super().forward(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-
-    expected, model = make_model(), make_model()
-    model.__class__ = Unmasked
-    requests = make_requests([[5], [5, 6, 7]])
-    assert tokens_of(make_engine(model).generate(requests)) == tokens_of(
-        make_engine(expected).generate(requests)
-    )
-
-
 @pytest.mark.parametrize("base", ["Module", "PreTrainedModel"])
 def test_a_module_without_the_interface_of_transformers_is_sampled_from_without_a_cache(
     make_engine, make_model, make_trainer, make_requests, base
