@@ -64,20 +64,3 @@ def test_under_autocast_keys_are_kept_in_its_type_and_attention_gives_the_same()
         assert torch.equal(
             scaled_dot_product_attention(query, *found), scaled_dot_product_attention(query, *expected)
         )
-
-
-def test_a_model_with_a_cache_but_no_mask_is_sampled_from_without_a_cache(
-    make_engine, make_model, make_requests
-):
-    class Unmasked(type(make_model())):
-        def forward(self, input_ids, position_ids=None, use_cache=None, past_key_values=None):
-            assert past_key_values is None
-            return super().forward(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-
-    expected, model = make_model(), make_model()
-    model.__class__ = Unmasked
-    requests = make_requests([[5], [5, 6, 7]])
-    one, two = (
-        [r.token_ids.tolist() for r in make_engine(made).generate(requests)] for made in (expected, model)
-    )
-    assert one == two
