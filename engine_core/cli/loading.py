@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine_core.config.assemble import check_inputs, load_config, plugins_for
@@ -54,6 +55,23 @@ def read_run(folder: RunFolder, sets: list[str] | None, steps: int | None = None
     config = read([file], sets=sets, steps=steps, allow_code=True)
     config._source.unread.clear()  # the file has every key, so a report of unread ones is useless
     return config
+
+
+def chosen_checkpoint(folder: RunFolder, step: str | None) -> Path:
+    """Return the verified checkpoint of a run that ``--step`` names: a step's number or ``best``; None: the newest.
+
+    Raises:
+        ConfigError: ``step`` is neither.
+        DataError: the run has no such usable checkpoint.
+    """
+    from engine_core.runs.checkpoint import Checkpoints
+
+    if step == "best":
+        config = read_run(folder, None).checkpoint
+        return Checkpoints(folder.checkpoints, config, folder.metrics_of).chosen(best=True)
+    if step is not None and not step.isdecimal():
+        raise ConfigError(f"--step: got '{step}', expected the number of a step or 'best'.")
+    return Checkpoints(folder.checkpoints).chosen(None if step is None else int(step))
 
 
 def trainer_of(config: EngineConfig) -> Any:

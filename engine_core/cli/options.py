@@ -24,4 +24,8 @@ AllowCode = Annotated[
     bool, typer.Option("--allow-code", help="Allow the run file to name Python files outside its folder.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Step = Annotated[
+    str | None,
+    typer.Option("--step", metavar="N|best", help="The checkpoint of this step; default: the newest."),
+]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Run folder, its name below runs/, or 'latest'.")]

@@ -408,8 +408,8 @@ def _merge_tables(into: dict[str, Any], over: Mapping[str, Any]) -> None:
         elif _is_named(old) and _is_named(value):
             known = _elements(old)
             for element in value:
-                if element["name"] in known:
-                    _merge_tables(known[element["name"]], element)
+                if (merged := known.pop(element["name"], None)) is not None:
+                    _merge_tables(merged, element)
                 else:  # also a second one of that name in one file, which is refused later
                     into[key].append(copy.deepcopy(element))
         else:

@@ -53,7 +53,7 @@ class OptimConfig(Table):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 0
-    """Number of optimizer steps in which the learning rate rises linearly from 0."""
+    """Number of optimizer steps in which the learning rate rises linearly: step n = 1, 2, ... of these uses `lr` * n / `warmup_steps`. Unlike the schedules of transformers, the first step is not 0."""
     decay_steps: NonNegativeInt = 0
     """Number of optimizer steps, including the warm-up, after which `schedule` reaches `min_lr_ratio`; 0: the length of the run."""
     min_lr_ratio: Fraction = 0.0

@@ -178,7 +178,9 @@ def test_the_reference_has_every_key_with_its_default():
 
 
 def test_the_glossary_defines_each_term_once():
-    rows = re.findall(r"^\| ([^|]+) \| (.+) \|$", (DOCS / "glossary.md").read_text("utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([^|]+) \| (.+) \|$", (DOCS / "reference" / "glossary.md").read_text("utf-8"), re.MULTILINE
+    )
     terms = [term for term, _ in rows if term != "term"]
     assert sorted(terms) == sorted(set(terms))
     assert {"step", "update", "row", "column", "group", "rollout", "response", "episode"} <= set(terms)

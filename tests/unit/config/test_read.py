@@ -41,6 +41,12 @@ def test_precedence_is_extends_file_later_file_environment_override(write):
     }
 
 
+def test_a_name_that_one_file_lists_twice_is_kept_twice_whatever_it_extends(write):
+    base = write("base.toml", '[[r]]\nname = "x"\nw = 1')
+    over = write("over.toml", '[[r]]\nname = "x"\nw = 2\n[[r]]\nname = "x"\nw = 3')
+    assert [each["w"] for each in read_config([base, over], (), {}).data["r"]] == [2, 3]
+
+
 def test_tables_merge_arrays_are_replaced_and_named_arrays_merge_by_name(write):
     base = write("base.toml", '[t]\na = 1\nb = [1, 2]\n[[r]]\nname = "x"\nw = 1\n[[r]]\nname = "y"\nw = 2')
     over = write("over.toml", '[t]\nb = [3]\n[[r]]\nname = "y"\nw = 9\n[[r]]\nname = "z"')

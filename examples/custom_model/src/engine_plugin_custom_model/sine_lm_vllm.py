@@ -1,4 +1,4 @@
-"""The model as vLLM computes it: its own attention with a paged cache, every other layer as in training."""
+"""The model as vLLM computes it: vLLM's attention with its paged cache; layers that compute each token alone as in training."""
 
 from torch import nn
 from vllm.model_executor.layers.attention import Attention

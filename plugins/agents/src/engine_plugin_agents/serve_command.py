@@ -15,15 +15,10 @@ from typing import Annotated, Any
 
 import typer
 
-from engine_core.cli.options import Sets
+from engine_core.cli.options import Sets, Step
 from engine_core.errors import ConfigError
 from engine_core.redaction import harmless
 from engine_core.train.stopping import Terminated
-
-Step = Annotated[
-    str | None,
-    typer.Option("--step", metavar="N|best", help="The checkpoint of this step; default: the newest."),
-]
 
 
 def serve(

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from engine_core import load_config
-from engine_core.cli.loading import read_run
+from engine_core.cli.loading import chosen_checkpoint, read_run
 from engine_core.config.assemble import plugins_for
 from engine_core.contracts.runtime import Role
 from engine_core.data import load_tokenizer
 from engine_core.data.chat import ChatFormat
 from engine_core.data.tokenizer import end_tokens
 from engine_core.errors import ConfigError, DataError
-from engine_core.runs.checkpoint import Checkpoints, read_state
+from engine_core.runs.checkpoint import read_state
 from engine_core.runs.tracking import RunFolder
 from engine_core.sampler_session import SamplerSession
 from engine_core.train.models import held_tokens, start_groups, text_config, warn_of_random_weights
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from engine_core.contracts.runtime import WorkerGroup
     from engine_core.plugins import PluginSet
 
-BEST = "best"
 LEAVE_SECONDS = 5.0
 
 
@@ -66,16 +65,13 @@ def read_target(
         if step is not None:
             raise ConfigError(f"--step: '{target}' is no run, and only a run has checkpoints.")
         return load_config({"model.path": target}, overrides=list(sets or ())), None
-    if step not in (None, BEST) and not str(step).isdecimal():
-        raise ConfigError(f"--step: got '{step}', expected the number of a step or '{BEST}'.")
     try:
         folder = RunFolder.open(target)
     except DataError as error:
         raise ConfigError(f"{error} A model is a folder with a config.json, or a hub name.") from error
     config = read_run(folder, ["trainer=rl", *(sets or ())])  # some trainers read no [rollout]
-    checkpoints = Checkpoints(folder.checkpoints, config.checkpoint, folder.metrics_of)
     try:
-        return config, checkpoints.chosen(None if step in (None, BEST) else int(str(step)), step == BEST)
+        return config, chosen_checkpoint(folder, step)
     except DataError as error:
         raise ConfigError(str(error)) from error
 

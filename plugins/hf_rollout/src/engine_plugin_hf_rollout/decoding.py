@@ -7,6 +7,8 @@ several requests share once, gathers log-probs as tokens are drawn, and removes 
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
     from engine_core.types import Request
 
+log = logging.getLogger("engine")
 COMPACT_BELOW = 0.75  # finished rows are removed once fewer than this share still run
 
 Decode = Callable[[list[list[int]]], list[str]]
@@ -135,6 +138,15 @@ class _Cached:
         self.logits, self.position = out.logits[:, -1], self.position + 1
 
 
+@functools.cache
+def _warn_uncached(name: str) -> None:
+    log.warning(
+        "%s is sampled without a cache, one sequence at a time, which is slow: its forward does not name past_key_values and "
+        "attention_mask.",
+        name,
+    )
+
+
 @dataclass
 class _Uncached:
     """The rows that still run in a module without a cache, which reads one whole sequence at a time."""
@@ -146,6 +158,7 @@ class _Uncached:
     @classmethod
     def begin(cls, module: nn.Module, requests: Sequence[Request], device: torch.device) -> _Uncached:
         """Read each distinct prompt once."""
+        _warn_uncached(type(module).__name__)
         prompts = [tuple(request.prompt.token_ids + begun_ids(request)) for request in requests]
         read = {prompt: torch.tensor(prompt, device=device) for prompt in dict.fromkeys(prompts)}
         logits = {prompt: _last_logits(module, tokens) for prompt, tokens in read.items()}

@@ -16,6 +16,11 @@ def test_export_is_a_folder_that_transformers_loads(engine, sft_run):
     out = sft_run.parent / "exported"
     assert AutoModelForCausalLM.from_pretrained(out).config.hidden_size == 16
     assert AutoTokenizer.from_pretrained(out).decode([14, 15]) == "lm"
+    best = engine("export", "first", "other", "--step", "best")
+    assert "no checkpoint of first has a value of checkpoint.best_metric" in best.err
+    assert (
+        "expected the number of a step or 'best'" in engine("export", "first", "other", "--step", "last").err
+    )
     again = engine("export", "first", "exported")
     assert again.code == 2
     assert "'exported' exists already" in again.err

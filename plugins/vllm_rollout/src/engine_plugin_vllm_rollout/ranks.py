@@ -40,6 +40,10 @@ def check_ranks(config: RolloutConfig, parts: int, size: int, table: str = "roll
         ConfigError: so many processes cannot have engines of so many parts.
     """
     key = f"{table}.vllm.tensor_parallel_size"
+    if parts > 1 and config.process is not None:
+        raise ConfigError(
+            f"{key} = {parts}: the sampler of [rollout.process] uses one GPU. Remove one of the two."
+        )
     pool = "the sampler's pool" if table == "rollout" else "its pool (placement.reward)"
     if parts == 1 and size > 1:
         alone = "Name a pool of one process there"

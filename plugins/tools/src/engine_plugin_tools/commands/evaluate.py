@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine_core import load_config
-from engine_core.cli.loading import read, read_run, trainer_of
-from engine_core.cli.options import AllowCode, Json, Sets
+from engine_core.cli.loading import chosen_checkpoint, read, read_run, trainer_of
+from engine_core.cli.options import AllowCode, Json, Sets, Step
 from engine_core.cli.output import check_new, print_json, print_table
 from engine_core.config.read import key_text, read_config
 from engine_core.data import load_tokenizer
 from engine_core.data.tokenizer import end_tokens
 from engine_core.errors import ConfigError
-from engine_core.runs.checkpoint import Checkpoints
 from engine_core.runs.logs import half_width, with_interval
 from engine_core.runs.tracking import RunFolder
-from engine_plugin_tools.commands.checkpoints import Step
 from engine_plugin_tools.suites import SUITES, Suite, chosen_suites, described, run_settings
 
 if TYPE_CHECKING:
@@ -83,7 +81,7 @@ def evaluate(
     files, folder = locate(target, bool(suites))
     if folder is None and step is not None:
         raise ConfigError(f"--step: '{target}' is no run, and only a run has checkpoints. Name a run folder.")
-    checkpoint = Checkpoints(folder.checkpoints).chosen(step) if folder is not None else None
+    checkpoint = chosen_checkpoint(folder, step) if folder is not None else None
     if suites:
         model = {} if files else {"model.path": target}
         settings = model | run_settings(suites, source)

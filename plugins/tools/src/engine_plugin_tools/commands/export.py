@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine_core.cli.loading import placing, read_run
-from engine_core.cli.options import Run, Sets
+from engine_core.cli.loading import chosen_checkpoint, placing, read_run
+from engine_core.cli.options import Run, Sets, Step
 from engine_core.cli.output import check_new
 from engine_core.config.assemble import plugins_for
 from engine_core.errors import ConfigError, did_you_mean
-from engine_core.runs.checkpoint import Checkpoints
 from engine_core.runs.tracking import RunFolder
-from engine_plugin_tools.commands.checkpoints import Step
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -44,7 +42,7 @@ def export(
     """
     check_new(out)
     folder = RunFolder.open(run)
-    checkpoint, config = Checkpoints(folder.checkpoints).chosen(step), read_run(folder, sets)
+    checkpoint, config = chosen_checkpoint(folder, step), read_run(folder, sets)
     if card:  # it imports the hub's client, and must not fail after the export
         from engine_plugin_tools.model_card import write_card
     done = write_model(out, checkpoint, config, adapter, role)

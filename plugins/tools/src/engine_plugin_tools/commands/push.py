@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine_core.cli.loading import read_run
-from engine_core.cli.options import Sets
+from engine_core.cli.loading import chosen_checkpoint, read_run
+from engine_core.cli.options import Sets, Step
 from engine_core.cli.output import print_table
 from engine_core.errors import ConfigError, EnvironmentProblem
-from engine_core.runs.checkpoint import Checkpoints
 from engine_core.runs.tracking import RunFolder
 from engine_core.temporary_folder import TemporaryFolder
-from engine_plugin_tools.commands.checkpoints import Step
 from engine_plugin_tools.commands.export import exported_role, write_model
 from engine_plugin_tools.hub import CARD, Target
 
@@ -68,7 +66,7 @@ def push(
         fill = partial(_take_exported, Path(source), name)
     else:
         run = RunFolder.open(source)
-        checkpoint, config = Checkpoints(run.checkpoints).chosen(step), read_run(run, sets)
+        checkpoint, config = chosen_checkpoint(run, step), read_run(run, sets)
         exported_role(checkpoint, config, adapter, role)
         fill = partial(_export, run, checkpoint, config, adapter, role, name, dry_run)
     if not dry_run:
