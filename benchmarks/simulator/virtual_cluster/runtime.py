@@ -22,7 +22,7 @@ from engine_plugin_processes.engine_flow import GroupBuffer
 from engine_plugin_processes.placement import Slice
 from engine_plugin_processes.worker import decode_ended
 from engine_plugin_processes.worker_group import RemoteWorkerGroup
-from engine_plugin_processes.worker_pool import Command, Reply, WorkerPool, message_to
+from engine_plugin_processes.worker_pool import Command, Reply, WorkerPool, encoded
 from virtual_cluster.workers import SimulatedSampler, SimulatedTrainer
 
 if TYPE_CHECKING:
@@ -227,26 +227,24 @@ class SimulatedCrew(WorkerPool):
 
     def send(
         self,
-        messages: Mapping[int, Mapping[str, Any]] | Mapping[int, Encoded],
+        messages: Mapping[int, Mapping[str, Any]],
         what: tuple[str, str],
-        number: int,
         *,
         leaders: Sequence[int] | None = None,
         merge: Merge = lambda results: results[0],
         interruptible: bool = False,
         deadline: tuple[float, str] | None = None,
         on_part: Callable[[Any], None] = lambda part: None,
-    ) -> Future[Any]:
+    ) -> Reply:
         """Send messages; they arrive after their time on the controller's network."""
-        ranks = list(messages)
+        ranks, number = list(messages), next(self._numbers)
         command = Command(number, what, ranks, leaders or ranks[:1], merge, deadline or (0.0, ""))
         command.on_part, command.reply = on_part, VirtualReply(self.cluster.clock)
         self.open[number] = command
         clock = self.cluster.clock
         with clock.aside():
             read: dict[int, Any] = {}
-            for rank, message in messages.items():
-                assert isinstance(message, Encoded)
+            for rank, message in encoded(messages, number).items():
                 if id(message) not in read:
                     read[id(message)] = decode(message.header, bytearray(b"".join(message.buffers)))
                 sent = self._carried(len(message.header) + message.payload_bytes)
@@ -349,7 +347,5 @@ class SimulatedRuntime(Runtime):
         return sum(self.workers[rank].busy_until_now(role) for rank in self.ranks[role])
 
     def _tell(self, role: str, kind: str, **fields: Any) -> Future[Any]:
-        number = self.crew.next_number()
-        ranks = self.ranks[role]
-        messages = dict.fromkeys(ranks, message_to(number, kind, role=role, **fields))
-        return self.crew.send(messages, (role, kind), number, leaders=list(ranks))
+        ranks, message = self.ranks[role], {"kind": kind, "role": role, **fields}
+        return self.crew.send(dict.fromkeys(ranks, message), (role, kind), leaders=list(ranks))

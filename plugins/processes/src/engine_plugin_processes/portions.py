@@ -14,11 +14,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine_plugin_processes.split import in_order, split_requests
-from engine_plugin_processes.worker_pool import Reply
 
 if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
     from engine_plugin_processes.worker_group import RemoteWorkerGroup
+    from engine_plugin_processes.worker_pool import Reply
 
 
 def portions_of(requests: Sequence[Request], size: int) -> list[list[Request]]:
@@ -53,7 +53,7 @@ class Portions:
         # engines whose ranks wait for each other are all called, even without a request
         self._left = deque(portion for portion in portions if portion or not group.independent)
         self._idle = deque(group.present)
-        self._running: dict[int, tuple[Future[Any], list[Request], set[str]]] = {}
+        self._running: dict[int, tuple[Reply, list[Request], set[str]]] = {}
         self._answers: list[Any] = []
         self._error: BaseException | None = None
         self._stopped = False
@@ -66,9 +66,8 @@ class Portions:
         with self._lock:
             self._stopped = True
             self._left.clear()
-            for future, *_ in self._running.values():
-                if isinstance(future, Reply):
-                    future.give_up()
+            for reply, *_ in self._running.values():
+                reply.give_up()
 
     def _go_on(self) -> None:
         """Send the remaining portions to idle slices; set the result after the last answer."""

@@ -40,12 +40,13 @@ from engine_plugin_processes.shared_module import SharedModule
 from engine_plugin_processes.transports.choice import KIND, Topology, by_topology, choose, make
 from engine_plugin_processes.transports.devices import ProcessDevice
 from engine_plugin_processes.worker_group import RemoteWorkerGroup
-from engine_plugin_processes.worker_pool import WorkerPool, message_to
+from engine_plugin_processes.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_plugin_processes.options import ProcessOptions
+    from engine_plugin_processes.split import Merge
     from engine_plugin_processes.worker_process import WorkerHandle
 
 log = logging.getLogger("engine")
@@ -132,15 +133,13 @@ class MultiProcessRuntime(Runtime):
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
         """Send a trained role's weights to a sampler, in one pool or across pools; replaced samplers join first."""
         self._take_back()
-        if self.replacements is not None and self.replacements.join():
-            self.links.drop(self._pool(source), self._pool(target))
-        if self._pool(source) is not self._pool(target):
+        if self.replacements is not None:
+            self.replacements.join()
+        if (pool := self._pool(source)) is not self._pool(target):
             return self._across(source, target, version, None)
-        pool = self._pool(source)
-        return self._tell(
-            pool, "push", (target, "update_weights"), list(pool.ranks), functools.partial(_one_sync, target),
-            source=source, target=target, version=version,
-        ).result()  # fmt: skip
+        merge = functools.partial(_one_sync, target)
+        fields = {"source": source, "target": target, "version": version}
+        return self._tell(pool, "push", (target, "update_weights"), merge, **fields).result()
 
     def mix_weights(self, source: str, target: str, mix: float) -> None:
         """Mix a trained role's weights into an untrained one, in one pool or across pools."""
@@ -157,9 +156,7 @@ class MultiProcessRuntime(Runtime):
 
     def memory_metrics(self) -> dict[str, float]:
         """Return the memory metrics of each role: the maximum over the ranks of its pool."""
-        sent = [
-            (pool, self._tell(pool, "memory", (pool.roles[0], "memory"), None, _most)) for pool in self.pools
-        ]
+        sent = [(pool, self._tell(pool, "memory", (pool.roles[0], "memory"), _most)) for pool in self.pools]
         found: dict[str, float] = {}
         for pool, future in sent:
             for name, value in future.result().items():
@@ -215,27 +212,28 @@ class MultiProcessRuntime(Runtime):
             workers, self.options.command_timeout_minutes * 60, f"runtime.{name}.command_timeout_minutes"
         )
         common = self._order(total_steps)
-        number, orders = self.crew.next_number(), {}
+        orders = {}
         for pool in self.pools:
             served = {name: dataclasses.asdict(roles[name]) for name in pool.roles}
             for rank in pool.ranks:
                 self.crew.workers[rank].roles = pool.roles
-                orders[rank] = {**common, **self._place(pool, rank), "roles": served, "id": number}
+                orders[rank] = {**common, **self._place(pool, rank), "roles": served}
         if self._may_replace():
             self.replacements = self._replacing(common, roles["rollout"])
             self.crew.may_lose = self.replacements.lost
         reply = self.crew.send(
             orders,
             ("worker", "start"),
-            number,
             leaders=list(orders),
             merge=lambda results: dict(zip(orders, results, strict=True)),
             deadline=self._start_limit,
         )
         ready = reply.result()
         self._read_devices(ready)
-        self.links = Links(self.crew, self._transport_to, self._ranks, self.hosts, self._meeting, self._token)
-        self.links.replaceable = self.replacements is not None
+        self.links = Links(
+            self.crew, self._transport_to, self._ranks, self.hosts, self._meeting, self._token,
+            self.replacements,
+        )  # fmt: skip
         self.shared = any(found["shared"] for found in ready.values())
         if self.shared:
             lent = self._pool("rollout")
@@ -413,28 +411,23 @@ class MultiProcessRuntime(Runtime):
         pool: Pool,
         kind: str,
         what: tuple[str, str],
-        leaders: Sequence[int] | None = (),
-        merge: Any = None,
+        merge: Merge | None = None,
         **fields: Any,
     ) -> Future[Any]:
-        """Send one command to all ranks of a pool; ``leaders`` None merges the results of all ranks."""
+        """Send one command to all ranks of a pool; return the merged results of all ranks, by default the first one's."""
         assert self.crew is not None
-        number, ranks = self.crew.next_number(), self._ranks(pool)
-        messages = dict.fromkeys(ranks, message_to(number, kind, **fields))
-        counted = ranks if leaders is None else leaders
-        return self.crew.send(
-            messages, what, number, leaders=counted, merge=merge or (lambda results: results[0])
-        )
+        ranks, message = self._ranks(pool), {"kind": kind, **fields}
+        first: Merge = lambda results: results[0]  # noqa: E731
+        return self.crew.send(dict.fromkeys(ranks, message), what, leaders=ranks, merge=merge or first)
 
     def _profile(self, folder: str) -> None:
         assert self.crew is not None
-        number = self.crew.next_number()
         messages = {
-            rank: message_to(number, "profile", folder=folder, name=f"rank_{rank}")
+            rank: {"kind": "profile", "folder": folder, "name": f"rank_{rank}"}
             for pool in self.pools
             for rank in self._ranks(pool)
         }
-        self.crew.send(messages, ("worker", "profile"), number).result()
+        self.crew.send(messages, ("worker", "profile")).result()
 
     def _trade(self, phase: str) -> None:
         """Hand device memory over for a phase in every process, all pools at the same time."""

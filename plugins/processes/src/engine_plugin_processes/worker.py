@@ -63,7 +63,7 @@ class Worker:
         self.mailbox: queue.Queue[dict[str, Any]] = queue.Queue()
         self.host: Any  # ``SharingHost``, or ``SamplerHost`` of ``[rollout.process]``
         self.order: dict[str, Any] = {}
-        self.links: dict[int, WeightTransport] = {}  # number of the link -> endpoint of this process
+        self.links: dict[str, WeightTransport] = {}  # name of the link -> endpoint of this process
         self.current: int | None = None  # number of the running command
         self.dropped: set[int] = set()  # commands that the controller has abandoned
         self.profile = contextlib.ExitStack()
@@ -211,13 +211,12 @@ class Worker:
         self.host.take_back()
 
     def _do_link(self, message: dict[str, Any]) -> Any:
-        """Open this process's endpoint of a link, and close the endpoints of links that it replaces."""
+        """Open this process's endpoint of a link, and close that of the link of this name that it replaces."""
         from engine_core.contracts.weight_transport import TransportEndpoint
         from engine_plugin_processes.transports.choice import make
 
-        for number in message["instead_of"]:
-            if (old := self.links.pop(number, None)) is not None:
-                old.close()
+        if (old := self.links.pop(message["link"], None)) is not None:
+            old.close()
         device, token = self.host.place.device, self.order["token"]
         endpoint = TransportEndpoint(**message["endpoint"], device=device, token=token)
         kind, options = make(self.host.config, self.host.plugins, endpoint.transport)

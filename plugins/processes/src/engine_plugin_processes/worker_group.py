@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Collection, Generator, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +15,10 @@ from engine_core.errors import WorkerLost
 from engine_plugin_processes.flow import Flow
 from engine_plugin_processes.portions import Portions, portions_of
 from engine_plugin_processes.split import Merge, Running, merge_plain, split_batch, split_requests
-from engine_plugin_processes.worker_pool import Reply, WorkerPool, message_to
+from engine_plugin_processes.worker_pool import Reply, WorkerPool
 
 if TYPE_CHECKING:
     from engine_core.types import Batch, Request, Rollout
-    from engine_plugin_processes.codec import Encoded
     from engine_plugin_processes.placement import Slice
     from engine_plugin_processes.replacement import Replacements
 
@@ -77,7 +75,7 @@ class RemoteWorkerGroup(WorkerGroup):
         there = set(self.replacements.present)
         return [at for at, each in enumerate(self.slices) if each.leader in there]
 
-    def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
+    def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Reply:
         """Send a call to the slices, with the batch or the requests split over them.
 
         The result is ``WorkerLost`` if no slice is present.
@@ -101,20 +99,15 @@ class RemoteWorkerGroup(WorkerGroup):
             batches = [None] * len(present)
         if not present:
             return self._all_lost()
-        number = self.crew.next_number()
-        messages: dict[int, Encoded] = {}
-        encoded: dict[tuple[int, int], Encoded] = {}  # one encoding for all ranks with the same arguments
+        messages: dict[int, dict[str, Any]] = {}
+        bodies: dict[tuple[int, int], dict[str, Any]] = {}  # one for all ranks with the same arguments
         for at, rows, given in zip(present, batches, arguments, strict=True):
-            same = id(rows), id(given)
-            if same not in encoded:
-                encoded[same] = message_to(
-                    number, "call", role=self.role, method=method, batch=rows, plain=given
-                )
-            messages |= dict.fromkeys(self.slices[at].ranks, encoded[same])
+            body = {"kind": "call", "role": self.role, "method": method, "batch": rows, "plain": given}
+            shared = bodies.setdefault((id(rows), id(given)), body)
+            messages |= dict.fromkeys(self.slices[at].ranks, shared)
         return self.crew.send(
             messages,
             (self.role, method),
-            number,
             leaders=[self.slices[at].leader for at in present],
             merge=merge,
             interruptible=self.independent and method in LEFT_AT_ONCE,
@@ -137,8 +130,7 @@ class RemoteWorkerGroup(WorkerGroup):
             if rest := reply.result():
                 yield rest
         except BaseException:
-            if isinstance(reply, Reply):
-                reply.give_up()
+            reply.give_up()
             raise
 
     def flow(self, tell: OnRollouts, changed: Callable[[], None]) -> Flow | None:
@@ -224,7 +216,7 @@ class RemoteWorkerGroup(WorkerGroup):
 
     # -- requests that are sampled to their end -----------------------------
 
-    def _generate(self, requests: Sequence[Request], on_part: OnRollouts | None = None) -> Future[Any]:
+    def _generate(self, requests: Sequence[Request], on_part: OnRollouts | None = None) -> Reply:
         """Sample all requests; rollouts that were passed to ``on_part`` are not in the result."""
         self.before(self.role, "generate")
         if not (count := len(self.present)):
@@ -235,27 +227,21 @@ class RemoteWorkerGroup(WorkerGroup):
             portions = split_requests(requests, count)
         return Portions(self, portions, requests, on_part).reply
 
-    def generate_on(
-        self, at: int, requests: Sequence[Request], on_part: OnRollouts | None = None
-    ) -> Future[Any]:
+    def generate_on(self, at: int, requests: Sequence[Request], on_part: OnRollouts | None = None) -> Reply:
         """Have one slice sample the requests."""
-        number, chosen, parts = self.crew.next_number(), self.slices[at], on_part is not None
-        plain = {"requests": list(requests)}
-        message = message_to(
-            number, "call", role=self.role, method="generate", batch=None, plain=plain, parts=parts
-        )
+        chosen, plain = self.slices[at], {"requests": list(requests)}
+        message = {"kind": "call", "role": self.role, "method": "generate", "batch": None, "plain": plain}
         return self.crew.send(
-            dict.fromkeys(chosen.ranks, message),
+            dict.fromkeys(chosen.ranks, message | {"parts": on_part is not None}),
             (self.role, "generate"),
-            number,
             leaders=[chosen.leader],
             interruptible=self.independent,
             on_part=on_part or (lambda part: None),
         )
 
-    def _all_lost(self) -> Future[Any]:
-        """Return a future that has failed with ``WorkerLost``: no process is present until one is replaced."""
+    def _all_lost(self) -> Reply:
+        """Return a reply that has failed with ``WorkerLost``: no process is present until one is replaced."""
         worker = self.crew.workers[self.slices[0].leader]
-        reply: Future[Any] = Future()
+        reply = Reply(lambda: None)
         reply.set_exception(WorkerLost(self.role, worker.rank, worker.host, "it is being replaced"))
         return reply

@@ -186,29 +186,30 @@ class WorkerPool:
 
     def send(
         self,
-        messages: Mapping[int, Mapping[str, Any]] | Mapping[int, Encoded],
+        messages: Mapping[int, Mapping[str, Any]],
         what: tuple[str, str],
-        number: int,
         *,
         leaders: Sequence[int] | None = None,
         merge: Merge = lambda results: results[0],
         interruptible: bool = False,
         deadline: tuple[float, str] | None = None,
         on_part: Callable[[Any], None] = lambda part: None,
-    ) -> Future[Any]:
+    ) -> Reply:
         """Put a command into the mailboxes of some ranks; return its future result without waiting.
 
         Args:
-            messages: message of each rank, as a value or ``Encoded``.
-            what: role and method, for messages.
-            number: from ``next_number``, the same as in the messages.
+            messages: ``kind`` and fields of each rank's message; ranks may share one object.
+            what: role and method, for error messages.
             leaders: ranks whose results are merged; default: the first rank.
             merge: merges the leaders' results into one.
             interruptible: whether the command may be interrupted at any point: no rank waits for another in it.
             deadline: seconds, and the key that sets them; default: `command_timeout_minutes`.
             on_part: called, in a reading thread, with each part of a result that a rank sends before its answer.
+
+        Raises:
+            TypeError: a message cannot be encoded; nothing is sent.
         """
-        ranks = list(messages)
+        ranks, number = list(messages), next(self._numbers)
         limit = deadline or (self.stall_seconds, self.stall_key)
         command = Command(number, what, ranks, leaders or ranks[:1], merge, limit, on_part)
         command.reply = Reply((lambda: self._interrupt(command)) if interruptible else (lambda: None))
@@ -216,7 +217,7 @@ class WorkerPool:
             command.fail(self._over(command))
             return command.reply
         # one atomic put: a signal's exception within a half-sent message would lose the worker
-        self._outgoing.put((command, {rank: _encoded(message) for rank, message in messages.items()}))
+        self._outgoing.put((command, encoded(messages, number)))
         return command.reply
 
     def reply(self, give_up: Callable[[], None]) -> Reply:
@@ -246,10 +247,6 @@ class WorkerPool:
             if self.workers.get(worker.rank) is worker and worker.rank not in self.absent:
                 self.absent[worker.rank] = WorkerLost(worker.roles[0], worker.rank, worker.host, cause)
                 self._go_on_without(worker.rank)
-
-    def next_number(self) -> int:
-        """Return an unused number for a command."""
-        return next(self._numbers)
 
     def close(self) -> None:
         """End every worker: idle workers are asked to exit, all others are killed."""
@@ -384,7 +381,8 @@ class WorkerPool:
 
     def _interrupt(self, command: Command) -> None:
         """Tell the ranks of an abandoned command to interrupt it."""
-        self._outgoing.put((None, dict.fromkeys(command.ranks, message_to(command.number, "interrupt"))))
+        message = {"kind": "interrupt"}
+        self._outgoing.put((None, encoded(dict.fromkeys(command.ranks, message), command.number)))
 
     # -- losses -------------------------------------------------------------
 
@@ -466,14 +464,8 @@ class WorkerPool:
         deadline = time.monotonic() + STACK_SECONDS
         while len(self.stacks) < len(asked) and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS / 2)
-        blamed, cause, stacks = diagnose(
-            command.what[1],
-            command.deadline[0],
-            command.waiting,
-            command.ranks,
-            self.stacks,
-            command.deadline[1],
-        )
+        waiting, (seconds, key) = command.waiting, command.deadline
+        blamed, cause, stacks = diagnose(command.what[1], seconds, waiting, command.ranks, self.stacks, key)
         log.error("Where every rank is:\n%s", stacks)
         worker = self.workers[blamed]
         self._lose(worker, worker.how_it_ended(cause), command.what[0])
@@ -484,10 +476,8 @@ def _ask_where(worker: WorkerHandle) -> None:
         worker.channel.send({"kind": "stacks"})
 
 
-def _encoded(message: Any) -> Encoded:
-    return message if isinstance(message, Encoded) else encode(message)
-
-
-def message_to(number: int, kind: str, **fields: Any) -> Encoded:
-    """Return an encoded command for any number of ranks."""
-    return encode({"kind": kind, "id": number, **fields})
+def encoded(messages: Mapping[int, Mapping[str, Any]], number: int) -> dict[int, Encoded]:
+    """Return the messages of a command with its number; one that several ranks share is encoded once."""
+    distinct = {id(message): message for message in messages.values()}
+    made = {key: encode({**message, "id": number}) for key, message in distinct.items()}
+    return {rank: made[id(message)] for rank, message in messages.items()}

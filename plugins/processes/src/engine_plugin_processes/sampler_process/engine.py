@@ -37,7 +37,7 @@ from engine_plugin_processes.sampler_process.memory import environment_for
 from engine_plugin_processes.sampler_process.weights import Stream, Weights
 from engine_plugin_processes.starting import portable_path
 from engine_plugin_processes.worker_group import RemoteWorkerGroup
-from engine_plugin_processes.worker_pool import WorkerPool, message_to
+from engine_plugin_processes.worker_pool import WorkerPool
 from engine_plugin_processes.worker_process import WorkerHandle
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
 
 STEP_SECONDS = 0.05  # time that a step waits for a rollout: the caller may have more requests
-LOSS_SECONDS = 10.0  # to detect the loss of a process, once an update has failed
 TICK_SECONDS = 0.05
 NOT_INHERITED = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
@@ -230,14 +229,14 @@ class SamplerEngine(RolloutEngine):
         except TrainingFailed as error:
             if not self._weights.known:  # the stream's own
                 raise
-            self._wait_for_loss(ranks, error)
+            self._check_lost(ranks, error)
             while True:
                 ranks = self._present()
                 try:
                     found = self._weights.again(ranks)
                     break
                 except TrainingFailed as another:
-                    self._wait_for_loss(ranks, another)
+                    self._check_lost(ranks, another)
         self.version = version
         return found
 
@@ -299,15 +298,12 @@ class SamplerEngine(RolloutEngine):
             if self._asleep is not None:
                 self._to(ranks, "sleep", keep=list(self._asleep))
         except TrainingFailed as error:
-            self._wait_for_loss(ranks, error)
+            self._check_lost(ranks, error)
 
-    def _wait_for_loss(self, ranks: Sequence[int], error: TrainingFailed) -> None:
-        """Return once one of these processes counts as lost; raise the error if none does in time."""
-        deadline = time.monotonic() + LOSS_SECONDS
-        while self.pool.broken is None and set(ranks) <= set(self.replacements.present):
-            if time.monotonic() > deadline:
-                raise error
-            time.sleep(TICK_SECONDS)
+    def _check_lost(self, ranks: Sequence[int], error: TrainingFailed) -> None:
+        """Raise the error of an update unless one of these processes counts as lost in time."""
+        if not self.replacements.lost_one_of(ranks) and self.pool.broken is None:
+            raise error
 
     def _check_replaced(self, loss: WorkerLost) -> None:
         """Raise ``SamplerLost`` unless the lost process is being replaced."""
@@ -340,9 +336,8 @@ class SamplerEngine(RolloutEngine):
         try:
             for rank in ranks:
                 self.pool.admit(self._launch(rank))
-            number = self.pool.next_number()
-            orders = {rank: {**self._order(rank), "id": number} for rank in ranks}
-            self._about = self.pool.send(orders, ("rollout", "start"), number, deadline=limit).result()
+            orders = {rank: self._order(rank) for rank in ranks}
+            self._about = self.pool.send(orders, ("rollout", "start"), deadline=limit).result()
         except WorkerLost as loss:
             if absent := foreign_interpreter.missing_distribution(loss.cause):
                 raise PluginError(foreign_interpreter.without(self.python, absent)) from None
@@ -379,9 +374,8 @@ class SamplerEngine(RolloutEngine):
 
     def _to(self, ranks: Sequence[int], method: str, **plain: Any) -> None:
         """Call a method of some engines."""
-        number = self.pool.next_number()
-        message = message_to(number, "call", role="rollout", method=method, batch=None, plain=plain)
-        self.pool.send(dict.fromkeys(ranks, message), ("rollout", method), number).result()
+        message = {"kind": "call", "role": "rollout", "method": method, "batch": None, "plain": plain}
+        self.pool.send(dict.fromkeys(ranks, message), ("rollout", method)).result()
 
     def _order(self, rank: int) -> dict[str, Any]:
         """Return the command by which a process builds its engine."""

@@ -14,17 +14,17 @@ from engine_core.errors import DataError, TrainingFailed
 from engine_plugin_processes.channel import new_token
 from engine_plugin_processes.links import join
 from engine_plugin_processes.transports.table import TRANSPORTS
-from engine_plugin_processes.worker_pool import WorkerPool, message_to
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engine_core.contracts.engines import WorkerContext
+    from engine_plugin_processes.worker_pool import WorkerPool
     from engine_plugin_processes.worker_process import WorkerHandle
 
 Stream = Iterable[tuple[str, "Tensor"]]
 
-TRANSPORT = "ipc"
+TRANSPORT, LINK = "ipc", "weights"
 REASON_SECONDS = 10.0  # for a receiver to say why an update has failed
 
 
@@ -126,14 +126,11 @@ class Weights:
             self._link = None
 
     def _send(self, ranks: Sequence[int], stream: Stream, version: int) -> str:
-        number, transport = self._connected(ranks)
+        transport = self._connected(ranks)
         self._updates += 1
-        fields = {"link": number, "update": self._updates, "version": version, "mix": None, "role": "rollout"}
-        command = self.pool.next_number()
-        message = message_to(command, "receive", **fields)
-        taken = self.pool.send(
-            dict.fromkeys(ranks, message), ("rollout", "update_weights"), command, leaders=ranks
-        )
+        fields = {"link": LINK, "update": self._updates, "version": version, "mix": None}
+        message = {"kind": "receive", "role": "rollout", **fields}
+        taken = self.pool.send(dict.fromkeys(ranks, message), ("rollout", "update_weights"), leaders=ranks)
         try:
             transport.send(stream, WeightUpdate(self._updates, version))
             checksum: str = taken.result()
@@ -145,13 +142,12 @@ class Weights:
             raise
         return checksum
 
-    def _connected(self, ranks: Sequence[int]) -> tuple[int, WeightTransport]:
-        """Return the number of the link to these receivers and the owner's endpoint; make a new link if needed."""
+    def _connected(self, ranks: Sequence[int]) -> WeightTransport:
+        """Return the owner's endpoint of the link to these receivers; make a new link if needed."""
         workers = [self.pool.workers[rank] for rank in ranks]  # one that was replaced is another object
         if self._link is not None and self._link[0] == workers:
-            return self._links, self._link[1]
+            return self._link[1]
         self.close()
-        replaced = [self._links] if self._links else []
         self._links += 1
         self._updates = 0
         host = socket.gethostname()
@@ -167,12 +163,12 @@ class Weights:
         transport: WeightTransport = spec.resolve()(spec.config(), endpoint)
         endpoints = {rank: {**fields, "index": at} for at, rank in enumerate(ranks, 1)}
         try:
-            join(self.pool, self._links, endpoints, replaced, transport)
+            join(self.pool, LINK, endpoints, transport)
         except BaseException:
             transport.close()
             raise
         self._link = workers, transport
-        return self._links, transport
+        return transport
 
 
 class _Copied:
