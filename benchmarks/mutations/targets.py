@@ -55,7 +55,6 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {  # target -> file -> its suit
         f"{PROCESSES}/transports/tcp.py": ("tcp",),
         f"{PROCESSES}/transports/broadcast.py": ("broadcast",),
         f"{PROCESSES}/transports/ipc.py": ("ipc",),
-        f"{PROCESSES}/buckets.py": ("tcp",),
         "engine_core/contracts/weight_sync.py": ("tcp", "hf"),
         "engine_core/contracts/checksum.py": ("hf", "tcp"),
     },

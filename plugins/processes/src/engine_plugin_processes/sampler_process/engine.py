@@ -33,7 +33,6 @@ from engine_plugin_processes import foreign_interpreter
 from engine_plugin_processes.flow import Flow
 from engine_plugin_processes.placement import Slice
 from engine_plugin_processes.replacement import Replacements
-from engine_plugin_processes.sampler_process.memory import environment_for
 from engine_plugin_processes.sampler_process.weights import Stream, Weights
 from engine_plugin_processes.starting import portable_path
 from engine_plugin_processes.worker_group import RemoteWorkerGroup
@@ -442,6 +441,15 @@ def devices(own: torch.device, count: int, world_size: int) -> list[torch.device
             f"rollout.process.engines = {count}: each needs its own device, and from {own} on there are {there - first}. Lower it."
         )
     return [own, *(torch.device(own.type, index) for index in range(first + 1, first + count))]
+
+
+def environment_for(device: torch.device) -> dict[str, str]:
+    """Return the environment in which a process sees only this CUDA device, as device 0; {} for other devices."""
+    if device.type != "cuda":
+        return {}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = given.split(",") if given else [str(n) for n in range(torch.cuda.device_count())]
+    return {"CUDA_VISIBLE_DEVICES": visible[device.index or 0]}
 
 
 def _start_failure(error: Exception, python: str) -> EngineError:
