@@ -145,7 +145,9 @@ def test_a_stream_that_fails_as_a_training_step_does_is_told_at_once_in_its_own_
         yield from list(weights(2))[:1]
         raise TrainingFailed("a rank of the actor is lost")
 
-    monkeypatch.setattr(engine.replacements, "lost_one_of", lambda *arguments: pytest.fail("no process was lost"))
+    monkeypatch.setattr(
+        engine.replacements, "lost_one_of", lambda *arguments: pytest.fail("no process was lost")
+    )
     with pytest.raises(TrainingFailed, match=r"^a rank of the actor is lost$"):
         engine.update_weights(breaks(), 2)
     with pytest.raises(DataError, match=r"weights of two versions \(an update to version 2"):
