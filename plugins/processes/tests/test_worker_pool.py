@@ -258,20 +258,19 @@ def test_after_close_nothing_is_left_open(make):
 
 def test_a_command_that_is_given_while_the_run_ends_is_not_waited_for(make):
     crew = make(echo)
-    join, late = crew._sender.join, []
+    join, late = crew._watcher.join, []
 
-    def joined(seconds):
+    def joined():
         late.append(send(crew))
-        join(seconds)
+        join()
 
-    crew._sender.join = joined
+    crew._watcher.join = joined
     crew.close()
     with pytest.raises(WorkerLost, match="the run has ended"):
         late[0].result(10)
 
 
 def test_a_sender_that_is_still_writing_while_the_run_ends_ends_as_well(make, monkeypatch):
-    monkeypatch.setattr("engine_plugin_processes.worker_pool.SENDER_SECONDS", 0.05)
     crew, may_go_on, writes = make(echo), threading.Event(), threading.Event()
     channel = crew.workers[0].channel
 
@@ -281,14 +280,13 @@ def test_a_sender_that_is_still_writing_while_the_run_ends_ends_as_well(make, mo
         send(message)
 
     monkeypatch.setattr(channel, "send", slow)
-    reply = send(crew)
+    replies = [send(crew), send(crew)]
     assert writes.wait(10)
     crew.close()
     may_go_on.set()
-    crew._sender.join(10)
-    assert not crew._sender.is_alive()
-    with pytest.raises(WorkerLost, match="the run has ended"):
-        reply.result(10)
+    for reply in replies:
+        with pytest.raises(WorkerLost, match="the run has ended"):
+            reply.result(10)
 
 
 def gather(results):

@@ -48,7 +48,6 @@ class ChildProcess:
             None: the caller reads and writes ``channel``.
         on_line: called with each line that the child prints.
         env: its whole environment; None: the environment of this process.
-        descriptors: further descriptors to inherit.
         keeper: end the child when this process ends, even if it is busy (``keeper.py``). A child that reads its socket
             ends by itself.
 
@@ -64,14 +63,13 @@ class ChildProcess:
         take: Callable[[Any], None] | None = None,
         on_line: Callable[[str], None] | None = None,
         env: Mapping[str, str] | None = None,
-        descriptors: Sequence[int] = (),
         keeper: bool = False,
     ) -> None:
         self.on_line = on_line
         self._nonsense = ""  # how the child broke the protocol
         self._killed = False  # then its process id may belong to another process
         self._lines: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
-        passed = list(descriptors)
+        passed: list[int] = []
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
 
             def pair() -> tuple[socket.socket, str]:

@@ -1,4 +1,4 @@
-"""Sockets and pipes that forked children close at once, so that they close with this process.
+"""Sockets that forked children close at once, so that they close with this process.
 
 A forked process (of a reward, of a data loader) inherits its parent's descriptors. Without this module its copies stay
 open after the parent has ended, and a peer that waits for the end of the connection waits on.
@@ -7,31 +7,22 @@ open after the parent has ended, and a peer that waits for the end of the connec
 from __future__ import annotations
 
 import os
+import socket
 import weakref
-from typing import Protocol, TypeVar
+
+_SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
-class End(Protocol):
-    """A socket, or a pipe as an unbuffered file."""
-
-    def close(self) -> None:
-        """Close the descriptor."""
-
-
-E = TypeVar("E", bound=End)
-_ENDS: weakref.WeakSet[End] = weakref.WeakSet()
-
-
-def close_in_children(end: E) -> E:
-    """Close ``end`` in each process that is forked from this one, and return it; here it stays open."""
-    _ENDS.add(end)
-    return end
+def close_in_children(connection: socket.socket) -> socket.socket:
+    """Close a socket in each process that is forked from this one, and return it; here it stays open."""
+    _SOCKETS.add(connection)
+    return connection
 
 
 def _close_inherited() -> None:
-    for end in list(_ENDS):
-        end.close()
-    _ENDS.clear()
+    for connection in list(_SOCKETS):
+        connection.close()
+    _SOCKETS.clear()
 
 
 os.register_at_fork(after_in_child=_close_inherited)

@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -222,20 +223,16 @@ class SamplerEngine(RolloutEngine):
         """
         if self._asleep is not None and "weights" not in self._asleep:
             raise RuntimeError("The sampler is asleep: its weights cannot be updated. Call wake() first.")
-        ranks = self._present()
-        try:
-            found = self._weights.update(ranks, stream, version)
-        except TrainingFailed as error:
-            if not self._weights.known:  # the stream's own
-                raise
-            self._check_lost(ranks, error)
-            while True:
-                ranks = self._present()
-                try:
-                    found = self._weights.again(ranks)
-                    break
-                except TrainingFailed as another:
-                    self._check_lost(ranks, another)
+        ranks, send = self._present(), partial(self._weights.update, stream=stream, version=version)
+        while True:
+            try:
+                found = send(ranks)
+                break
+            except TrainingFailed as error:
+                if not self._weights.known:  # the stream's own
+                    raise
+                self._check_lost(ranks, error)
+            ranks, send = self._present(), self._weights.again
         self.version = version
         return found
 
