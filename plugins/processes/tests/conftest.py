@@ -164,26 +164,26 @@ def _flowing_of():
 
 @pytest.fixture
 def samplers_of():
-    """``samplers_of(capacity)``: the group of the ranks 1, 2 and 3 over a new ``Crew``."""
+    """``samplers_of()``: the group of the ranks 1, 2 and 3 over a new ``Crew``."""
 
-    def make(capacity=0):
-        return group_of(Crew(), capacity)
+    def make():
+        return group_of(Crew())
 
     return make
 
 
-def group_of(crew, capacity, replacements=None):
+def group_of(crew, replacements=None):
     slices = [Slice((rank,), rank) for rank in RANKS]
-    return RemoteWorkerGroup(crew, "rollout", slices, 0.0, True, capacity, replacements=replacements)
+    return RemoteWorkerGroup(crew, "rollout", slices, 0.0, True, replacements=replacements)
 
 
 @pytest.fixture
 def replaceable_of():
     """``samplers_of``, whose processes may be lost; its ``replacements`` have ``lose``."""
 
-    def make(capacity=0):
+    def make():
         crew = Crew()
-        return group_of(crew, capacity, Away(crew, RANKS, 2, "runtime.x.max_replacements", None, 1.0))
+        return group_of(crew, Away(crew, RANKS, 2, "runtime.x.max_replacements", None, 1.0))
 
     return make
 

@@ -383,16 +383,14 @@ class MultiProcessRuntime(Runtime):
     ) -> RemoteWorkerGroup:
         assert self.crew is not None
         found = [ready[rank]["roles"][name] for rank in pool.ranks]
-        ranks, capacity, attention = list(pool.ranks), found[0]["capacity"], found[0]["attention"]
+        ranks, attention = list(pool.ranks), found[0]["attention"]
         replacements = self.replacements if name == "rollout" else None
         if replacements is not None:
             slices = [Slice((rank,), rank) for rank in ranks]
         else:
             slices = slices_of(name, [each["layout"] for each in found], ranks)
         independent = len(ranks) == 1 or (role.kind == "rollout" and len(slices) == len(ranks))
-        group = RemoteWorkerGroup(
-            self.crew, name, slices, attention, independent, capacity, replacements=replacements
-        )
+        group = RemoteWorkerGroup(self.crew, name, slices, attention, independent, replacements=replacements)
         if self._loan is not None and pool is self._pool("rollout"):
             group.before = self._loan.before
         return group

@@ -55,21 +55,6 @@ def split_requests(requests: Sequence[Request], slices: int) -> list[list[Reques
     return [[requests[i] for i in part] for part in parts]
 
 
-def in_order(requests: Sequence[Request]) -> Merge:
-    """Return a function that merges lists of rollouts in the order of these requests."""
-    prompts = {request.id: request.prompt for request in requests}
-    places = {request.id: number for number, request in enumerate(requests)}
-
-    def merge(results: Sequence[Any]) -> Any:
-        """Return the rollouts of all slices in the order of their requests."""
-        rollouts: list[Rollout] = [rollout for result in results for rollout in result]
-        for rollout in rollouts:
-            rollout.prompt = prompts[rollout.request_id]  # the controller's object, not a copy
-        return sorted(rollouts, key=lambda rollout: places[rollout.request_id])
-
-    return merge
-
-
 class Running:
     """The requests in flight on each slice; a new request goes to the slice with the fewest tokens left to sample.
 

@@ -104,13 +104,13 @@ def _same_tokenizer(model: ModelConfig, expected: str) -> PreTrainedTokenizerBas
 
 
 def describe(engine: Engine, place: RankPlacement) -> dict[str, Any]:
-    """Return the engine's layout among the ranks of its role, its attention share and its capacity."""
+    """Return the engine's layout among the ranks of its role, and its attention share."""
     layout = engine.layout
     if isinstance(engine, RolloutEngine):
         if type(engine).layout is RolloutEngine.layout:  # no layout defined: every rank samples independently
             layout = Layout(place.rank, place.world_size)
-        return {"layout": layout, "attention": 0.0, "capacity": engine.capacity}
-    return {"layout": layout, "attention": _attention(engine), "capacity": 0}
+        return {"layout": layout, "attention": 0.0}
+    return {"layout": layout, "attention": _attention(engine)}
 
 
 def _attention(engine: TrainEngine) -> float:

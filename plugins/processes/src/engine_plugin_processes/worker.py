@@ -131,16 +131,16 @@ class Worker:
         described = dataclasses.asdict(ProcessDevice.of(device))
         return {"shared": self.host.shared, "roles": roles, "device": described}
 
-    def _do_sampler(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Build the engine of ``[rollout.process]``; return its label and capacity."""
+    def _do_sampler(self, message: dict[str, Any]) -> str:
+        """Build the engine of ``[rollout.process]``; return its label."""
         from engine_plugin_processes.sampler_process.build import build_host
 
         self.order = message
         self._forward_logs(message["log_level"])
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
         self.host = build_host(message)
-        engine = self.host.engines["rollout"]
-        return {"label": engine.label, "capacity": engine.capacity}
+        label: str = self.host.engines["rollout"].label
+        return label
 
     def _do_call(self, message: dict[str, Any]) -> Any:
         """Call a method of an engine's contract."""
@@ -151,21 +151,17 @@ class Worker:
         if method.startswith("_") or not callable(getattr(contract, method, None)):
             raise RuntimeError(f"'{method}' is no method of {contract.__name__}.")
         arguments = () if message["batch"] is None else (message["batch"],)
-        if message.get("parts") and isinstance(engine, RolloutEngine):
+        if method == "generate" and type(engine).generate is RolloutEngine.generate:
             return self._in_parts(engine, message)
         value = getattr(engine, method)(*arguments, **message["plain"])
         return self._with_texts(message["role"], value) if isinstance(engine, RolloutEngine) else value
 
     def _in_parts(self, engine: RolloutEngine, message: dict[str, Any]) -> Any:
-        """Run ``generate``: send rollouts as they finish, and return those that were not sent."""
-        from engine_core.contracts.engines import RolloutEngine
+        """Run ``generate`` of an engine that does not override it: send rollouts as they finish."""
         from engine_core.sampling import stream
 
-        role, requests = message["role"], message["plain"]["requests"]
-        if type(engine).generate is not RolloutEngine.generate:  # the engine overrides it
-            return self._with_texts(role, engine.generate(requests))
-        for finished in stream(engine, requests):
-            self._tell(role, message["id"], finished)
+        for finished in stream(engine, message["plain"]["requests"]):
+            self._tell(message["role"], message["id"], finished)
         return []
 
     def _tell(self, role: str, number: int, finished: list[Rollout]) -> None:

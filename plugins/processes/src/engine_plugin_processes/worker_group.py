@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from engine_core.contracts.runtime import WorkerGroup
 from engine_core.errors import WorkerLost
 from engine_plugin_processes.flow import Flow
-from engine_plugin_processes.portions import Portions, portions_of
-from engine_plugin_processes.split import Merge, Running, merge_plain, split_batch, split_requests
+from engine_plugin_processes.generation import Generation
+from engine_plugin_processes.split import Merge, Running, merge_plain, split_batch
 from engine_plugin_processes.worker_pool import Reply, WorkerPool
 
 if TYPE_CHECKING:
@@ -39,7 +39,6 @@ class RemoteWorkerGroup(WorkerGroup):
         slices: slices of its ranks, by data-parallel rank.
         attention: attention share for ``balance.sequence_cost`` of its model.
         independent: whether no rank waits for another in a call.
-        capacity: requests that a sampler takes at one time; 0: no limit.
         before: called with role and method before each call.
         replacements: knows which ranks are present, if samplers may be lost; every rank is a slice then.
     """
@@ -51,12 +50,11 @@ class RemoteWorkerGroup(WorkerGroup):
         slices: Sequence[Slice],
         attention: float,
         independent: bool,
-        capacity: int = 0,
         before: Callable[[str, str], None] = lambda role, method: None,
         replacements: Replacements | None = None,
     ) -> None:
         self.crew, self.role, self.slices, self.attention = crew, role, slices, attention
-        self.independent, self.capacity, self.before = independent, capacity, before
+        self.independent, self.before = independent, before
         self.replacements = replacements
         self.running = Running(len(slices))
         self._again: list[Request] = []  # of lost processes, for the next call of ``share``
@@ -119,16 +117,12 @@ class RemoteWorkerGroup(WorkerGroup):
         The call's error is raised here. A caller that stops early cancels the call.
         """
         parts: queue.SimpleQueue[list[Rollout] | None] = queue.SimpleQueue()
-        prompts = {request.id: request.prompt for request in requests}
         reply = self._generate(requests, parts.put)
         reply.add_done_callback(lambda _: parts.put(None))
         try:
             while (part := parts.get()) is not None:
-                for rollout in part:
-                    rollout.prompt = prompts[rollout.request_id]  # the controller's object, not a copy
                 yield part
-            if rest := reply.result():
-                yield rest
+            reply.result()
         except BaseException:
             reply.give_up()
             raise
@@ -219,24 +213,18 @@ class RemoteWorkerGroup(WorkerGroup):
     def _generate(self, requests: Sequence[Request], on_part: OnRollouts | None = None) -> Reply:
         """Sample all requests; rollouts that were passed to ``on_part`` are not in the result."""
         self.before(self.role, "generate")
-        if not (count := len(self.present)):
-            return self._all_lost()
-        if 0 < self.capacity * count < len(requests) and count > 1:
-            portions = portions_of(requests, self.capacity)
-        else:
-            portions = split_requests(requests, count)
-        return Portions(self, portions, requests, on_part).reply
+        return Generation(self, requests, on_part).reply if self.present else self._all_lost()
 
-    def generate_on(self, at: int, requests: Sequence[Request], on_part: OnRollouts | None = None) -> Reply:
-        """Have one slice sample the requests."""
+    def generate_on(self, at: int, requests: Sequence[Request], on_part: OnRollouts) -> Reply:
+        """Have one slice sample the requests; its rollouts come in parts, and in the result if its engine sends none."""
         chosen, plain = self.slices[at], {"requests": list(requests)}
         message = {"kind": "call", "role": self.role, "method": "generate", "batch": None, "plain": plain}
         return self.crew.send(
-            dict.fromkeys(chosen.ranks, message | {"parts": on_part is not None}),
+            dict.fromkeys(chosen.ranks, message),
             (self.role, "generate"),
             leaders=[chosen.leader],
             interruptible=self.independent,
-            on_part=on_part or (lambda part: None),
+            on_part=on_part,
         )
 
     def _all_lost(self) -> Reply:

@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +90,7 @@ class SamplerEngine(RolloutEngine):
         self._news = False  # a sampler rests, has failed or was lost
         self._paused = ""  # the mode
         self._asleep: tuple[str, ...] | None = None  # parts that stay awake; None: not asleep
-        self._about: Mapping[str, Any] = {}  # label and capacity of the first process's engine
+        self._label = ""  # of the first process's engine
         self._named = f"{context.role}[{context.rank}]"
         self._tokenizer: Any = (context.live or {}).get("tokenizer")
         self._folder = TemporaryFolder("sampler-")
@@ -107,12 +107,7 @@ class SamplerEngine(RolloutEngine):
     def label(self) -> str:
         """The engine's label, with the interpreter and the number of processes."""
         count = "" if len(self.devices) == 1 else f", one of {len(self.devices)}"
-        return f"{self._about.get('label')} (in a process of {self.python}{count})"
-
-    @property
-    def capacity(self) -> int:
-        """Sum of the capacities of all processes."""
-        return int(self._about.get("capacity", 0)) * len(self.devices)
+        return f"{self._label} (in a process of {self.python}{count})"
 
     # -- requests -----------------------------------------------------------
 
@@ -333,7 +328,7 @@ class SamplerEngine(RolloutEngine):
             for rank in ranks:
                 self.pool.admit(self._launch(rank))
             orders = {rank: self._order(rank) for rank in ranks}
-            self._about = self.pool.send(orders, ("rollout", "start"), deadline=limit).result()
+            self._label = self.pool.send(orders, ("rollout", "start"), deadline=limit).result()
         except WorkerLost as loss:
             if absent := foreign_interpreter.missing_distribution(loss.cause):
                 raise PluginError(foreign_interpreter.without(self.python, absent)) from None
@@ -342,9 +337,8 @@ class SamplerEngine(RolloutEngine):
             raise _start_failure(error, self.python) from None
         self.pool.may_lose = self.replacements.lost
         slices = [Slice((rank,), rank) for rank in ranks]
-        capacity = int(self._about["capacity"])
         self.group = RemoteWorkerGroup(
-            self.pool, "rollout", slices, 0.0, True, capacity, replacements=self.replacements
+            self.pool, "rollout", slices, 0.0, True, replacements=self.replacements
         )
         self.flow = Flow(self.group, self._tell, self._look)
         self._closers.append(self.flow.close)
