@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
 from engine_core.contracts.weight_sync import SyncResult
 from engine_plugin_processes.codec import Encoded, decode, encode
-from engine_plugin_processes.engine_flow import GroupBuffer
 from engine_plugin_processes.placement import Slice
 from engine_plugin_processes.worker import decode_ended
 from engine_plugin_processes.worker_group import RemoteWorkerGroup
@@ -100,7 +99,6 @@ class SimulatedWorker:
         self.free_at = 0.0
         self._flow = 0  # the command of the current flow; 0: none
         self._stretch: Stretch | None = None  # of the flow
-        self._lots = GroupBuffer([])  # of the flow
         self.busy = {"actor": 0.0, "rollout": 0.0}  # seconds, by role
         self._role = ""  # of its last command that took time
 
@@ -145,7 +143,6 @@ class SimulatedWorker:
     def _begin_flow(self, number: int, message: Mapping[str, Any]) -> None:
         clock, self._flow, self._stretch = self.cluster.clock, number, None
         self._sampler.take_in(message["requests"], message["dropped"])
-        self._lots = GroupBuffer(self._sampler.under_way())
         self.free_at = max(self.free_at, clock.now())
         clock.at(self.free_at, lambda: self._go_on(number))
         clock.at(self.free_at + message["seconds"], lambda: self._late(number))
@@ -185,12 +182,10 @@ class SimulatedWorker:
         self.free_at = stretch.start + stretch.prefill + tokens * stretch.each
         self.busy["rollout"] += self.free_at - stretch.start
         self._role = "rollout"
-        if done := self._lots.finished(self._sampler.run(tokens)):
+        if done := self._sampler.run(tokens):
             self.tell(self.rank, self._flow, {"part": done}, self.free_at)
 
     def _end_flow(self) -> None:
-        if held := self._lots.rest():
-            self.tell(self.rank, self._flow, {"part": held}, self.free_at)
         self.tell(self.rank, self._flow, {"value": None}, self.free_at)
         self._flow = 0
 

@@ -198,7 +198,7 @@ def requests_of(*sizes):
 
 def test_requests_of_one_prompt_go_to_one_slice_where_groups_stay_whole():
     running, requests = Running(2), requests_of(4, 1, 1, 2)
-    shares = running.share(requests, whole_groups=True)
+    shares = running.share(requests)
     assert [[r.id for r in share] for share in shares] == [
         ["0:0", "0:1", "0:2", "0:3"],
         ["1:0", "2:0", "3:0", "3:1"],
@@ -209,10 +209,10 @@ def test_requests_of_one_prompt_go_to_one_slice_where_groups_stay_whole():
 
 def test_fewer_groups_than_slices_are_split_so_that_none_has_nothing_to_do():
     running = Running(4)
-    assert [len(share) for share in running.share(requests_of(4, 4), whole_groups=True)] == [2] * 4
+    assert [len(share) for share in running.share(requests_of(4, 4))] == [2] * 4
     # with what is under way there is a group for each, and of two slices they are whole again
-    assert [len(share) for share in running.share(requests_of(4, 4), whole_groups=True)] == [4, 4, 0, 0]
-    assert [len(share) for share in running.share(requests_of(4), [2, 3], whole_groups=True)] == [0, 0, 4, 0]
+    assert [len(share) for share in running.share(requests_of(4, 4))] == [4, 4, 0, 0]
+    assert [len(share) for share in running.share(requests_of(4), [2, 3])] == [0, 0, 4, 0]
 
 
 def test_lists_of_rollouts_are_joined_and_anything_else_is_the_first_slices():

@@ -1,11 +1,9 @@
 """Continuous sampling: each sampler receives new requests and returns finished rollouts independently of the others.
 
 A command of a flow goes to one sampler. The sampler continues until another command arrives, no request is left, or
-``MOST_SECONDS`` have passed. It sends the rollouts of a group when the group has no request in flight, or when the
-command ends (``engine_flow.GroupBuffer``). The requests of a group go to one sampler, which reads their prompt once,
-unless there are fewer groups than samplers. A run therefore has about one message per group, and a few more if
-responses take longer than a command. New weights or a stop are sent as another command: the sampler leaves the flow
-for it between two steps of its engine.
+``MOST_SECONDS`` have passed. It sends rollouts after the engine step in which they finish. The requests of a group go to
+one sampler, which reads their prompt once, unless there are fewer groups than samplers. New weights or a stop are sent
+as another command: the sampler leaves the flow for it between two steps of its engine.
 
 The unfinished requests of a lost sampler go to the others with the next ``go``. A process that replaces it starts
 without requests and gets its share like the others.
@@ -62,7 +60,7 @@ class Flow:
         group = self.group
         group.before(group.role, "advance")
         forgotten = group.forget(set(dropped))
-        shares = {at: share for at, share in enumerate(group.share(requests, whole_groups=True)) if share}
+        shares = {at: share for at, share in enumerate(group.share(requests)) if share}
         same: dict[str, Any] = {"requests": [], "dropped": []}  # shared by all samplers without a change
         for at in sorted({*shares, *forgotten, *self._resting()}.intersection(group.present)):
             if at in shares or at in forgotten:

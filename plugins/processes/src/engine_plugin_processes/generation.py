@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from engine_plugin_processes.split import split_requests
@@ -79,7 +78,7 @@ class Generation:
         else:
             self._found |= {rollout.request_id: rollout for rollout in new}
 
-    def _answered(self, reply: Future[Any]) -> None:
+    def _answered(self, reply: Any) -> None:
         with self._lock:
             self._open.remove(reply)
             error = reply.exception()

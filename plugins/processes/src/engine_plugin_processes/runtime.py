@@ -9,10 +9,10 @@ import abc
 import dataclasses
 import functools
 import logging
+import operator
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -47,9 +47,12 @@ if TYPE_CHECKING:
 
     from engine_plugin_processes.options import ProcessOptions
     from engine_plugin_processes.split import Merge
+    from engine_plugin_processes.worker_pool import Reply
     from engine_plugin_processes.worker_process import WorkerHandle
 
 log = logging.getLogger("engine")
+
+FIRST: Merge = operator.itemgetter(0)
 
 
 class MultiProcessRuntime(Runtime):
@@ -139,7 +142,7 @@ class MultiProcessRuntime(Runtime):
             return self._across(source, target, version, None)
         merge = functools.partial(_one_sync, target)
         fields = {"source": source, "target": target, "version": version}
-        return self._tell(pool, "push", (target, "update_weights"), merge, **fields).result()
+        return self._tell(pool, "push_weights", (target, "update_weights"), merge, **fields).result()
 
     def mix_weights(self, source: str, target: str, mix: float) -> None:
         """Mix a trained role's weights into an untrained one, in one pool or across pools."""
@@ -147,8 +150,8 @@ class MultiProcessRuntime(Runtime):
         if self._pool(source) is not self._pool(target):
             self._across(source, target, 0, mix)
             return
-        what = target, "load_named_weights"
-        self._tell(self._pool(source), "mix", what, source=source, target=target, mix=mix).result()
+        what, pool = (target, "load_named_weights"), self._pool(source)
+        self._tell(pool, "mix_weights", what, source=source, target=target, mix=mix).result()
 
     def loss_metrics(self) -> dict[str, float]:
         """Return counts of lost and replaced samplers since the last call; {} if none may be lost."""
@@ -156,7 +159,10 @@ class MultiProcessRuntime(Runtime):
 
     def memory_metrics(self) -> dict[str, float]:
         """Return the memory metrics of each role: the maximum over the ranks of its pool."""
-        sent = [(pool, self._tell(pool, "memory", (pool.roles[0], "memory"), _most)) for pool in self.pools]
+        sent = [
+            (pool, self._tell(pool, "memory_metrics", (pool.roles[0], "memory"), _most))
+            for pool in self.pools
+        ]
         found: dict[str, float] = {}
         for pool, future in sent:
             for name, value in future.result().items():
@@ -237,7 +243,7 @@ class MultiProcessRuntime(Runtime):
         self.shared = any(found["shared"] for found in ready.values())
         if self.shared:
             lent = self._pool("rollout")
-            self._loan = SharedModule(lambda kind: self._tell(lent, kind, ("rollout", kind)))
+            self._loan = SharedModule(lambda method: self._tell(lent, method, ("rollout", method)))
         log.info("Workers: %s.", ", ".join(map(str, self.pools)))
         groups: dict[str, WorkerGroup] = {}
         for pool in self.pools:
@@ -405,18 +411,12 @@ class MultiProcessRuntime(Runtime):
         return next(pool for pool in self.pools if role in pool.roles)
 
     def _tell(
-        self,
-        pool: Pool,
-        kind: str,
-        what: tuple[str, str],
-        merge: Merge | None = None,
-        **fields: Any,
-    ) -> Future[Any]:
-        """Send one command to all ranks of a pool; return the merged results of all ranks, by default the first one's."""
+        self, pool: Pool, method: str, what: tuple[str, str], merge: Merge = FIRST, **plain: Any
+    ) -> Reply:
+        """Call a method of the host of every rank of a pool; return the merged results, by default the first rank's."""
         assert self.crew is not None
-        ranks, message = self._ranks(pool), {"kind": kind, **fields}
-        first: Merge = lambda results: results[0]  # noqa: E731
-        return self.crew.send(dict.fromkeys(ranks, message), what, leaders=ranks, merge=merge or first)
+        ranks, message = self._ranks(pool), {"kind": "host", "method": method, "plain": plain}
+        return self.crew.send(dict.fromkeys(ranks, message), what, leaders=ranks, merge=merge)
 
     def _profile(self, folder: str) -> None:
         assert self.crew is not None
@@ -431,7 +431,7 @@ class MultiProcessRuntime(Runtime):
         """Hand device memory over for a phase in every process, all pools at the same time."""
         if self.options.offload_idle_roles:
             start = time.perf_counter()
-            sent = [self._tell(pool, "phase", (pool.roles[0], "sleep"), name=phase) for pool in self.pools]
+            sent = [self._tell(pool, "trade", (pool.roles[0], "sleep"), phase=phase) for pool in self.pools]
             for future in sent:
                 future.result()
             self.traded_seconds += time.perf_counter() - start

@@ -21,6 +21,7 @@ from torch import nn
 
 from engine_core.errors import ConfigError
 from engine_core.local.engine_host import EngineHost
+from engine_core.runs.machine import memory_metrics
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -117,6 +118,7 @@ class SharingHost(EngineHost):
     """
 
     lender: SharedModuleHolder | None = None
+    memory_metrics = staticmethod(memory_metrics)
 
     def lend(self) -> None:
         """Gather the actor's module for the sampler. Collective."""

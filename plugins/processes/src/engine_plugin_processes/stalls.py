@@ -32,7 +32,8 @@ def diagnose(
     Returns:
         The rank to blame, the cause in one sentence, and all stacks as text.
     """
-    in_collective = [rank for rank in waiting if _collective(stacks.get(rank, ()))]
+    innermost = {rank: stack[-1][0] for rank, stack in stacks.items() if stack}
+    in_collective = [rank for rank in waiting if COLLECTIVES in innermost.get(rank, "")]
     suspects = [rank for rank in waiting if rank not in in_collective] or list(waiting)
     blamed = suspects[0]
     answered = [rank for rank in ranks if rank not in waiting]
@@ -57,10 +58,6 @@ def place(stack: Sequence[Stack] | None) -> str:
         return "code that holds the interpreter"
     file, line, function = stack[-1]
     return f"{function} ({file}:{line})"
-
-
-def _collective(stack: Sequence[Stack]) -> bool:
-    return bool(stack) and COLLECTIVES in stack[-1][0]
 
 
 def _lines(stack: Sequence[Stack]) -> str:

@@ -11,7 +11,7 @@ has no channel to the processes that it started.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +58,15 @@ class TorchrunRuntime(MultiProcessRuntime):
             self._gathered = self._torchrun.gather(self.options.startup_timeout_minutes * 60)
             return self._gathered
         self._folder = TemporaryFolder("torchrun-")
-        return self._spawn([rank for pool in self.pools for rank in pool.ranks])
+        env, workers = self._environment(), list[WorkerHandle]()
+        try:
+            for rank in range(self._size):
+                workers.append(WorkerHandle.start(rank, env))
+        except BaseException:
+            for worker in workers:
+                worker.kill()
+            raise
+        return workers
 
     @property
     def _size(self) -> int:
@@ -79,18 +87,6 @@ class TorchrunRuntime(MultiProcessRuntime):
     def _begin_again(self, rank: int) -> WorkerHandle:
         return WorkerHandle.start(rank, self._environment())
 
-    def _spawn(self, ranks: Sequence[int]) -> list[WorkerHandle]:
-        env = self._environment()
-        workers: list[WorkerHandle] = []
-        try:
-            for rank in ranks:
-                workers.append(WorkerHandle.start(rank, env))
-        except BaseException:
-            for worker in workers:
-                worker.kill()
-            raise
-        return workers
-
     def _seat(self, pool: Pool, rank: int) -> dict[str, Any]:
         from engine_plugin_processes.starting import portable_path
 
@@ -108,14 +104,10 @@ class TorchrunRuntime(MultiProcessRuntime):
         return seat | {"host": launch.host if mine.process is not None else mine.host}
 
     def _meeting(self, name: str) -> dict[str, Any]:
-        if self._torchrun is None:
-            return {"file": str(self._private / name), "tcp": None}
-        return {"file": None, "tcp": self._torchrun.store_of(name)}
+        if self._torchrun is not None:
+            return {"file": None, "tcp": self._torchrun.store_of(name)}
+        assert self._folder is not None
+        return {"file": str(Path(self._folder.path) / name), "tcp": None}
 
     def _one_machine(self) -> bool:
         return self._torchrun is None
-
-    @property
-    def _private(self) -> Path:
-        assert self._folder is not None
-        return Path(self._folder.path)

@@ -73,7 +73,7 @@ class Worker:
     def run(self) -> None:
         """Serve commands until ``close`` arrives, then close the engines."""
         self.thread = threading.get_ident()
-        self._allow_breaks()
+        signal.signal(signal.SIGUSR1, self._interrupt)
         threading.Thread(target=self._listen, name="mailbox", daemon=True).start()
         try:
             while (message := self.mailbox.get())["kind"] != "close":
@@ -176,35 +176,20 @@ class Worker:
         return value
 
     def _do_flow(self, message: dict[str, Any]) -> None:
-        """Sample until another command arrives, no request is left, or the time is up; send finished rollouts."""
-        from engine_plugin_processes.engine_flow import flow
-
+        """Sample until another command arrives, no request is left, or the time is up; send rollouts as they finish."""
         engine = cast("RolloutEngine", self.host.engines[message["role"]])
         end = time.monotonic() + message["seconds"]
+        finished = engine.advance(message["requests"], message["dropped"])
+        while True:
+            if finished:
+                self._tell(message["role"], message["id"], finished)
+            if not engine.running or not self.mailbox.empty() or time.monotonic() >= end:
+                return
+            finished = engine.advance()
 
-        def goes_on() -> bool:
-            """Return whether to continue: no other command waits and time is left."""
-            return self.mailbox.empty() and time.monotonic() < end
-
-        for finished in flow(engine, message["requests"], message["dropped"], goes_on):
-            self._tell(message["role"], message["id"], finished)
-
-    def _do_push(self, message: dict[str, Any]) -> Any:
-        return self.host.push_weights(message["source"], message["target"], message["version"])
-
-    def _do_mix(self, message: dict[str, Any]) -> None:
-        self.host.mix_weights(message["source"], message["target"], message["mix"])
-
-    def _do_memory(self, message: dict[str, Any]) -> dict[str, float]:
-        from engine_core.runs.machine import memory_metrics
-
-        return memory_metrics()
-
-    def _do_lend(self, message: dict[str, Any]) -> None:
-        self.host.lend()
-
-    def _do_take_back(self, message: dict[str, Any]) -> None:
-        self.host.take_back()
+    def _do_host(self, message: dict[str, Any]) -> Any:
+        """Call a method of this process's host."""
+        return getattr(self.host, message["method"])(**message["plain"])
 
     def _do_link(self, message: dict[str, Any]) -> Any:
         """Open this process's endpoint of a link, and close that of the link of this name that it replaces."""
@@ -256,9 +241,6 @@ class Worker:
             profiler = self.host.plugins.require("parts", "profiler")
             self.profile.enter_context(profiler(Path(message["folder"]), message["name"]))
 
-    def _do_phase(self, message: dict[str, Any]) -> None:
-        self.host.trade(message["name"])
-
     # -- handled at once ----------------------------------------------------
 
     def _listen(self) -> None:
@@ -268,7 +250,7 @@ class Worker:
                 message = self.channel.receive()
                 if message["kind"] == "interrupt":
                     self.dropped.add(message["id"])
-                    self._break_off()
+                    signal.pthread_kill(self.thread, signal.SIGUSR1)
                 elif message["kind"] == "stacks":
                     self.outbox.put({"stacks": where(self.thread)})
                 else:
@@ -288,15 +270,8 @@ class Worker:
             self.outbox.put({"heartbeat": True})
             time.sleep(HEARTBEAT_SECONDS)
 
-    def _allow_breaks(self) -> None:
-        """Install the handler that interrupts commands; called once, in the thread that runs them."""
-        signal.signal(signal.SIGUSR1, self._interrupt)
-
-    def _break_off(self) -> None:
-        """Signal the command thread, which raises ``Interrupted`` if its command was abandoned."""
-        signal.pthread_kill(self.thread, signal.SIGUSR1)
-
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Raise ``Interrupted`` in the thread that runs commands, if its command was abandoned."""
         if self.current in self.dropped:
             self.current = None
             raise Interrupted

@@ -143,14 +143,11 @@ class RemoteWorkerGroup(WorkerGroup):
         """Return whether an error is the loss of a slice that the run survives."""
         return self.replacements is not None and self.replacements.goes_on_without(error)
 
-    def share(
-        self, requests: Sequence[Request], whole_groups: bool, but: Collection[str] = ()
-    ) -> list[list[Request]]:
+    def share(self, requests: Sequence[Request], but: Collection[str] = ()) -> list[list[Request]]:
         """Share new requests and those of lost slices among the present slices; return one list for each slice.
 
         Args:
             requests: new requests.
-            whole_groups: as in ``Running.share``.
             but: ids of lost requests that are not sent again.
         """
         self._take_lost()
@@ -160,7 +157,7 @@ class RemoteWorkerGroup(WorkerGroup):
             self._again += [*requests, *again]
         if again and present and self.replacements is not None:
             self.replacements.reissue(len(again))
-        return self.running.share([*requests, *again] if present else (), present, whole_groups)
+        return self.running.share([*requests, *again] if present else (), present)
 
     def forget(self, ids: Collection[str]) -> dict[int, list[str]]:
         """Drop requests without a message to the samplers; return slice -> ids of the requests that it has."""
@@ -188,8 +185,7 @@ class RemoteWorkerGroup(WorkerGroup):
         self.forget(dropped)
         arguments = [plain] * len(present)
         if method in ("add", "advance"):
-            requests = plain.get("requests", ())
-            shares = self.share(requests, self.replacements is not None, stopped)
+            shares = self.share(plain.get("requests", ()), stopped)
             nothing = {**plain, "requests": []}  # one object, so that it is encoded once
             arguments = [{**plain, "requests": shares[at]} if shares[at] else nothing for at in present]
         if present and method == "advance" and not (dropped or stopped):

@@ -272,8 +272,8 @@ class WorkerPool:
             if isinstance(item, int):
                 with self._lock:
                     left = [command for command in self.open.values() if command.thread == item]
-                for command in left:
-                    command.reply.give_up()
+                for each in left:
+                    each.reply.give_up()
                 continue
             command, messages = item
             with self._lock:

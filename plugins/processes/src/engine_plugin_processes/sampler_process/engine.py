@@ -218,7 +218,9 @@ class SamplerEngine(RolloutEngine):
         """
         if self._asleep is not None and "weights" not in self._asleep:
             raise RuntimeError("The sampler is asleep: its weights cannot be updated. Call wake() first.")
-        ranks, send = self._present(), partial(self._weights.update, stream=stream, version=version)
+        ranks = self._present()
+        send: Callable[[Sequence[int]], str]
+        send = partial(self._weights.update, stream=stream, version=version)
         while True:
             try:
                 found = send(ranks)
