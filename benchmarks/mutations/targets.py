@@ -60,7 +60,7 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {  # target -> file -> its suit
     },
     "wire": {
         f"{PROCESSES}/{name}.py": ("tcp", "runtime")
-        for name in ("codec", "channel", "portions", "remote_errors")
+        for name in ("codec", "channel", "generation", "remote_errors")
     },
     "rewards": {
         "engine_core/rewards/runner.py": ("rewards", "python"),

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine_core.contracts.weight_sync import SyncResult
@@ -72,7 +73,7 @@ class Links:
         self._made = 0
 
     def push(
-        self, source: Pool, target: Pool, roles: tuple[str, str], version: int, mix: float | None, merge: Any
+        self, source: Pool, target: Pool, roles: tuple[str, str], version: int, mix: float | None
     ) -> SyncResult:
         """Send a role's weights to every rank of another pool; retry without receivers that were lost.
 
@@ -82,7 +83,6 @@ class Links:
             roles: the sending role, the receiving role.
             version: the new policy version.
             mix: share of the new weights, if they are mixed into a model; None: they replace a sampler's.
-            merge: merges the ranks' checksums into one.
 
         Raises:
             TrainingFailed: the update failed, and not because a replaceable receiver was lost.
@@ -92,7 +92,7 @@ class Links:
             receivers = list(self.ranks_of(target))  # connected ranks alone
             try:
                 link = self._link(name, source, target, receivers)
-                moved, checksum = self._update(link, source, roles, version, mix, merge)
+                moved, checksum = self._update(link, source, roles, version, mix)
             except BaseException as error:
                 self._open.pop(name, None)
                 if not isinstance(error, TrainingFailed) or self.replacements is None:
@@ -107,15 +107,15 @@ class Links:
                 return SyncResult(version, moved * count, time.perf_counter() - start, checksum)
 
     def _update(
-        self, link: Link, source: Pool, roles: tuple[str, str], version: int, mix: float | None, merge: Any
+        self, link: Link, source: Pool, roles: tuple[str, str], version: int, mix: float | None
     ) -> tuple[int, str]:
         """Run one update over a link; return its bytes and the receivers' checksum."""
         link.updates += 1
         sender, *receivers = (worker.rank for worker in link.workers)
         fields = {"link": link.name, "update": link.updates, "version": version, "mix": mix}
         receive = {"kind": "receive", "role": roles[1], **fields}
-        what = roles[1], "update_weights"
-        taken = self.crew.send(dict.fromkeys(receivers, receive), what, leaders=receivers, merge=merge)
+        what, one = (roles[1], "update_weights"), partial(one_checksum, roles[1])
+        taken = self.crew.send(dict.fromkeys(receivers, receive), what, leaders=receivers, merge=one)
         send = {"kind": "send", "role": roles[0], **fields}
         messages = dict.fromkeys(source.ranks, send | {"link": None}) | {sender: send}
         return self._both(self.crew.send(messages, (roles[0], "named_weights"), leaders=[sender]), taken)
@@ -175,3 +175,18 @@ def join(
     joined.result()
     if own is not None:
         own.join(peers)
+
+
+def one_checksum(target: str, checksums: Sequence[str]) -> str:
+    """Return the checksum of all ranks.
+
+    Raises:
+        TrainingFailed: the ranks have different weights.
+    """
+    if len(set(checksums)) > 1:
+        listed = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(checksums))
+        raise TrainingFailed(
+            f"The ranks of '{target}' have received different weights ({listed}). The train engine must stream the "
+            "same tensors on every rank."
+        )
+    return checksums[0]

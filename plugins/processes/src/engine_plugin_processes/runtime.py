@@ -23,10 +23,10 @@ from engine_core.config.choices import AUTO
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
 from engine_core.contracts.weight_sync import SyncResult
 from engine_core.data import tokenizer_hash
-from engine_core.errors import ConfigError, TrainingFailed
+from engine_core.errors import ConfigError
 from engine_core.local.engine_host import default_device
 from engine_plugin_processes.channel import new_token
-from engine_plugin_processes.links import Links
+from engine_plugin_processes.links import Links, one_checksum
 from engine_plugin_processes.placement import (
     Pool,
     Slice,
@@ -127,7 +127,8 @@ class MultiProcessRuntime(Runtime):
         try:
             self.pools = plan_pools(self.config, roles, self._processes(roles))
             self._check_transport(roles)
-            self._may_replace()
+            if self.options.max_replacements:
+                check_replaceable(self.config, self.pools, self._can_replace())
             return self._start(roles, total_steps)
         except BaseException:
             self.close()
@@ -224,7 +225,7 @@ class MultiProcessRuntime(Runtime):
             for rank in pool.ranks:
                 self.crew.workers[rank].roles = pool.roles
                 orders[rank] = {**common, **self._place(pool, rank), "roles": served}
-        if self._may_replace():
+        if self.options.max_replacements:
             self.replacements = self._replacing(common, roles["rollout"])
             self.crew.may_lose = self.replacements.lost
         reply = self.crew.send(
@@ -241,8 +242,7 @@ class MultiProcessRuntime(Runtime):
             self.replacements,
         )  # fmt: skip
         self.shared = any(found["shared"] for found in ready.values())
-        if self.shared:
-            lent = self._pool("rollout")
+        if self.shared and len((lent := self._pool("rollout")).ranks) > 1:
             self._loan = SharedModule(lambda method: self._tell(lent, method, ("rollout", method)))
         log.info("Workers: %s.", ", ".join(map(str, self.pools)))
         groups: dict[str, WorkerGroup] = {}
@@ -305,23 +305,12 @@ class MultiProcessRuntime(Runtime):
         """
         seat = self._seat(pool, rank)
         self.hosts[rank] = seat.pop("host")
-        if self._may_replace() and "rollout" in pool.roles:
+        if self.options.max_replacements and "rollout" in pool.roles:
             world = {"rank": 0, "world_size": 1, "store": self._meeting(f"{pool.name}-{rank}-{again}")}
         else:
             place = pool.ranks.index(rank)
             world = {"rank": place, "world_size": len(pool.ranks), "store": self._meeting(pool.name)}
         return {**seat, **world, "kind": "start"}
-
-    def _may_replace(self) -> bool:
-        """Return whether lost samplers are replaced one by one.
-
-        Raises:
-            ConfigError: the run file asks for it, and this run cannot do it.
-        """
-        if not self.options.max_replacements:
-            return False
-        check_replaceable(self.config, self.pools, self._can_replace())
-        return True
 
     def _replacing(self, common: Mapping[str, Any], role: Role) -> Replacements:
         """Build the ``Replacements`` of the sampler's pool."""
@@ -439,8 +428,7 @@ class MultiProcessRuntime(Runtime):
     def _across(self, source: str, target: str, version: int, mix: float | None) -> SyncResult:
         """Send weights from the first rank of one pool to all ranks of another."""
         senders, receivers = self._pool(source), self._pool(target)
-        one = functools.partial(_one_checksum, target)
-        return self.links.push(senders, receivers, (source, target), version, mix, one)
+        return self.links.push(senders, receivers, (source, target), version, mix)
 
 
 def _most(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -451,19 +439,9 @@ def _most(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _one_sync(target: str, results: Sequence[SyncResult]) -> SyncResult:
     """Return one result for the updates of all ranks; raise if the ranks received different weights."""
     first = results[0]
-    checksum = _one_checksum(target, [result.checksum for result in results])
+    checksum = one_checksum(target, [result.checksum for result in results])
     moved, seconds = sum(result.bytes for result in results), max(result.seconds for result in results)
     return SyncResult(first.version, moved, seconds, checksum)
-
-
-def _one_checksum(target: str, checksums: Sequence[str]) -> str:
-    if len(set(checksums)) > 1:
-        listed = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(checksums))
-        raise TrainingFailed(
-            f"The ranks of '{target}' have received different weights ({listed}). The train engine must stream the "
-            "same tensors on every rank."
-        )
-    return checksums[0]
 
 
 def even_threads(processes: int) -> int | None:

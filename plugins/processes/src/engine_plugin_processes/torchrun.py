@@ -92,16 +92,12 @@ class TorchrunRuntime(MultiProcessRuntime):
 
         launch = self._torchrun
         if launch is None:
-            seat = {"local_rank": rank, "local_world_size": self._size, "path": portable_path()}
-            return seat | {"host": "127.0.0.1"}
-        seat = {
-            "local_rank": launch.local_rank(rank),
-            "local_world_size": launch.local_world_size,
-            "path": None,
-        }
-        mine = self._gathered[rank]
+            here, size = "127.0.0.1", self._size
+            return {"local_rank": rank, "local_world_size": size, "path": portable_path(), "host": here}
+        size, mine = launch.local_world_size, self._gathered[rank]
         # the address that the rank connects from; the controller's address is right for its own node alone
-        return seat | {"host": launch.host if mine.process is not None else mine.host}
+        host = launch.host if mine.process is not None else mine.host
+        return {"local_rank": rank % size, "local_world_size": size, "path": None, "host": host}
 
     def _meeting(self, name: str) -> dict[str, Any]:
         if self._torchrun is not None:

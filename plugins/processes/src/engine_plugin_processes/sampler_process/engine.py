@@ -149,7 +149,7 @@ class SamplerEngine(RolloutEngine):
         if self.flow.resting and self.flow.error is None:
             self.flow.go()
         with self._changed:
-            self._changed.wait_for(lambda: self._arrived or self._news, STEP_SECONDS)
+            self._changed.wait_for(lambda: self._news, STEP_SECONDS)
             self._news = False
         found = self._taken(lambda id: True)
         if not found and self.flow.error is not None:
@@ -186,15 +186,10 @@ class SamplerEngine(RolloutEngine):
             self._arrived = [rollout for rollout in self._arrived if not wanted(rollout.request_id)]
         return [rollout for rollout in found if self._asked.pop(rollout.request_id, None) is not None]
 
-    def _tell(self, rollouts: list[Rollout]) -> None:
-        """Take rollouts of the flow; called in a thread that reads answers."""
+    def _tell(self, rollouts: Sequence[Rollout] = ()) -> None:
+        """Take rollouts of the flow, or let ``step`` look at it; called in a thread that reads answers."""
         with self._changed:
             self._arrived += rollouts
-            self._changed.notify_all()
-
-    def _look(self) -> None:
-        """Wake ``step`` to check the flow; called in a thread that reads answers."""
-        with self._changed:
             self._news = True
             self._changed.notify_all()
 
@@ -342,7 +337,7 @@ class SamplerEngine(RolloutEngine):
         self.group = RemoteWorkerGroup(
             self.pool, "rollout", slices, 0.0, True, replacements=self.replacements
         )
-        self.flow = Flow(self.group, self._tell, self._look)
+        self.flow = Flow(self.group, self._tell, self._tell)
         self._closers.append(self.flow.close)
 
     def _launch(self, rank: int) -> WorkerHandle:

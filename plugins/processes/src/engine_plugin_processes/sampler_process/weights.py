@@ -51,7 +51,7 @@ class Weights:
         self._keeps = source is None and again
         self._kept: list[tuple[str, Tensor]] = []  # of the last complete update
         self._version: int | None = None  # of the last complete update; None: the weights of the model folder
-        self._unknown = ""  # why the current weights are not known
+        self.known = True  # whether the stream of the last update came to its end, or there was none
         self._incomplete = ""  # why a process may not have them
         # receivers, and the owner's endpoint
         self._link: tuple[list[WorkerHandle], WeightTransport] | None = None
@@ -72,7 +72,7 @@ class Weights:
             TrainingFailed: a receiver was lost (then ``again`` sends the update to the others), or does not receive it.
             Exception: the stream's own, or an engine's refusal: nothing is sampled until a complete update.
         """
-        self._unknown = self._incomplete = f"an update to version {version} did not come to its end"
+        self.known, self._incomplete = False, f"an update to version {version} did not come to its end"
         copied = _Copied(stream, self._kept if self._keeps else None)
         tensors = iter(copied)
         try:
@@ -83,10 +83,10 @@ class Weights:
             if copied.error is not None:
                 raise copied.error from None
             if isinstance(error, TrainingFailed):
-                self._kept, self._version, self._unknown = copied.kept, version, ""
+                self._kept, self._version, self.known = copied.kept, version, True
             raise
         self._kept, self._version = copied.kept, version
-        self._unknown = self._incomplete = ""
+        self.known, self._incomplete = True, ""
         return found
 
     def again(self, ranks: Sequence[int]) -> str:
@@ -102,11 +102,6 @@ class Weights:
         found = self._send(ranks, self._kept if self.source is None else self.source(), self._version)
         self._incomplete = ""
         return found
-
-    @property
-    def known(self) -> bool:
-        """Whether the stream of the last update came to its end, or there was none."""
-        return not self._unknown
 
     def check_complete(self) -> None:
         """Refuse to sample from a mixture.
