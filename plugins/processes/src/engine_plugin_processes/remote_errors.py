@@ -35,8 +35,9 @@ class InWorker(Exception):
 
 def pack(error: BaseException) -> dict[str, Any]:
     """Return an error as plain values."""
+    is_text = len(error.args) == 1 and isinstance(error.args[0], str)
     found = {
-        "message": error.args[0] if _is_text(error.args) else str(error),
+        "message": error.args[0] if is_text else str(error),
         "notes": list(getattr(error, "__notes__", ())),
         "traceback": "".join(traceback.format_exception(error)),
     }
@@ -63,7 +64,3 @@ def unpack(packed: Mapping[str, Any], rank: int) -> Exception:
         error.add_note(note)
     error.__cause__ = InWorker(rank, packed["traceback"])
     return error
-
-
-def _is_text(arguments: tuple[Any, ...]) -> bool:
-    return len(arguments) == 1 and isinstance(arguments[0], str)

@@ -228,15 +228,16 @@ class MultiProcessRuntime(Runtime):
         if self.options.max_replacements:
             self.replacements = self._replacing(common, roles["rollout"])
             self.crew.may_lose = self.replacements.lost
-        reply = self.crew.send(
+        ready = self.crew.send(
             orders,
             ("worker", "start"),
             leaders=list(orders),
             merge=lambda results: dict(zip(orders, results, strict=True)),
             deadline=self._start_limit,
-        )
-        ready = reply.result()
-        self._read_devices(ready)
+        ).result()
+        self._devices = {rank: ProcessDevice(**found["device"]) for rank, found in ready.items()}
+        if {"actor", "rollout"} <= roles.keys():
+            self._transport = choose(self.config, self._topology(self._pool("actor"), self._pool("rollout")))
         self.links = Links(
             self.crew, self._transport_to, self._ranks, self.hosts, self._meeting, self._token,
             self.replacements,
@@ -270,12 +271,6 @@ class MultiProcessRuntime(Runtime):
         if {"actor", "rollout"} <= roles.keys() and name != AUTO[KIND] and name != "same_process":
             kind, options = make(self.config, self.plugins, name)
             kind.check(options, self._one_machine())
-
-    def _read_devices(self, ready: Mapping[int, Mapping[str, Any]]) -> None:
-        """Store the device of each rank, and choose the transport, if the run file says ``auto`` by the devices."""
-        self._devices = {rank: ProcessDevice(**found["device"]) for rank, found in ready.items()}
-        if {"actor", "rollout"} <= {role for pool in self.pools for role in pool.roles}:
-            self._transport = choose(self.config, self._topology(self._pool("actor"), self._pool("rollout")))
 
     def _repeatable(self, pool: Pool) -> bool:
         """Return whether results of the pool are bitwise repeatable: on CPUs, or if the run is deterministic."""

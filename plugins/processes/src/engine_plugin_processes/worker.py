@@ -11,7 +11,6 @@ the thread that reads, an interrupt; produces: answers and parts of them, in an 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import logging
 import os
@@ -61,7 +60,7 @@ class Worker:
     def __init__(self, channel: Channel) -> None:
         self.channel, self.outbox = channel, Outbox(channel)
         self.mailbox: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.host: Any  # ``SharingHost``, or ``SamplerHost`` of ``[rollout.process]``
+        self.host: Any  # ``SharingHost``, or that of ``build_host``
         self.order: dict[str, Any] = {}
         self.links: dict[str, WeightTransport] = {}  # name of the link -> endpoint of this process
         self.current: int | None = None  # number of the running command
@@ -121,14 +120,14 @@ class Worker:
     def _do_start(self, message: dict[str, Any]) -> dict[str, Any]:
         """Join the pool, load the run's plugins and build the engines; return a description of roles and device."""
         from engine_plugin_processes.starting import describe, join_pool, make_host
-        from engine_plugin_processes.transports.devices import ProcessDevice
+        from engine_plugin_processes.transports.devices import gpu_uuid
 
         self.order = message
         self._forward_logs(message["log_level"])
         device = join_pool(message)
         self.host = make_host(message, device)
         roles = {name: describe(e, self.host.place) for name, e in self.host.engines.items()}
-        described = dataclasses.asdict(ProcessDevice.of(device))
+        described = {"kind": device.type, "gpu": gpu_uuid(device)}
         return {"shared": self.host.shared, "roles": roles, "device": described}
 
     def _do_sampler(self, message: dict[str, Any]) -> str:

@@ -443,8 +443,7 @@ class WorkerPool:
         deadline = time.monotonic() + STACK_SECONDS
         while len(self.stacks) < len(asked) and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS / 2)
-        waiting, (seconds, key) = command.waiting, command.deadline
-        blamed, cause, stacks = diagnose(command.what[1], seconds, waiting, command.ranks, self.stacks, key)
+        blamed, cause, stacks = diagnose(command, self.stacks)
         log.error("Where every rank is:\n%s", stacks)
         worker = self.workers[blamed]
         self._lose(worker, worker.how_it_ended(cause), command.what[0])

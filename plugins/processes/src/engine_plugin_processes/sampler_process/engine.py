@@ -445,13 +445,8 @@ def _start_failure(error: Exception, python: str) -> EngineError:
     if isinstance(error, EngineError):
         error.add_note(f"In the sampler's process, {python}.")
         return error
-    kind = (
-        EnvironmentProblem
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError, OSError))
-        else PluginError
-    )
-    made = kind(
-        f"The engine does not start in the sampler's process ({python}): {type(error).__name__}: {error}"
-    )
+    lacks = isinstance(error, (MemoryError, torch.OutOfMemoryError, OSError))
+    text = f"The engine does not start in the sampler's process ({python}): {type(error).__name__}: {error}"
+    made = EnvironmentProblem(text) if lacks else PluginError(text)
     made.__cause__ = error.__cause__
     return made

@@ -16,11 +16,6 @@ class ProcessDevice:
     kind: str = "cpu"  # as ``torch.device.type``
     gpu: str = ""  # ``gpu_uuid``
 
-    @classmethod
-    def of(cls, device: torch.device) -> ProcessDevice:
-        """Describe a device of this process."""
-        return cls(device.type, gpu_uuid(device))
-
 
 def gpu_uuid(device: torch.device) -> str:
     """Return the UUID of a CUDA GPU, which is the same in every process; "" for another device."""
