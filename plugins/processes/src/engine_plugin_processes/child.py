@@ -21,8 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
-from engine_plugin_processes.inherited_descriptors import close_in_children
-from engine_plugin_processes.json_channel import Closed, JsonChannel, Outbox
+from engine_plugin_processes.json_channel import Closed, JsonChannel, Outbox, close_in_children
 
 SOCKET = "{socket}"
 """Placeholder in a command for the number of the inherited socket."""

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 MOST_SECONDS = 10.0  # limit of one command, so that a hanging sampler is detected
 SHARE_OF_DEADLINE = 0.25  # largest share of the deadline that one command takes
 
-Tell = Callable[[list["Rollout"]], None]
-
 
 class Flow:
     """A flow of requests to independent samplers and of rollouts back; the module's docstring describes it.
@@ -40,7 +38,9 @@ class Flow:
         changed: called when ``resting`` or ``error`` may have changed.
     """
 
-    def __init__(self, group: RemoteWorkerGroup, tell: Tell, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, group: RemoteWorkerGroup, tell: Callable[[list[Rollout]], None], changed: Callable[[], None]
+    ) -> None:
         self.group, self._tell, self._changed = group, tell, changed
         self.error: BaseException | None = None
         self._open: dict[int, Reply] = {}  # slice -> answer to its newest command

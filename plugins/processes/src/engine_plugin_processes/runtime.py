@@ -37,8 +37,7 @@ from engine_plugin_processes.placement import (
 )
 from engine_plugin_processes.replacement import Replacements
 from engine_plugin_processes.shared_module import SharedModule
-from engine_plugin_processes.transports.choice import KIND, Topology, by_topology, choose, make
-from engine_plugin_processes.transports.devices import ProcessDevice
+from engine_plugin_processes.transports.choice import KIND, ProcessDevice, Topology, by_topology, choose, make
 from engine_plugin_processes.worker_group import RemoteWorkerGroup
 from engine_plugin_processes.worker_pool import WorkerPool
 
@@ -110,6 +109,10 @@ class MultiProcessRuntime(Runtime):
         """Return whether all processes are on this machine; valid after ``_processes`` was called."""
         return False
 
+    @property
+    def _size(self) -> int:
+        return sum(len(pool.ranks) for pool in self.pools)
+
     # -- the contract -------------------------------------------------------
 
     def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
@@ -139,8 +142,9 @@ class MultiProcessRuntime(Runtime):
         self._take_back()
         if self.replacements is not None:
             self.replacements.join()
-        if (pool := self._pool(source)) is not self._pool(target):
-            return self._across(source, target, version, None)
+        pool, other = self._pool(source), self._pool(target)
+        if pool is not other:
+            return self.links.push(pool, other, (source, target), version, None)
         merge = functools.partial(_one_sync, target)
         fields = {"source": source, "target": target, "version": version}
         return self._tell(pool, "push_weights", (target, "update_weights"), merge, **fields).result()
@@ -148,11 +152,11 @@ class MultiProcessRuntime(Runtime):
     def mix_weights(self, source: str, target: str, mix: float) -> None:
         """Mix a trained role's weights into an untrained one, in one pool or across pools."""
         self._take_back()
-        if self._pool(source) is not self._pool(target):
-            self._across(source, target, 0, mix)
-            return
-        what, pool = (target, "load_named_weights"), self._pool(source)
-        self._tell(pool, "mix_weights", what, source=source, target=target, mix=mix).result()
+        what, pool, other = (target, "load_named_weights"), self._pool(source), self._pool(target)
+        if pool is not other:
+            self.links.push(pool, other, (source, target), 0, mix)
+        else:
+            self._tell(pool, "mix_weights", what, source=source, target=target, mix=mix).result()
 
     def loss_metrics(self) -> dict[str, float]:
         """Return counts of lost and replaced samplers since the last call; {} if none may be lost."""
@@ -419,11 +423,6 @@ class MultiProcessRuntime(Runtime):
             for future in sent:
                 future.result()
             self.traded_seconds += time.perf_counter() - start
-
-    def _across(self, source: str, target: str, version: int, mix: float | None) -> SyncResult:
-        """Send weights from the first rank of one pool to all ranks of another."""
-        senders, receivers = self._pool(source), self._pool(target)
-        return self.links.push(senders, receivers, (source, target), version, mix)
 
 
 def _most(results: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -83,9 +83,15 @@ def make_host(order: Mapping[str, Any], device: torch.device) -> SharingHost:
         ConfigError: the controller's tokenizer is not the one that the config names.
     """
     config, plugins = rebuild(order["config"])
-    live = (
-        {} if order["tokenizer"] is None else {"tokenizer": _same_tokenizer(config.model, order["tokenizer"])}
+    live, problem = (
+        {},
+        (
+            "the controller's tokenizer is another one than the file names; an object given from Python does not reach "
+            "workers. Save it with save_pretrained and name the folder."
+        ),
     )
+    if order["tokenizer"] is not None:
+        live["tokenizer"] = same_tokenizer(config.model, order["tokenizer"], problem)
     place = RankPlacement(device, order["rank"], order["world_size"])
     host = SharingHost(config, plugins, live, place)
     roles = {name: Role(**fields) for name, fields in order["roles"].items()}
@@ -93,13 +99,20 @@ def make_host(order: Mapping[str, Any], device: torch.device) -> SharingHost:
     return host
 
 
-def _same_tokenizer(model: ModelConfig, expected: str) -> PreTrainedTokenizerBase:
+def same_tokenizer(model: ModelConfig, expected: str, problem: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model.
+
+    Args:
+        model: the ``[model]`` table.
+        expected: hash of the controller's tokenizer.
+        problem: message if this process loads another one.
+
+    Raises:
+        ConfigError: as above.
+    """
     tokenizer = load_tokenizer(model)
     if tokenizer_hash(tokenizer) != expected:
-        raise ConfigError(
-            "model.tokenizer: the controller's tokenizer is another one than the file names; an object given from "
-            "Python does not reach workers. Save it with save_pretrained and name the folder."
-        )
+        raise ConfigError(f"model.tokenizer: {problem}")
     return tokenizer
 
 

@@ -68,10 +68,6 @@ class TorchrunRuntime(MultiProcessRuntime):
             raise
         return workers
 
-    @property
-    def _size(self) -> int:
-        return sum(len(pool.ranks) for pool in self.pools)
-
     def _environment(self) -> dict[str, str]:
         """Return the variables of each worker, in addition to the controller's."""
         threads = self.options.threads or even_threads(self._size)

@@ -120,7 +120,7 @@ class Worker:
     def _do_start(self, message: dict[str, Any]) -> dict[str, Any]:
         """Join the pool, load the run's plugins and build the engines; return a description of roles and device."""
         from engine_plugin_processes.starting import describe, join_pool, make_host
-        from engine_plugin_processes.transports.devices import gpu_uuid
+        from engine_plugin_processes.transports.choice import gpu_uuid
 
         self.order = message
         self._forward_logs(message["log_level"])

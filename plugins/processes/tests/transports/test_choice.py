@@ -9,8 +9,7 @@ from engine_core import load_config
 from engine_core.config.assemble import plugins_for
 from engine_core.config.completeness import check_complete
 from engine_core.errors import ConfigError
-from engine_plugin_processes.transports.choice import Topology, choose, make
-from engine_plugin_processes.transports.devices import ProcessDevice, gpu_uuid
+from engine_plugin_processes.transports.choice import ProcessDevice, Topology, choose, gpu_uuid, make
 from engine_plugin_processes.transports.ipc import IPC
 from engine_plugin_processes.transports.table import IPCOptions
 from engine_plugin_processes.transports.tcp import TCP

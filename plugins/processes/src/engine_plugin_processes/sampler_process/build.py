@@ -13,10 +13,9 @@ import torch
 
 from engine_core.config import ModelConfig, RolloutConfig
 from engine_core.contracts.engines import RolloutEngine, WorkerContext
-from engine_core.data import load_tokenizer, tokenizer_hash
-from engine_core.errors import ConfigError
 from engine_core.local.engine_host import RankPlacement
 from engine_plugin_processes import foreign_interpreter
+from engine_plugin_processes.starting import same_tokenizer
 
 
 def build_host(order: Mapping[str, Any]) -> Any:
@@ -72,13 +71,11 @@ def tokenizer_here(order: Sequence[str], model: ModelConfig) -> Any:
     Raises:
         ConfigError: this environment loads another tokenizer from the folder.
     """
-    folder, expected = order
-    found = load_tokenizer(model.model_copy(update={"tokenizer": folder}))
-    if tokenizer_hash(found) != expected:
-        import transformers
+    import transformers
 
-        raise ConfigError(
-            f"model.tokenizer: transformers {transformers.__version__} of {sys.executable} reads it as another tokenizer than "
-            f"the trainer's does. Install the same version of transformers in both ({Path(sys.prefix)})."
-        )
-    return found
+    folder, expected = order
+    problem = (
+        f"transformers {transformers.__version__} of {sys.executable} reads it as another tokenizer than the trainer's "
+        f"does. Install the same version of transformers in both ({Path(sys.prefix)})."
+    )
+    return same_tokenizer(model.model_copy(update={"tokenizer": folder}), expected, problem)

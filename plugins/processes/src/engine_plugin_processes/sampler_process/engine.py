@@ -91,7 +91,6 @@ class SamplerEngine(RolloutEngine):
         self._paused = ""  # the mode
         self._asleep: tuple[str, ...] | None = None  # parts that stay awake; None: not asleep
         self._label = ""  # of the first process's engine
-        self._named = f"{context.role}[{context.rank}]"
         self._tokenizer: Any = (context.live or {}).get("tokenizer")
         self._folder = TemporaryFolder("sampler-")
         self._closers: list[Callable[[], None]] = [self._folder.remove]
@@ -299,7 +298,7 @@ class SamplerEngine(RolloutEngine):
             return
         self.pool.close()
         raise SamplerLost(
-            f"Lost the sampler {self._named} on {socket.gethostname()}, which was started again "
+            f"Lost the sampler {self.context.role}[{self.context.rank}] on {socket.gethostname()}, which was started again "
             f"{self.settings.max_restarts} times (rollout.process.max_restarts): {loss.cause}"
         )
 

@@ -12,7 +12,7 @@ import torch
 from engine_core.contracts.weight_transport import TransportEndpoint, WeightTransport, WeightUpdate
 from engine_core.errors import DataError, TrainingFailed
 from engine_plugin_processes.channel import new_token
-from engine_plugin_processes.links import join
+from engine_plugin_processes.links import WORD_SECONDS, join
 from engine_plugin_processes.transports.table import TRANSPORTS
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 Stream = Iterable[tuple[str, "Tensor"]]
 
 TRANSPORT, LINK = "ipc", "weights"
-REASON_SECONDS = 10.0  # for a receiver to say why an update has failed
 
 
 class Weights:
@@ -131,7 +130,7 @@ class Weights:
             checksum: str = taken.result()
         except BaseException as error:
             self.close()
-            concurrent.futures.wait([taken], REASON_SECONDS)
+            concurrent.futures.wait([taken], WORD_SECONDS)
             if isinstance(error, TrainingFailed) and taken.done() and (reason := taken.exception()):
                 raise reason from error
             raise

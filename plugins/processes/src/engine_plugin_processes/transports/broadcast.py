@@ -25,7 +25,7 @@ from engine_core.contracts.weight_transport import WeightTransport, WeightUpdate
 from engine_core.errors import TrainingFailed
 from engine_plugin_processes.starting import store_at
 from engine_plugin_processes.transports.bucketing import FlatBucket, flat_buckets, unpacked, verify
-from engine_plugin_processes.transports.devices import gpu_uuid
+from engine_plugin_processes.transports.choice import gpu_uuid
 
 MAX_HEADER_BYTES = 1 << 31
 SPIN_SECONDS = 0.05  # a bucket takes a millisecond; a longer wait is for a slow peer

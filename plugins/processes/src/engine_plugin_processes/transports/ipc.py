@@ -17,7 +17,7 @@ from engine_core.errors import ConfigError
 from engine_plugin_processes.channel import Closed
 from engine_plugin_processes.codec import encode
 from engine_plugin_processes.transports.bucketing import Buffer, flat_buckets
-from engine_plugin_processes.transports.devices import gpu_uuid, visible_gpus
+from engine_plugin_processes.transports.choice import gpu_uuid, visible_gpus
 from engine_plugin_processes.transports.tcp import TCP
 
 if TYPE_CHECKING:
