@@ -83,14 +83,12 @@ def make_host(order: Mapping[str, Any], device: torch.device) -> SharingHost:
         ConfigError: the controller's tokenizer is not the one that the config names.
     """
     config, plugins = rebuild(order["config"])
-    live, problem = (
-        {},
-        (
+    live: dict[str, Any] = {}
+    if order["tokenizer"] is not None:
+        problem = (
             "the controller's tokenizer is another one than the file names; an object given from Python does not reach "
             "workers. Save it with save_pretrained and name the folder."
-        ),
-    )
-    if order["tokenizer"] is not None:
+        )
         live["tokenizer"] = same_tokenizer(config.model, order["tokenizer"], problem)
     place = RankPlacement(device, order["rank"], order["world_size"])
     host = SharingHost(config, plugins, live, place)
