@@ -22,9 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine_core.contracts.weight_names import own_weights
 from engine_core.contracts.weight_transport import TransportEndpoint, WeightUpdate
-from engine_plugin_processes.buckets import checksum
 from engine_plugin_processes.transports.broadcast import Broadcast
-from engine_plugin_processes.transports.bucketing import flat_buckets
+from engine_plugin_processes.transports.bucketing import checksum, flat_buckets
 from engine_plugin_processes.transports.table import BroadcastOptions
 from engine_plugin_tools.bench.shapes import SHAPES
 from engine_plugin_torch.weights import take_weights

@@ -55,13 +55,12 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {  # target -> file -> its suit
         f"{PROCESSES}/transports/tcp.py": ("tcp",),
         f"{PROCESSES}/transports/broadcast.py": ("broadcast",),
         f"{PROCESSES}/transports/ipc.py": ("ipc",),
-        f"{PROCESSES}/buckets.py": ("tcp",),
         "engine_core/contracts/weight_sync.py": ("tcp", "hf"),
         "engine_core/contracts/checksum.py": ("hf", "tcp"),
     },
     "wire": {
         f"{PROCESSES}/{name}.py": ("tcp", "runtime")
-        for name in ("codec", "channel", "portions", "remote_errors")
+        for name in ("codec", "channel", "generation", "remote_errors")
     },
     "rewards": {
         "engine_core/rewards/runner.py": ("rewards", "python"),

@@ -370,14 +370,6 @@ class RolloutEngine(abc.ABC):
         """Position of this worker; all ranks of one tensor-parallel engine get the same calls in the same order."""
         return Layout()
 
-    @property
-    def capacity(self) -> int:
-        """Number of requests that the engine samples at a time before it takes others; 0: it takes all at once.
-
-        A runtime of several ranks splits a longer call: each rank gets this many, and a rank that is done gets more.
-        """
-        return 0
-
     @abc.abstractmethod
     def add(self, requests: Sequence[Request]) -> None:
         """Queue all requests, or none. Called before ``step``, also while others are in flight.

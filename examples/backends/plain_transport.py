@@ -10,9 +10,8 @@ import torch
 from engine_core import hookimpl
 from engine_core.contracts.weight_transport import WeightTransport
 from engine_core.specs import TransportSpec
-from engine_plugin_processes.buckets import unpacked
 from engine_plugin_processes.starting import store_at
-from engine_plugin_processes.transports.bucketing import flat_buckets, verify, weight_bytes
+from engine_plugin_processes.transports.bucketing import flat_buckets, unpacked, verify
 from engine_plugin_processes.transports.table import TransportOptions
 
 
@@ -30,7 +29,7 @@ class StoreTransport(WeightTransport):
         try:
             for flat in flat_buckets(stream, torch.device("cpu")):
                 self.put(update, flat.number, flat.header(update), flat.data.numpy().tobytes())
-                count, sent = count + 1, sent + weight_bytes(flat.bucket)
+                count, sent = count + 1, sent + flat.weight_bytes
         except BaseException as error:
             self.put(update, count, {"error": repr(error)})
             raise

@@ -4,7 +4,7 @@ import pytest
 
 from engine_core.contracts.weight_sync import SyncResult
 from engine_core.errors import PluginError
-from engine_plugin_processes import links, portions, split
+from engine_plugin_processes import generation, links, split
 from engine_plugin_testing import RuntimeSuite
 from engine_plugin_testing.runtime_bench import RuntimeBench
 
@@ -82,18 +82,19 @@ def test_faults_of_the_split_over_ranks_are_caught(monkeypatch):
         bench.close()
 
 
+send = generation.Generation._send
 CONTROLLER_FAULTS = [
     (
-        portions.Portions,
-        "_part",
-        lambda portions, received, part: portions._on_part(part),
+        generation.Generation,
+        "_take",
+        lambda call, part: call._on_part(part),
         "requests answered before a loss sampled again",
         "a_request_of_a_lost_sampler_is_answered_once",
     ),
     (
-        portions,
-        "split_requests",
-        lambda requests, count: [],
+        generation.Generation,
+        "_send",
+        lambda call: send(call) if len(call._left) == len(call._requests) else call._finish(),
         "requests of a lost sampler never sent again",
         "a_request_of_a_lost_sampler_is_answered_once",
     ),

@@ -12,7 +12,7 @@ import torch
 
 from engine_core.contracts.weight_transport import TransportEndpoint, WeightUpdate
 from engine_core.errors import TrainingFailed
-from engine_plugin_processes import buckets
+from engine_plugin_processes.transports import bucketing
 from engine_plugin_processes.transports.broadcast import Broadcast
 from engine_plugin_processes.transports.table import BroadcastOptions
 
@@ -32,7 +32,7 @@ def weights():
 
 @pytest.fixture
 def link(tmp_path, monkeypatch):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 5000)  # several buckets, one larger than that
+    monkeypatch.setattr(bucketing, "BUCKET_BYTES", 5000)  # several buckets, one larger than that
     pool, ends = ThreadPoolExecutor(2), []
 
     def make(devices=("cuda:0", "cuda:1"), seconds=30.0):

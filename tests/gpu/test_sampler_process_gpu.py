@@ -15,9 +15,8 @@ from engine_core.config.roles import ProcessConfig
 from engine_core.contracts.engines import WorkerContext
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Prompt, Request, Sampling
-from engine_plugin_processes import buckets
-from engine_plugin_processes.sampler_process import memory
 from engine_plugin_processes.sampler_process.engine import SamplerEngine
+from engine_plugin_processes.transports import bucketing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,9 +71,8 @@ def test_updates_go_through_device_memory_also_larger_ones_and_to_a_new_process(
     engine, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
-        buckets, "BUCKET_BYTES", 2000
+        bucketing, "BUCKET_BYTES", 2000
     )  # several buckets, the last larger than the first buffer
-    monkeypatch.setattr(memory.HostMemory, "view", None)  # host memory is not touched
     first = engine.update_weights(stream(1), 1)
     assert engine._weights._link[1].on_device
     assert sampled(engine) == [(-1.0, 1)] * 3
@@ -88,7 +86,7 @@ def test_updates_go_through_device_memory_also_larger_ones_and_to_a_new_process(
 def test_without_a_source_a_new_process_gets_the_copy_that_was_kept_in_host_memory(
     make, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 2000)
+    monkeypatch.setattr(bucketing, "BUCKET_BYTES", 2000)
     engine = make(source=None)
     for version in (1, 2):
         engine.update_weights(stream(version), version)

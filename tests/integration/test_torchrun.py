@@ -17,6 +17,7 @@ from engine_core.runs.checkpoint import Checkpoints, problems
 from engine_core.runs.rollout_files import read_rollouts
 from engine_core.train.trainer import Trainer
 from engine_core.types import Batch, LossCall, Prompt, Request, Sampling
+from engine_plugin_processes.codec import encode
 from engine_plugin_processes.torchrun import TorchrunRuntime
 
 DATA_PARALLEL = Path(__file__).parents[1] / "conformance" / "data_parallel_plugin.py"
@@ -202,7 +203,7 @@ def test_every_rank_is_given_its_own_sequences_and_with_all_the_whole_batch(crew
         whole = groups["actor"].call("infer", batch, split="all", outputs=("log_probs",)).result()
     finally:
         del runtime.crew.send
-    shared, all_of_it = ([m.payload_bytes for m in each.values()] for each in sent)
+    shared, all_of_it = ([encode(m).payload_bytes for m in each.values()] for each in sent)
     assert sum(shared) < 1.2 * all_of_it[0]  # columns once in all, and not once a rank
     assert len(set(map(id, sent[1].values()))) == 1  # one encoding for both
     expected = alone["actor"].infer(batch, ("log_probs",))["log_probs"]

@@ -6,7 +6,6 @@ import torch
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.errors import PluginError
 from engine_core.types import Prompt, Request, Rollout, Sampling
-from engine_plugin_processes.engine_flow import flow
 
 
 class Echo(RolloutEngine):
@@ -51,11 +50,6 @@ class Echo(RolloutEngine):
 
 def requests(count):
     return [Request(f"r{i}", Prompt(f"train:{i}", [i + 3, 4], ""), Sampling()) for i in range(count)]
-
-
-def group_of(name, count):
-    prompt = Prompt(f"train:{name}", [ord(name), 4], "")
-    return [Request(f"{name}{i}", prompt, Sampling(), ord(name), i) for i in range(count)]
 
 
 def test_rollouts_come_in_the_order_of_the_requests():
@@ -186,51 +180,6 @@ def test_an_engine_that_stops_in_a_later_round_is_named():
     engine.add = lambda asked: engine.queue.extend(asked[:2])  # and forgets the others
     with pytest.raises(PluginError, match="stopped with 2 requests unfinished, such as 'r2'"):
         engine.advance(requests(4), rounds=2)
-
-
-def test_a_flow_tells_what_ends_until_it_is_left_and_goes_on_with_what_was_under_way():
-    engine, asked, left = Echo(), requests(6), [True, False]
-    parts = flow(engine, asked[:5], [], lambda: left.pop(0))
-    assert [[r.request_id for r in part] for part in parts] == [["r4", "r3"], ["r2", "r1"]]
-    assert list(engine.running) == ["r0"]
-    parts = flow(engine, asked[5:], [], lambda: True)  # until nothing is left
-    assert [[r.request_id for r in part] for part in parts] == [["r5", "r0"]]
-    assert list(flow(engine, [], [], lambda: True)) == []
-
-
-def test_a_flow_tells_a_group_when_nothing_of_it_is_left_or_it_is_left_itself():
-    engine, left = Echo(), [True, False]  # two a round, the newest first
-    mine, other = group_of("a", 3), group_of("b", 3)
-    parts = flow(engine, [*mine, *other], [], lambda: left.pop(0))
-    assert [[r.request_id for r in part] for part in parts] == [["b2", "b1", "b0"], ["a2"]]
-    assert list(engine.running) == ["a0", "a1"]
-    parts = flow(engine, group_of("a", 5)[3:], [], lambda: True)  # more of a group that was left under way
-    assert [[r.request_id for r in part] for part in parts] == [["a4", "a3", "a1", "a0"]]
-
-
-def test_a_flow_tells_groups_of_two_steps_apart_that_have_one_prompt_and_number():
-    engine, prompt = Echo(), Prompt("train:0", [3, 4], "")
-    first, second = (
-        [Request(f"{step}:0:{index}", prompt, Sampling(), 0, index) for index in range(2)] for step in (1, 2)
-    )
-    parts = flow(engine, [*first, *second], [], lambda: True)  # two a round, the newest first
-    assert [[r.request_id for r in part] for part in parts] == [["2:0:1", "2:0:0"], ["1:0:1", "1:0:0"]]
-
-
-def test_a_flow_waits_for_nothing_of_a_group_that_was_dropped():
-    engine = Echo()
-    engine.abort = lambda ids: [engine.queue.remove(r) for r in list(engine.queue) if r.id in ids] and []
-    list(flow(engine, group_of("a", 3), [], lambda: False))
-    parts = flow(engine, group_of("a", 4)[3:], ["a0"], lambda: True)
-    assert [[r.request_id for r in part] for part in parts] == [["a3"]]
-
-
-def test_a_flow_forgets_what_is_dropped():
-    engine, asked = Echo(), requests(3)
-    engine.abort = lambda ids: [engine.queue.remove(r) for r in list(engine.queue) if r.id in ids] and []
-    list(flow(engine, asked, [], lambda: False))
-    assert list(flow(engine, [], ["r0"], lambda: True)) == []
-    assert engine.running == {}
 
 
 def test_advance_forgets_what_is_dropped_even_if_it_was_done():

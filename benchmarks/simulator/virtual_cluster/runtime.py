@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
 from engine_core.contracts.weight_sync import SyncResult
 from engine_plugin_processes.codec import Encoded, decode, encode
-from engine_plugin_processes.engine_flow import GroupBuffer
 from engine_plugin_processes.placement import Slice
 from engine_plugin_processes.worker import decode_ended
 from engine_plugin_processes.worker_group import RemoteWorkerGroup
-from engine_plugin_processes.worker_pool import Command, Reply, WorkerPool, message_to
+from engine_plugin_processes.worker_pool import Command, Reply, WorkerPool, encoded
 from virtual_cluster.workers import SimulatedSampler, SimulatedTrainer
 
 if TYPE_CHECKING:
@@ -100,7 +99,6 @@ class SimulatedWorker:
         self.free_at = 0.0
         self._flow = 0  # the command of the current flow; 0: none
         self._stretch: Stretch | None = None  # of the flow
-        self._lots = GroupBuffer([])  # of the flow
         self.busy = {"actor": 0.0, "rollout": 0.0}  # seconds, by role
         self._role = ""  # of its last command that took time
 
@@ -145,7 +143,6 @@ class SimulatedWorker:
     def _begin_flow(self, number: int, message: Mapping[str, Any]) -> None:
         clock, self._flow, self._stretch = self.cluster.clock, number, None
         self._sampler.take_in(message["requests"], message["dropped"])
-        self._lots = GroupBuffer(self._sampler.under_way())
         self.free_at = max(self.free_at, clock.now())
         clock.at(self.free_at, lambda: self._go_on(number))
         clock.at(self.free_at + message["seconds"], lambda: self._late(number))
@@ -185,12 +182,10 @@ class SimulatedWorker:
         self.free_at = stretch.start + stretch.prefill + tokens * stretch.each
         self.busy["rollout"] += self.free_at - stretch.start
         self._role = "rollout"
-        if done := self._lots.finished(self._sampler.run(tokens)):
+        if done := self._sampler.run(tokens):
             self.tell(self.rank, self._flow, {"part": done}, self.free_at)
 
     def _end_flow(self) -> None:
-        if held := self._lots.rest():
-            self.tell(self.rank, self._flow, {"part": held}, self.free_at)
         self.tell(self.rank, self._flow, {"value": None}, self.free_at)
         self._flow = 0
 
@@ -227,26 +222,24 @@ class SimulatedCrew(WorkerPool):
 
     def send(
         self,
-        messages: Mapping[int, Mapping[str, Any]] | Mapping[int, Encoded],
+        messages: Mapping[int, Mapping[str, Any]],
         what: tuple[str, str],
-        number: int,
         *,
         leaders: Sequence[int] | None = None,
         merge: Merge = lambda results: results[0],
         interruptible: bool = False,
         deadline: tuple[float, str] | None = None,
         on_part: Callable[[Any], None] = lambda part: None,
-    ) -> Future[Any]:
+    ) -> Reply:
         """Send messages; they arrive after their time on the controller's network."""
-        ranks = list(messages)
+        ranks, number = list(messages), next(self._numbers)
         command = Command(number, what, ranks, leaders or ranks[:1], merge, deadline or (0.0, ""))
         command.on_part, command.reply = on_part, VirtualReply(self.cluster.clock)
         self.open[number] = command
         clock = self.cluster.clock
         with clock.aside():
             read: dict[int, Any] = {}
-            for rank, message in messages.items():
-                assert isinstance(message, Encoded)
+            for rank, message in encoded(messages, number).items():
                 if id(message) not in read:
                     read[id(message)] = decode(message.header, bytearray(b"".join(message.buffers)))
                 sent = self._carried(len(message.header) + message.payload_bytes)
@@ -349,7 +342,5 @@ class SimulatedRuntime(Runtime):
         return sum(self.workers[rank].busy_until_now(role) for rank in self.ranks[role])
 
     def _tell(self, role: str, kind: str, **fields: Any) -> Future[Any]:
-        number = self.crew.next_number()
-        ranks = self.ranks[role]
-        messages = dict.fromkeys(ranks, message_to(number, kind, role=role, **fields))
-        return self.crew.send(messages, (role, kind), number, leaders=list(ranks))
+        ranks, message = self.ranks[role], {"kind": kind, "role": role, **fields}
+        return self.crew.send(dict.fromkeys(ranks, message), (role, kind), leaders=list(ranks))

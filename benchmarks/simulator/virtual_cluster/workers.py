@@ -126,10 +126,6 @@ class SimulatedSampler:
             self._forget(id)
         self._add(requests)
 
-    def under_way(self) -> list[Request]:
-        """Return the unfinished requests."""
-        return [each.request for each in (*self._running.values(), *self._waiting)]
-
     @property
     def unfinished(self) -> bool:
         """Whether a request is unfinished."""

@@ -97,30 +97,13 @@ def one_step(runtime, groups, host, version):
     host.push_weights("actor", "rollout", version)
 
 
-@pytest.mark.parametrize("count", [1, 7, 23], ids=["one rank has none", "one batch", "portions"])
+@pytest.mark.parametrize("count", [1, 7, 23], ids=["one rank has none", "one batch", "several batches"])
 def test_the_same_is_sampled_as_in_one_process(crew, count):
     _, groups, host = crew
     asked = requests(count, f"a{count}")
     found = groups["rollout"].call("generate", requests=asked).result()
     same(found, host.engines["rollout"].generate(asked))
     assert all(r.prompt is a.prompt for r, a in zip(found, asked, strict=True))
-
-
-def test_portions_are_those_of_one_process_and_so_is_every_bit(crew, settings):
-    """More requests than both ranks take at one time: each batch is one that a single process samples too.
-
-    (A copy that was read from a file lies otherwise in memory, which changes the last bit of a product.)
-    """
-    _, groups, other = crew
-    config = load_config({**settings, "actor.backend": "fsdp"})
-    host = EngineHost(config, Trainer(config).plugins, other.live, RankPlacement(torch.device("cpu")))
-    host.build(ROLES, 4)
-    asked = requests(40, "bits")
-    found = groups["rollout"].call("generate", requests=asked).result()
-    for mine, theirs in zip(found, host.engines["rollout"].generate(asked), strict=True):
-        assert torch.equal(mine.token_ids, theirs.token_ids)
-        assert torch.equal(mine.rollout_log_probs, theirs.rollout_log_probs)
-    host.close()
 
 
 def test_samples_follow_each_step_and_training_is_not_disturbed_by_sampling(crew):
@@ -166,7 +149,7 @@ def test_requests_that_come_one_by_one_are_sampled_and_can_be_dropped(crew):
     same(sorted(found, key=lambda r: r.request_id), sorted(expected, key=lambda r: r.request_id))
 
 
-def test_who_stops_waiting_for_portions_stops_them_all_and_training_goes_on(crew):
+def test_who_stops_waiting_for_samples_stops_all_samplers_and_training_goes_on(crew):
     runtime, groups, host = crew
     long = [
         Request(f"g:{i}", Prompt("p", [7, 9], ""), Sampling(max_response_tokens=90, seed=i))

@@ -10,7 +10,7 @@ import pytest
 
 from engine_core.errors import WorkerLost
 from engine_core.types import Prompt, Request, Sampling
-from engine_plugin_processes.codec import decode
+from engine_plugin_processes.codec import decode, encode
 from engine_plugin_processes.placement import Slice
 from engine_plugin_processes.replacement import Replacements
 from engine_plugin_processes.worker_group import RemoteWorkerGroup
@@ -38,17 +38,13 @@ class Crew:
     stall_seconds = 600.0
 
     def __init__(self):
-        self.sent, self.left, self.number = [], [], 0
+        self.sent, self.left = [], []
         self.workers = {rank: Handle(rank) for rank in RANKS}
-
-    def next_number(self):
-        self.number += 1
-        return self.number
 
     def reply(self, give_up):
         return Reply(give_up)
 
-    def send(self, messages, what, number, *, on_part=None, merge=lambda results: results[0], **settings):
+    def send(self, messages, what, *, on_part=None, merge=lambda results: results[0], **settings):
         """As ``WorkerPool.send``: lost ranks are left out of the result."""
         replies = {rank: Reply(lambda: None) for rank in messages}
         whole = Reply(lambda: self.left.extend(rank for rank in messages if not replies[rank].done()))
@@ -64,7 +60,8 @@ class Crew:
                     whole.set_result(merge(found))
 
         for rank, message in messages.items():
-            plain = decode(message.header, bytearray(b"".join(message.buffers)))
+            encoded = encode(message)
+            plain = decode(encoded.header, bytearray(b"".join(encoded.buffers)))
             self.sent.append(Command(rank, plain, replies[rank], on_part))
         for reply in replies.values():
             reply.add_done_callback(settle)
@@ -167,28 +164,34 @@ def _flowing_of():
 
 @pytest.fixture
 def samplers_of():
-    """``samplers_of(capacity)``: the group of the ranks 1, 2 and 3 over a new ``Crew``."""
+    """``samplers_of()``: the group of the ranks 1, 2 and 3 over a new ``Crew``."""
 
-    def make(capacity=0):
-        return group_of(Crew(), capacity)
+    def make():
+        return group_of(Crew())
 
     return make
 
 
-def group_of(crew, capacity, replacements=None):
+def group_of(crew, replacements=None):
     slices = [Slice((rank,), rank) for rank in RANKS]
-    return RemoteWorkerGroup(crew, "rollout", slices, 0.0, True, capacity, replacements=replacements)
+    return RemoteWorkerGroup(crew, "rollout", slices, 0.0, True, replacements=replacements)
 
 
 @pytest.fixture
 def replaceable_of():
     """``samplers_of``, whose processes may be lost; its ``replacements`` have ``lose``."""
 
-    def make(capacity=0):
+    def make():
         crew = Crew()
-        return group_of(crew, capacity, Away(crew, RANKS, 2, "runtime.x.max_replacements", None, 1.0))
+        return group_of(crew, Away(crew, RANKS, 2, "runtime.x.max_replacements", None, 1.0))
 
     return make
+
+
+@pytest.fixture
+def away_of():
+    """``away_of(crew, ranks)``: ``Replacements`` of these ranks that begin no process."""
+    return lambda crew, ranks: Away(crew, ranks, 2, "runtime.x.max_replacements", None, 1.0)
 
 
 @pytest.fixture

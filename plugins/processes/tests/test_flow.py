@@ -106,7 +106,7 @@ def test_samplers_that_wait_for_each_other_are_asked_in_rounds(ranks, independen
 
 
 def test_an_answer_that_is_there_at_once_is_seen(flowing):
-    def at_once(messages, what, number, **options):
+    def at_once(messages, what, **options):
         done = Future()
         done.set_result(None)
         return done

@@ -9,7 +9,7 @@ from engine_core.types import Rollout
 
 @pytest.fixture
 def group(replaceable_of):
-    return replaceable_of(capacity=2)
+    return replaceable_of()
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def ids_of(asked):
     return [request.id for request in asked]
 
 
-def test_a_lost_samplers_portion_goes_to_the_others_and_every_request_is_answered_once(
+def test_a_lost_samplers_share_goes_to_the_others_and_every_request_is_answered_once(
     crew, replacements, group, requests_of
 ):
     asked = requests_of(*range(10))
@@ -55,7 +55,7 @@ def test_a_lost_samplers_portion_goes_to_the_others_and_every_request_is_answere
     assert ids(reply.result(1)) == [request.id for request in asked]
     assert sorted(answered) == sorted(request.id for request in asked)
     assert replacements.metrics() == {
-        "sampling/lost": 1.0, "sampling/joined": 0.0, "sampling/reissued": 2.0, "sampling/samplers": 2.0
+        "sampling/lost": 1.0, "sampling/joined": 0.0, "sampling/reissued": 3.0, "sampling/samplers": 2.0
     }  # fmt: skip
 
 

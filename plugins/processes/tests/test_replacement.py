@@ -31,9 +31,6 @@ class Crew:
         self.dismissed.append(worker)
         self.may_answer.set()
 
-    def next_number(self):
-        return 5
-
     def send(self, messages, *_, **__):
         self.orders.append(messages)
         crew = self
@@ -79,7 +76,7 @@ def test_a_lost_one_is_away_until_its_successor_joins():
     assert not made.join()
     assert old.killed
     assert crew.workers[1] is not old
-    assert crew.orders == [{1: {"number": 1, "id": 5}}]
+    assert crew.orders == [{1: {"number": 1}}]
     assert made.metrics() == {
         "sampling/lost": 1.0, "sampling/joined": 1.0, "sampling/reissued": 0.0, "sampling/samplers": 2.0
     }  # fmt: skip

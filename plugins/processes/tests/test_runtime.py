@@ -8,7 +8,6 @@ import pytest
 
 from engine_core.config import EngineConfig
 from engine_core.contracts.runtime import Role
-from engine_plugin_processes import runtime as runtimes
 from engine_plugin_processes.options import TorchrunOptions
 from engine_plugin_processes.placement import Pool
 from engine_plugin_processes.torchrun import TorchrunRuntime
@@ -50,10 +49,7 @@ class Crew:
     def __init__(self):
         self.sent = []
 
-    def next_number(self):
-        return 1
-
-    def send(self, messages, what, number):
+    def send(self, messages, what):
         self.sent.append({rank: message["folder"] for rank, message in messages.items()})
         reply = Future()
         if self.broken and len(self.sent) == 2:
@@ -64,8 +60,7 @@ class Crew:
 
 
 @pytest.fixture
-def profiling(monkeypatch):
-    monkeypatch.setattr(runtimes, "message_to", lambda number, kind, **fields: fields)
+def profiling():
     runtime = TorchrunRuntime(EngineConfig(runtime={"backend": "torchrun"}), None, {})
     runtime.pools, runtime.crew = [Pool("all", range(3), ("actor", "rollout"))], Crew()
     return runtime

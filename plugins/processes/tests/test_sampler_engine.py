@@ -26,8 +26,9 @@ from engine_core.errors import (
 )
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Prompt, Request, Sampling
-from engine_plugin_processes import buckets, foreign_interpreter
+from engine_plugin_processes import foreign_interpreter
 from engine_plugin_processes.sampler_process.engine import SamplerEngine
+from engine_plugin_processes.transports import bucketing
 
 HERE = Path(__file__).parent
 
@@ -113,7 +114,7 @@ def test_a_process_that_is_killed_is_started_again_and_every_request_is_answered
 
 
 def test_a_loss_while_idle_and_one_in_an_update_end_in_the_new_weights(make, tmp_path, monkeypatch):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)  # a bucket for each tensor
+    monkeypatch.setattr(bucketing, "BUCKET_BYTES", 1)  # a bucket for each tensor
     engine = make()
     os.kill(starts(tmp_path)[0], signal.SIGKILL)
     engine.update_weights(weights(1), 1)
@@ -144,7 +145,9 @@ def test_a_stream_that_fails_as_a_training_step_does_is_told_at_once_in_its_own_
         yield from list(weights(2))[:1]
         raise TrainingFailed("a rank of the actor is lost")
 
-    monkeypatch.setattr(engine, "_wait_for_loss", lambda *arguments: pytest.fail("no process was lost"))
+    monkeypatch.setattr(
+        engine.replacements, "lost_one_of", lambda *arguments: pytest.fail("no process was lost")
+    )
     with pytest.raises(TrainingFailed, match=r"^a rank of the actor is lost$"):
         engine.update_weights(breaks(), 2)
     with pytest.raises(DataError, match=r"weights of two versions \(an update to version 2"):

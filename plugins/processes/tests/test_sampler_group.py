@@ -14,8 +14,8 @@ from engine_core.contracts.engines import WorkerContext
 from engine_core.errors import ConfigError, DataError
 from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Prompt, Request, Sampling
-from engine_plugin_processes import buckets
 from engine_plugin_processes.sampler_process.engine import SamplerEngine, devices
+from engine_plugin_processes.transports import bucketing
 
 HERE = Path(__file__).parent
 
@@ -109,7 +109,7 @@ def test_one_process_that_is_killed_is_started_again_and_the_other_answers_what_
 
 
 def test_weights_reach_all_also_one_that_is_lost_half_way_and_no_mixture_is_sampled_from(group, monkeypatch):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)  # a bucket for each tensor
+    monkeypatch.setattr(bucketing, "BUCKET_BYTES", 1)  # a bucket for each tensor
     before = processes(group)
 
     def breaks():

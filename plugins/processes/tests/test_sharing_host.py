@@ -10,7 +10,7 @@ from engine_core.contracts.engines import Layout, RolloutEngine, TrainEngine
 from engine_core.contracts.runtime import Role
 from engine_core.errors import ConfigError
 from engine_core.local.engine_host import RankPlacement
-from engine_plugin_processes.shared_module import SharingHost
+from engine_plugin_processes.shared_module import SharedModuleHolder, SharingHost
 
 ROLES = {"actor": Role("train"), "rollout": Role("rollout")}
 
@@ -63,8 +63,8 @@ def test_on_ranks_it_is_lent_the_module_where_that_fits_or_is_asked_for(monkeypa
     caplog.set_level("INFO", "engine")
     lent = built(OnRanks, 2)
     assert lent.shared
-    assert lent.engines["rollout"].trainer is lent.lender
-    assert lent.lender.module is lent.engines["actor"].module
+    assert isinstance(lent.engines["rollout"].trainer, SharedModuleHolder)
+    assert lent.engines["rollout"].trainer.module is lent.engines["actor"].module
     assert "the sampler uses the actor's, gathered for the phase" in caplog.text
     monkeypatch.setattr("engine_plugin_processes.shared_module.free_bytes", lambda device: 20)
     assert built(OnRanks, 2).shared  # nothing of it is spread, so nothing is gathered
@@ -84,7 +84,4 @@ def test_a_module_that_answers_only_where_all_ranks_call_it_is_not_lent():
 
 def test_in_a_pool_of_one_process_a_sampler_uses_the_actors_module_itself():
     alone = built(OnRanks, 1)
-    assert alone.lender is None
     assert alone.engines["rollout"].trainer is alone.engines["actor"]
-    alone.lend()  # there is nothing to gather
-    alone.take_back()

@@ -1,13 +1,14 @@
 """What a worker sends to a sampler of another pool, and what it gives the controller with its responses."""
 
 import contextlib
+import queue
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from engine_core.contracts.weight_sync import ADAPTER_CONFIG
-from engine_core.types import Prompt, Rollout
+from engine_core.types import Prompt, Request, Rollout, Sampling
 from engine_plugin_processes.worker import Worker
 
 
@@ -53,6 +54,41 @@ def test_an_adapter_alone_goes_to_a_sampler_that_asks_for_it_and_whole_weights_t
     assert worker._do_send(message) == len(names)
     assert worker.links[1].sent == names
     assert worker._do_send(message | {"link": None}) == 0
+
+
+class Stepping:
+    """An engine that finishes its two newest requests in each step, and notes what it was given."""
+
+    def __init__(self):
+        self.running, self.given = {}, []
+
+    def advance(self, requests=(), dropped=()):
+        self.given.append(([request.id for request in requests], list(dropped)))
+        self.running = {id: each for id, each in self.running.items() if id not in dropped}
+        self.running |= {request.id: request for request in requests}
+        return [self.running.pop(id).unsampled() for id in [*self.running][:-3:-1]]
+
+
+def asked(*numbers):
+    return [Request(f"r{n}", Prompt(f"p{n}", [1], ""), Sampling(), n) for n in numbers]
+
+
+def test_a_flow_sends_what_each_step_finishes_until_it_is_left_and_continues_in_the_next():
+    worker, parts = Worker.__new__(Worker), []
+    worker.host = SimpleNamespace(engines={"rollout": Stepping()}, live={})
+    worker.mailbox = queue.Queue()
+    worker.outbox = SimpleNamespace(put=lambda message: parts.append([r.request_id for r in message["part"]]))
+    message = {"role": "rollout", "id": 1, "seconds": 600.0, "requests": asked(0, 1, 2, 3, 4), "dropped": []}
+    worker._do_flow(message)
+    assert parts == [["r4", "r3"], ["r2", "r1"], ["r0"]]
+    worker.mailbox.put({"kind": "push"})  # another command waits
+    worker._do_flow(message)
+    worker._do_flow(message | {"requests": asked(5), "dropped": ["r1"]})
+    assert parts[3:] == [["r4", "r3"], ["r5", "r2"]]
+    worker.mailbox.get()
+    worker._do_flow(message | {"requests": [], "seconds": 0.0})
+    assert parts[5:] == [["r0"]]
+    assert worker.host.engines["rollout"].given[-2:] == [(["r5"], ["r1"]), ([], [])]
 
 
 class Words:

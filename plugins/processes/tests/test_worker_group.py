@@ -5,7 +5,6 @@ from concurrent.futures import Future
 import pytest
 
 from engine_core.types import Prompt, Request, Sampling
-from engine_plugin_processes.codec import decode
 from engine_plugin_processes.placement import Slice
 from engine_plugin_processes.worker_group import RemoteWorkerGroup
 
@@ -21,10 +20,7 @@ class Crew:
     def __init__(self):
         self.sent, self.answers = [], {}
 
-    def next_number(self):
-        return len(self.sent) + 1
-
-    def send(self, messages, what, number, *, leaders, merge, interruptible):
+    def send(self, messages, what, *, leaders, merge, interruptible):
         self.sent.append((messages, leaders))
         done = Future()
         done.set_result(merge([self.answers.get(rank, []) for rank in leaders]))
@@ -69,5 +65,5 @@ def test_samplers_that_are_told_the_same_share_one_message(group):
     messages, _ = group.crew.sent[-1]
     first, second, third = (messages[rank] for rank in (0, 2, 4))
     assert second is third
-    assert decode(first.header, bytearray(b"".join(first.buffers)))["plain"]["requests"][0].id == "1:3:0"
-    assert decode(second.header, bytearray())["plain"] == {"requests": [], "stopped": ["1:0:0"]}
+    assert first["plain"]["requests"][0].id == "1:3:0"
+    assert second["plain"] == {"requests": [], "stopped": ["1:0:0"]}

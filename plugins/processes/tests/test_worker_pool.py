@@ -10,7 +10,7 @@ from engine_core.errors import DataError, WorkerLost
 from engine_plugin_processes import worker_pool as module
 from engine_plugin_processes.channel import Channel, Closed
 from engine_plugin_processes.remote_errors import pack
-from engine_plugin_processes.worker_pool import WorkerPool, message_to
+from engine_plugin_processes.worker_pool import WorkerPool
 from engine_plugin_processes.worker_process import WorkerHandle
 
 
@@ -74,10 +74,10 @@ def make():
 
 
 def send(crew, method="infer", ranks=None, **settings):
-    number = crew.next_number()
-    message = message_to(number, "call", text=f"{method} {number}")
+    crew.count = getattr(crew, "count", 0) + 1
+    message = {"kind": "call", "text": f"{method} {crew.count}"}
     ranks = range(len(crew.workers)) if ranks is None else ranks
-    return crew.send(dict.fromkeys(ranks, message), ("actor", method), number, **settings)
+    return crew.send(dict.fromkeys(ranks, message), ("actor", method), **settings)
 
 
 def test_results_of_leaders_are_merged_and_groups_work_at_the_same_time(make):
@@ -231,8 +231,8 @@ def test_what_a_thread_asked_for_and_does_not_wait_for_is_given_up_where_that_is
 def test_what_does_not_cross_is_told_to_the_caller(make):
     crew = make(echo)
     with pytest.raises(TypeError, match="does not cross"):
-        message_to(crew.next_number(), "call", plain={"f": len})
-    assert send(crew).result(10) == "infer 2"
+        crew.send({0: {"kind": "call", "plain": {"f": len}}}, ("actor", "infer"))
+    assert send(crew).result(10) == "infer 1"
 
 
 def test_nonsense_from_a_worker_loses_it(make):
@@ -258,20 +258,19 @@ def test_after_close_nothing_is_left_open(make):
 
 def test_a_command_that_is_given_while_the_run_ends_is_not_waited_for(make):
     crew = make(echo)
-    join, late = crew._sender.join, []
+    join, late = crew._watcher.join, []
 
-    def joined(seconds):
+    def joined():
         late.append(send(crew))
-        join(seconds)
+        join()
 
-    crew._sender.join = joined
+    crew._watcher.join = joined
     crew.close()
     with pytest.raises(WorkerLost, match="the run has ended"):
         late[0].result(10)
 
 
 def test_a_sender_that_is_still_writing_while_the_run_ends_ends_as_well(make, monkeypatch):
-    monkeypatch.setattr("engine_plugin_processes.worker_pool.SENDER_SECONDS", 0.05)
     crew, may_go_on, writes = make(echo), threading.Event(), threading.Event()
     channel = crew.workers[0].channel
 
@@ -281,14 +280,13 @@ def test_a_sender_that_is_still_writing_while_the_run_ends_ends_as_well(make, mo
         send(message)
 
     monkeypatch.setattr(channel, "send", slow)
-    reply = send(crew)
+    replies = [send(crew), send(crew)]
     assert writes.wait(10)
     crew.close()
     may_go_on.set()
-    crew._sender.join(10)
-    assert not crew._sender.is_alive()
-    with pytest.raises(WorkerLost, match="the run has ended"):
-        reply.result(10)
+    for reply in replies:
+        with pytest.raises(WorkerLost, match="the run has ended"):
+            reply.result(10)
 
 
 def gather(results):
@@ -360,11 +358,10 @@ def test_what_a_worker_says_that_the_run_goes_on_without_is_not_taken_for_an_ans
         echo(message, channel)
 
     crew = make(in_turn, in_turn)
-    number = crew.next_number()
-    messages = {rank: {"kind": "call", "id": number, "text": [f"of {rank}", "soon"]} for rank in (0, 1)}
+    messages = {rank: {"kind": "call", "text": [f"of {rank}", "soon"]} for rank in (0, 1)}
     messages[0]["text"][-1] = "late"
-    reply = crew.send(messages, ("actor", "infer"), number, leaders=[0, 1], merge=gather)
-    while number not in crew.open:
+    reply = crew.send(messages, ("actor", "infer"), leaders=[0, 1], merge=gather)
+    while not crew.open:
         time.sleep(0.01)
     crew.dismiss(crew.workers[1], "it leaves")
     turn[0].set()

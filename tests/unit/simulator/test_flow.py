@@ -28,12 +28,6 @@ def test_the_controllers_messages_are_as_many_as_responses_however_long_these_ar
         assert each["idle_samplers"] >= 0
 
 
-def test_a_group_is_told_at_once_by_the_sampler_that_has_it():
-    setting = Setting(workers=8, mode="async-1", lengths=Lengths(100, 800, 8192), steps=2)
-    alone = dataclasses.replace(setting, group_size=1, prompts_per_worker=16)
-    assert simulate(setting)["messages"] < 0.6 * simulate(alone)["messages"]
-
-
 def test_early_stop_has_a_flow_as_accelerators_do_and_rounds_where_they_are_asked_for():
     setting = Setting(workers=8, mode="early-stop", lengths=Lengths(1000, 3000, 8192), steps=2)
     flow, rounds = (

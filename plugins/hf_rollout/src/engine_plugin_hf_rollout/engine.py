@@ -89,11 +89,6 @@ class HFRolloutEngine(RolloutEngine):
     # -- requests -----------------------------------------------------------
 
     @property
-    def capacity(self) -> int:
-        """Number of requests sampled at one time: `batch_size`."""
-        return self.options.batch_size
-
-    @property
     def num_unfinished(self) -> int:
         """Number of requests added and not yet returned."""
         return len(self._queue) + len(self._done)

@@ -21,8 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
-from engine_plugin_processes.inherited_descriptors import close_in_children
-from engine_plugin_processes.json_channel import Closed, JsonChannel, Outbox
+from engine_plugin_processes.json_channel import Closed, JsonChannel, Outbox, close_in_children
 
 SOCKET = "{socket}"
 """Placeholder in a command for the number of the inherited socket."""
@@ -48,7 +47,6 @@ class ChildProcess:
             None: the caller reads and writes ``channel``.
         on_line: called with each line that the child prints.
         env: its whole environment; None: the environment of this process.
-        descriptors: further descriptors to inherit.
         keeper: end the child when this process ends, even if it is busy (``keeper.py``). A child that reads its socket
             ends by itself.
 
@@ -64,14 +62,13 @@ class ChildProcess:
         take: Callable[[Any], None] | None = None,
         on_line: Callable[[str], None] | None = None,
         env: Mapping[str, str] | None = None,
-        descriptors: Sequence[int] = (),
         keeper: bool = False,
     ) -> None:
         self.on_line = on_line
         self._nonsense = ""  # how the child broke the protocol
         self._killed = False  # then its process id may belong to another process
         self._lines: collections.deque[str] = collections.deque(maxlen=KEPT_LINES)
-        passed = list(descriptors)
+        passed: list[int] = []
         with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
 
             def pair() -> tuple[socket.socket, str]:

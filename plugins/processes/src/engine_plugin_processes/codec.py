@@ -16,6 +16,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,24 @@ def decode(header: bytes, payload: bytearray) -> Any:
         DecodeError: the bytes are no encoded value.
     """
     try:
-        return Decoder(ext_hook=_Reader(payload).value).decode(header)
+        return Decoder(ext_hook=partial(_extension, payload)).decode(header)
     except (msgspec.MsgspecError, ValueError, TypeError, LookupError, RecursionError, RuntimeError) as error:
         raise DecodeError(f"No encoded value: {type(error).__name__}: {error}") from error
+
+
+def _extension(payload: bytearray, code: int, data: memoryview) -> Any:
+    """Return the value of an extension of the header."""
+    if code == TENSOR:
+        name, at, shape = TENSOR_DECODER.decode(data)
+        dtype, count = DTYPES[name], math.prod(shape)
+        if count < 1:
+            return torch.empty(shape, dtype=dtype)  # raises for a negative size
+        flat = torch.frombuffer(payload, dtype=dtype, count=count, offset=at)
+        return flat if len(shape) == 1 else flat.reshape(shape)
+    if code == PATH:
+        return Path(str(data, "utf-8"))
+    found = Decoder(DECODED[code], ext_hook=partial(_extension, payload)).decode(data)
+    return found.whole() if isinstance(found, Requests) else found
 
 
 class _Writer:
@@ -186,27 +202,6 @@ class _Writer:
             f"A {type(value).__module__}.{type(value).__qualname__} does not cross between processes. Plain values, tensors, "
             f"lists of requests or rollouts, and {', '.join(cls.__name__ for cls in CROSSING)} do."
         )
-
-
-class _Reader:
-    """A decoder of the extensions of a header."""
-
-    def __init__(self, payload: bytearray) -> None:
-        self.payload = payload
-
-    def value(self, code: int, data: memoryview) -> Any:
-        """Return the value of an extension."""
-        if code == TENSOR:
-            name, at, shape = TENSOR_DECODER.decode(data)
-            dtype, count = DTYPES[name], math.prod(shape)
-            if count < 1:
-                return torch.empty(shape, dtype=dtype)  # raises for a negative size
-            flat = torch.frombuffer(self.payload, dtype=dtype, count=count, offset=at)
-            return flat if len(shape) == 1 else flat.reshape(shape)
-        if code == PATH:
-            return Path(str(data, "utf-8"))
-        found = Decoder(DECODED[code], ext_hook=self.value).decode(data)
-        return found.whole() if isinstance(found, Requests) else found
 
 
 def bytes_of(value: Tensor) -> memoryview:

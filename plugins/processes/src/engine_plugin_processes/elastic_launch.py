@@ -56,10 +56,6 @@ class Launch:
         """The address at which this node is reached."""
         return _own_address(self.address, self.port)
 
-    def local_rank(self, rank: int) -> int:
-        """Return the local rank of a rank of the run; every node has the same number of processes."""
-        return rank % self.local_world_size
-
     def store_of(self, pool: str) -> tuple[str, int, str]:
         """Return host, port and prefix of the rendezvous of a pool in this session."""
         return self.address, self.port, f"engine/{self.attempt}/{_sessions}/{pool}"
@@ -80,7 +76,14 @@ class Launch:
             raise EnvironmentProblem(f"No control channel on {self.host}: {error}.") from error
         workers: dict[int, WorkerHandle] = {}
         with listener:
-            self._announce(listener, token)
+            global _sessions
+            _sessions += 1
+            host, port = listener.getsockname()[:2]
+            shown = (
+                None if os.environ.get(TOKEN) else token
+            )  # every process that reaches the store can read it
+            about = json.dumps({"host": host, "port": port, "token": shown})
+            _store(self).set(self._key(_sessions), about)
             try:
                 workers[0] = WorkerHandle.start(0, {})
                 self._take_in(listener, token, workers, seconds)
@@ -89,14 +92,6 @@ class Launch:
                     worker.kill()
                 raise
         return [workers[rank] for rank in range(self.world_size)]
-
-    def _announce(self, listener: socket.socket, token: str) -> None:
-        """Publish the control channel's address to the other ranks, with the token if ``ENGINE_TOKEN`` is not set."""
-        global _sessions
-        _sessions += 1
-        host, port = listener.getsockname()[:2]
-        shown = None if os.environ.get(TOKEN) else token
-        _store(self).set(self._key(_sessions), json.dumps({"host": host, "port": port, "token": shown}))
 
     def _take_in(
         self, listener: socket.socket, token: str, workers: dict[int, WorkerHandle], seconds: float

@@ -1,11 +1,9 @@
 """Continuous sampling: each sampler receives new requests and returns finished rollouts independently of the others.
 
 A command of a flow goes to one sampler. The sampler continues until another command arrives, no request is left, or
-``MOST_SECONDS`` have passed. It sends the rollouts of a group when the group has no request in flight, or when the
-command ends (``engine_flow.GroupBuffer``). The requests of a group go to one sampler, which reads their prompt once,
-unless there are fewer groups than samplers. A run therefore has about one message per group, and a few more if
-responses take longer than a command. New weights or a stop are sent as another command: the sampler leaves the flow
-for it between two steps of its engine.
+``MOST_SECONDS`` have passed. It sends rollouts after the engine step in which they finish. The requests of a group go to
+one sampler, which reads their prompt once, unless there are fewer groups than samplers. New weights or a stop are sent
+as another command: the sampler leaves the flow for it between two steps of its engine.
 
 The unfinished requests of a lost sampler go to the others with the next ``go``. A process that replaces it starts
 without requests and gets its share like the others.
@@ -22,16 +20,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from engine_plugin_processes.worker_pool import Reply, message_to
-
 if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
     from engine_plugin_processes.worker_group import RemoteWorkerGroup
+    from engine_plugin_processes.worker_pool import Reply
 
 MOST_SECONDS = 10.0  # limit of one command, so that a hanging sampler is detected
 SHARE_OF_DEADLINE = 0.25  # largest share of the deadline that one command takes
-
-Tell = Callable[[list["Rollout"]], None]
 
 
 class Flow:
@@ -43,10 +38,12 @@ class Flow:
         changed: called when ``resting`` or ``error`` may have changed.
     """
 
-    def __init__(self, group: RemoteWorkerGroup, tell: Tell, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, group: RemoteWorkerGroup, tell: Callable[[list[Rollout]], None], changed: Callable[[], None]
+    ) -> None:
         self.group, self._tell, self._changed = group, tell, changed
         self.error: BaseException | None = None
-        self._open: dict[int, tuple[int, Future[Any]]] = {}  # slice -> newest command, answer
+        self._open: dict[int, Reply] = {}  # slice -> answer to its newest command
         self._idle = set(range(len(group.slices)))  # slices without a command
         self._closed = False
         self._lock = threading.RLock()
@@ -63,7 +60,7 @@ class Flow:
         group = self.group
         group.before(group.role, "advance")
         forgotten = group.forget(set(dropped))
-        shares = {at: share for at, share in enumerate(group.share(requests, whole_groups=True)) if share}
+        shares = {at: share for at, share in enumerate(group.share(requests)) if share}
         same: dict[str, Any] = {"requests": [], "dropped": []}  # shared by all samplers without a change
         for at in sorted({*shares, *forgotten, *self._resting()}.intersection(group.present)):
             if at in shares or at in forgotten:
@@ -75,10 +72,9 @@ class Flow:
         """Abandon the open commands and ignore their answers."""
         with self._lock:
             self._closed = True
-            left = [reply for _, reply in self._open.values()]
+            left = list(self._open.values())
         for reply in left:
-            if isinstance(reply, Reply):
-                reply.give_up()
+            reply.give_up()
 
     def _resting(self) -> set[int]:
         """Return the slices that have requests and no command."""
@@ -86,16 +82,15 @@ class Flow:
             return {at for at in self._idle if self.group.running.under_way[at]}
 
     def _send(self, at: int, plain: dict[str, Any]) -> None:
-        group, number = self.group, self.group.crew.next_number()
-        message = message_to(number, "flow", role=group.role, seconds=self._seconds, **plain)
-        rank = group.slices[at].leader
+        group, rank = self.group, self.group.slices[at].leader
+        message = {"kind": "flow", "role": group.role, "seconds": self._seconds, **plain}
         with self._lock:  # an immediate answer waits until `_open` has the command
             reply = group.crew.send(
-                {rank: message}, (group.role, "advance"), number, interruptible=True, on_part=self._part
+                {rank: message}, (group.role, "advance"), interruptible=True, on_part=self._part
             )
-            self._open[at] = number, reply
+            self._open[at] = reply
             self._idle.discard(at)
-        reply.add_done_callback(partial(self._answered, at, number))
+        reply.add_done_callback(partial(self._answered, at))
 
     def _part(self, rollouts: list[Rollout]) -> None:
         try:
@@ -104,12 +99,12 @@ class Flow:
         except BaseException as error:  # raised by `tell`; the reading thread continues
             self._failed(error)
 
-    def _answered(self, at: int, number: int, reply: Future[Any]) -> None:
+    def _answered(self, at: int, reply: Future[Any]) -> None:
         error = reply.exception()
         with self._lock:
             if self._closed:
                 return
-            newest = self._open[at][0] == number  # else the slice has received another command since
+            newest = self._open.get(at) is reply  # else the slice has received another command since
             if newest:
                 del self._open[at]
                 self._idle.add(at)

@@ -190,10 +190,7 @@ def ask(python: str, question: str) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the distributions that must be equal on both sides, with their versions."""
-    return {
-        "engine-core-rl": engine_core.__version__,
-        "engine-plugin-processes": engine_plugin_processes.__version__,
-    }
+    return {PACKAGES[each.__name__]: each.__version__ for each in (engine_core, engine_plugin_processes)}
 
 
 def compare(python: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import socket
 import struct
 import threading
+import weakref
 from typing import Any, ClassVar
-
-from engine_plugin_processes.inherited_descriptors import close_in_children
 
 LENGTH = struct.Struct(">Q")
 MAX_VECTOR = 512  # buffers of one system call
@@ -138,3 +138,25 @@ class Outbox:
         with contextlib.suppress(Closed):  # the receiving thread handles the end
             while (message := self._messages.get()) is not None:
                 self._channel.send(message)
+
+
+_SOCKETS: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_children(connection: socket.socket) -> socket.socket:
+    """Close a socket in each process that is forked from this one, and return it; here it stays open.
+
+    A forked process (of a reward, of a data loader) inherits its parent's descriptors. Otherwise its copies stay open after
+    the parent has ended, and a peer that waits for the end of the connection waits on.
+    """
+    _SOCKETS.add(connection)
+    return connection
+
+
+def _close_inherited() -> None:
+    for connection in list(_SOCKETS):
+        connection.close()
+    _SOCKETS.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

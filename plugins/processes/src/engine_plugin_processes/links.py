@@ -13,18 +13,20 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine_core.contracts.weight_sync import SyncResult
 from engine_core.errors import TrainingFailed, WorkerLost
-from engine_plugin_processes.worker_pool import WorkerPool, message_to
 
 if TYPE_CHECKING:
     from engine_core.contracts.weight_transport import WeightTransport
     from engine_plugin_processes.placement import Pool
+    from engine_plugin_processes.replacement import Replacements
+    from engine_plugin_processes.worker_pool import WorkerPool
+    from engine_plugin_processes.worker_process import WorkerHandle
 
 WORD_SECONDS = 10.0  # for the other side to report its failure, once one has failed
-LOSS_SECONDS = 10.0  # to detect the loss of a replaceable process, once an update has failed
 
 log = logging.getLogger("engine")
 
@@ -33,8 +35,10 @@ log = logging.getLogger("engine")
 class Link:
     """A link that is joined."""
 
-    number: int  # in the run
-    ranks: tuple[int, ...]  # of the run: the sender, then the receivers
+    name: str  # in the workers; a new link replaces the old one of its name
+    workers: list[
+        WorkerHandle
+    ]  # the sender, then the receivers; a process that was replaced has another handle
     updates: int = 0  # so far
 
 
@@ -48,6 +52,7 @@ class Links:
         hosts: address at which each rank is reached.
         meeting: returns a rendezvous for the processes of a link, by name.
         token: the run's token.
+        replacements: replaces lost receivers; None: none may be lost.
     """
 
     def __init__(
@@ -58,18 +63,17 @@ class Links:
         hosts: Mapping[int, str],
         meeting: Callable[[str], Mapping[str, Any]],
         token: str,
+        replacements: Replacements | None = None,
     ) -> None:
         self.crew, self.transport_of, self.ranks_of, self.hosts = crew, transport_of, ranks_of, hosts
-        self.meeting = meeting
+        self.meeting, self.replacements = meeting, replacements
         # identifies the run if several runs share a folder
         self._run = hashlib.sha256(token.encode()).hexdigest()[:12]
-        self._open: dict[tuple[str, str], Link] = {}
-        self._used: dict[tuple[str, str], list[int]] = {}  # numbers of links that have failed
+        self._open: dict[str, Link] = {}
         self._made = 0
-        self.replaceable = False  # whether receivers may be lost one by one
 
     def push(
-        self, source: Pool, target: Pool, roles: tuple[str, str], version: int, mix: float | None, merge: Any
+        self, source: Pool, target: Pool, roles: tuple[str, str], version: int, mix: float | None
     ) -> SyncResult:
         """Send a role's weights to every rank of another pool; retry without receivers that were lost.
 
@@ -79,99 +83,62 @@ class Links:
             roles: the sending role, the receiving role.
             version: the new policy version.
             mix: share of the new weights, if they are mixed into a model; None: they replace a sampler's.
-            merge: merges the ranks' checksums into one.
 
         Raises:
             TrainingFailed: the update failed, and not because a replaceable receiver was lost.
         """
-        start = time.perf_counter()
+        start, name = time.perf_counter(), f"{source.name} to {target.name}"
         while True:
-            link: Link | None = None
-            before = set(self.ranks_of(target))  # connected ranks alone
+            receivers = list(self.ranks_of(target))  # connected ranks alone
             try:
-                link = self._link(source, target)
-                moved, checksum = self._update(link, source, roles, version, mix, merge)
-            except TrainingFailed:
-                self.drop(source, target)
-                if not self._goes_on(target, set(link.ranks[1:]) if link is not None else before):
+                link = self._link(name, source, target, receivers)
+                moved, checksum = self._update(link, source, roles, version, mix)
+            except BaseException as error:
+                self._open.pop(name, None)
+                if not isinstance(error, TrainingFailed) or self.replacements is None:
+                    raise
+                if not self.replacements.lost_one_of(receivers):
                     raise
                 log.warning(
                     "The update to policy version %d is sent again to the remaining receivers.", version
                 )
-            except BaseException:
-                self.drop(source, target)
-                raise
             else:
-                receivers = [rank for rank in link.ranks[1:] if rank not in self.crew.absent]
-                return SyncResult(version, moved * len(receivers), time.perf_counter() - start, checksum)
+                count = sum(rank not in self.crew.absent for rank in receivers)
+                return SyncResult(version, moved * count, time.perf_counter() - start, checksum)
 
     def _update(
-        self, link: Link, source: Pool, roles: tuple[str, str], version: int, mix: float | None, merge: Any
+        self, link: Link, source: Pool, roles: tuple[str, str], version: int, mix: float | None
     ) -> tuple[int, str]:
         """Run one update over a link; return its bytes and the receivers' checksum."""
         link.updates += 1
-        fields = {"link": link.number, "update": link.updates, "version": version, "mix": mix}
-        what = roles[1], "update_weights"
-        taken = self._tell(link.ranks[1:], "receive", what, merge, **fields, role=roles[1])
-        number = self.crew.next_number()
-        messages = {}
-        for rank in source.ranks:
-            own = fields if rank == link.ranks[0] else fields | {"link": None}
-            messages[rank] = message_to(number, "send", **own, role=roles[0])
-        sent = self.crew.send(messages, (roles[0], "named_weights"), number, leaders=link.ranks[:1])
-        return self._both(sent, taken)
+        sender, *receivers = (worker.rank for worker in link.workers)
+        fields = {"link": link.name, "update": link.updates, "version": version, "mix": mix}
+        receive = {"kind": "receive", "role": roles[1], **fields}
+        what, one = (roles[1], "update_weights"), partial(one_checksum, roles[1])
+        taken = self.crew.send(dict.fromkeys(receivers, receive), what, leaders=receivers, merge=one)
+        send = {"kind": "send", "role": roles[0], **fields}
+        messages = dict.fromkeys(source.ranks, send | {"link": None}) | {sender: send}
+        return self._both(self.crew.send(messages, (roles[0], "named_weights"), leaders=[sender]), taken)
 
-    def _goes_on(self, target: Pool, before: set[int]) -> bool:
-        """Return whether an update failed because a receiver was lost, and the run continues without it.
-
-        Args:
-            target: pool that receives.
-            before: the receivers of the update.
-        """
-        deadline = time.monotonic() + LOSS_SECONDS
-        while self.crew.broken is None and time.monotonic() < deadline:
-            if not before <= set(self.ranks_of(target)):
-                return True
-            if not self.replaceable:
-                return False
-            time.sleep(0.05)
-        return False
-
-    def drop(self, source: Pool, target: Pool) -> None:
-        """Discard the link between two pools, after a failed update or when its members have changed."""
-        key = source.name, target.name
-        if (link := self._open.pop(key, None)) is not None:
-            self._used.setdefault(key, []).append(link.number)
-
-    def _link(self, source: Pool, target: Pool) -> Link:
-        """Return the open link, or a new one: every endpoint is opened, then all are joined."""
-        key = source.name, target.name
-        if key in self._open and set(self._open[key].ranks[1:]) != set(self.ranks_of(target)):
-            self.drop(source, target)  # its members have changed
-        if key in self._open:
-            return self._open[key]
+    def _link(self, name: str, source: Pool, target: Pool, receivers: Sequence[int]) -> Link:
+        """Return the open link, or a new one if its members have changed: every endpoint is opened, then all are joined."""
+        workers = [self.crew.workers[rank] for rank in (source.ranks[0], *receivers)]
+        if name in self._open and self._open[name].workers == workers:
+            return self._open[name]
         self._made += 1
-        link = Link(self._made, (source.ranks[0], *self.ranks_of(target)))
-        workers = [self.crew.workers[rank] for rank in link.ranks]
-        role = {rank: source.roles[0] if rank == link.ranks[0] else target.roles[0] for rank in link.ranks}
+        roles = [source.roles[0], *[target.roles[0]] * len(receivers)]
         fields = {
-            "transport": self.transport_of(source, target), "link_id": f"{self._run}-{link.number}",
-            "names": [f"{role[worker.rank]}[{worker.rank}] on {worker.host}" for worker in workers],
-            "rendezvous": self.meeting(f"weights-{link.number}"),
+            "transport": self.transport_of(source, target), "link_id": f"{self._run}-{self._made}",
+            "names": [f"{role}[{at.rank}] on {at.host}" for role, at in zip(roles, workers, strict=True)],
+            "rendezvous": self.meeting(f"weights-{self._made}"),
         }  # fmt: skip
         endpoints = {
-            rank: {**fields, "index": index, "host": self.hosts[rank]}
-            for index, rank in enumerate(link.ranks)
+            worker.rank: {**fields, "index": index, "host": self.hosts[worker.rank]}
+            for index, worker in enumerate(workers)
         }
-        join(self.crew, link.number, endpoints, self._used.get(key, []))
-        self._open[key] = link
-        self._used.pop(key, None)
-        return link
-
-    def _tell(self, ranks: Sequence[int], kind: str, what: tuple[str, str], merge: Any, **fields: Any) -> Any:
-        number = self.crew.next_number()
-        messages = dict.fromkeys(ranks, message_to(number, kind, **fields))
-        return self.crew.send(messages, what, number, leaders=ranks, merge=merge)
+        join(self.crew, name, endpoints)
+        self._open[name] = Link(name, workers)
+        return self._open[name]
 
     def _both(self, sent: Future[Any], taken: Future[Any]) -> tuple[int, str]:
         """Return the results of both sides; if one has failed, raise the most informative error."""
@@ -187,33 +154,39 @@ class Links:
 
 def join(
     crew: WorkerPool,
-    number: int,
+    name: str,
     endpoints: Mapping[int, Mapping[str, Any]],
-    instead_of: Sequence[int],
     own: WeightTransport | None = None,
 ) -> None:
     """Open all endpoints of a link, then join them.
 
     Args:
         crew: the workers of the endpoints.
-        number: the link's number.
+        name: the link's name; a worker closes its endpoint of an earlier link of this name.
         endpoints: fields of each rank's ``TransportEndpoint``, in the order of their index.
-        instead_of: numbers of the links that this one replaces.
         own: the sender's endpoint, if the sender is this process.
     """
-
-    def each(kind: str, fields: Mapping[int, Mapping[str, Any]]) -> list[Any]:
-        """Send every rank its command; return the answers in the order of the ranks."""
-        command, ranks = crew.next_number(), list(fields)
-        messages = {rank: message_to(command, kind, link=number, **fields[rank]) for rank in ranks}
-        answers: list[Any] = crew.send(
-            messages, ("worker", kind), command, leaders=ranks, merge=list
-        ).result()
-        return answers
-
+    ranks = list(endpoints)
+    messages = {rank: {"kind": "link", "link": name, "endpoint": one} for rank, one in endpoints.items()}
     peers = [own.open()] if own is not None else []
-    fields = {rank: {"endpoint": one, "instead_of": instead_of} for rank, one in endpoints.items()}
-    peers += each("link", fields)
-    each("join", {rank: {"peers": peers} for rank in endpoints})
+    peers += crew.send(messages, ("worker", "link"), leaders=ranks, merge=list).result()
+    message = {"kind": "join", "link": name, "peers": peers}
+    joined = crew.send(dict.fromkeys(ranks, message), ("worker", "join"), leaders=ranks, merge=list)
+    joined.result()
     if own is not None:
         own.join(peers)
+
+
+def one_checksum(target: str, checksums: Sequence[str]) -> str:
+    """Return the checksum of all ranks.
+
+    Raises:
+        TrainingFailed: the ranks have different weights.
+    """
+    if len(set(checksums)) > 1:
+        listed = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(checksums))
+        raise TrainingFailed(
+            f"The ranks of '{target}' have received different weights ({listed}). The train engine must stream the "
+            "same tensors on every rank."
+        )
+    return checksums[0]

@@ -14,16 +14,11 @@ import torch
 
 from engine_core import errors
 
-OURS: Mapping[str, type[errors.EngineError]] = {
+KNOWN: Mapping[str, Any] = {
     cls.__name__: cls
     for cls in (
         *(errors.ConfigError, errors.PluginError, errors.DataError),
         *(errors.EnvironmentProblem, errors.TrainingFailed, errors.SamplerLost),
-    )
-}
-PLAIN: Mapping[str, type[Exception]] = {
-    cls.__name__: cls
-    for cls in (
         *(ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError, NotImplementedError),
         *(AssertionError, MemoryError, ArithmeticError, ZeroDivisionError, torch.OutOfMemoryError),
     )
@@ -40,8 +35,9 @@ class InWorker(Exception):
 
 def pack(error: BaseException) -> dict[str, Any]:
     """Return an error as plain values."""
+    is_text = len(error.args) == 1 and isinstance(error.args[0], str)
     found = {
-        "message": error.args[0] if _is_text(error.args) else str(error),
+        "message": error.args[0] if is_text else str(error),
         "notes": list(getattr(error, "__notes__", ())),
         "traceback": "".join(traceback.format_exception(error)),
     }
@@ -49,7 +45,7 @@ def pack(error: BaseException) -> dict[str, Any]:
         name = error.filename if isinstance(error.filename, str) else None
         return found | {"type": "OSError", "arguments": [error.errno, error.strerror, name]}
     for cls in type(error).__mro__:
-        if OURS.get(cls.__name__) is cls or PLAIN.get(cls.__name__) is type(error):
+        if KNOWN.get(cls.__name__) is cls and (cls is type(error) or issubclass(cls, errors.EngineError)):
             return found | {"type": cls.__name__}
     return found | {"type": "RuntimeError", "message": f"{type(error).__name__}: {error}"}
 
@@ -63,12 +59,8 @@ def unpack(packed: Mapping[str, Any], rank: int) -> Exception:
     elif kind == "ConfigError":
         error = errors.ConfigError(message.splitlines() or [message])
     else:
-        error = OURS[kind](message) if kind in OURS else PLAIN[kind](message)
+        error = KNOWN[kind](message)
     for note in packed["notes"]:
         error.add_note(note)
     error.__cause__ = InWorker(rank, packed["traceback"])
     return error
-
-
-def _is_text(arguments: tuple[Any, ...]) -> bool:
-    return len(arguments) == 1 and isinstance(arguments[0], str)

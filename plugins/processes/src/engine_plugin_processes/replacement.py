@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 
 CLOSE_SECONDS = 5.0  # for threads, once the run has ended
+LOSS_SECONDS = 10.0  # to detect the loss of a process, once an update has failed
+TICK_SECONDS = 0.05
 COUNTS = ("sampling/lost", "sampling/joined", "sampling/reissued")
 
 Begin = Callable[[int, int], "tuple[WorkerHandle, Mapping[str, Any]]"]
@@ -92,6 +94,15 @@ class Replacements:
         present = self.present
         return isinstance(error, WorkerLost) and bool(present or self.last_too) and error.rank not in present
 
+    def lost_one_of(self, ranks: Sequence[int]) -> bool:
+        """Return whether one of these ranks is lost and the run continues; wait, since an update fails before that is known."""
+        deadline = time.monotonic() + LOSS_SECONDS
+        while self.crew.broken is None and time.monotonic() < deadline:
+            if not self.away.isdisjoint(ranks):
+                return True
+            time.sleep(TICK_SECONDS)
+        return False
+
     def join(self) -> list[int]:
         """Let replaced ranks sample again and return them. Call it when no command is in flight.
 
@@ -136,10 +147,7 @@ class Replacements:
             worker, order = self.begin(rank, number)
             worker.roles = ("rollout",)
             self.crew.admit(worker)
-            command = self.crew.next_number()
-            self.crew.send(
-                {rank: {**order, "id": command}}, ("worker", "start"), command, deadline=self.start_limit
-            ).result()
+            self.crew.send({rank: order}, ("worker", "start"), deadline=self.start_limit).result()
         except Exception as error:
             if worker is not None:
                 self.crew.dismiss(worker, "it could not be started")

@@ -9,10 +9,10 @@ import abc
 import dataclasses
 import functools
 import logging
+import operator
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,10 @@ from engine_core.config.choices import AUTO
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
 from engine_core.contracts.weight_sync import SyncResult
 from engine_core.data import tokenizer_hash
-from engine_core.errors import ConfigError, TrainingFailed
+from engine_core.errors import ConfigError
 from engine_core.local.engine_host import default_device
 from engine_plugin_processes.channel import new_token
-from engine_plugin_processes.links import Links
+from engine_plugin_processes.links import Links, one_checksum
 from engine_plugin_processes.placement import (
     Pool,
     Slice,
@@ -37,18 +37,21 @@ from engine_plugin_processes.placement import (
 )
 from engine_plugin_processes.replacement import Replacements
 from engine_plugin_processes.shared_module import SharedModule
-from engine_plugin_processes.transports.choice import KIND, Topology, by_topology, choose, make
-from engine_plugin_processes.transports.devices import ProcessDevice
+from engine_plugin_processes.transports.choice import KIND, ProcessDevice, Topology, by_topology, choose, make
 from engine_plugin_processes.worker_group import RemoteWorkerGroup
-from engine_plugin_processes.worker_pool import WorkerPool, message_to
+from engine_plugin_processes.worker_pool import WorkerPool
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from engine_plugin_processes.options import ProcessOptions
+    from engine_plugin_processes.split import Merge
+    from engine_plugin_processes.worker_pool import Reply
     from engine_plugin_processes.worker_process import WorkerHandle
 
 log = logging.getLogger("engine")
+
+FIRST: Merge = operator.itemgetter(0)
 
 
 class MultiProcessRuntime(Runtime):
@@ -106,6 +109,10 @@ class MultiProcessRuntime(Runtime):
         """Return whether all processes are on this machine; valid after ``_processes`` was called."""
         return False
 
+    @property
+    def _size(self) -> int:
+        return sum(len(pool.ranks) for pool in self.pools)
+
     # -- the contract -------------------------------------------------------
 
     def start(self, roles: Mapping[str, Role], total_steps: int) -> dict[str, WorkerGroup]:
@@ -123,7 +130,8 @@ class MultiProcessRuntime(Runtime):
         try:
             self.pools = plan_pools(self.config, roles, self._processes(roles))
             self._check_transport(roles)
-            self._may_replace()
+            if self.options.max_replacements:
+                check_replaceable(self.config, self.pools, self._can_replace())
             return self._start(roles, total_steps)
         except BaseException:
             self.close()
@@ -132,24 +140,23 @@ class MultiProcessRuntime(Runtime):
     def push_weights(self, source: str, target: str, version: int) -> SyncResult:
         """Send a trained role's weights to a sampler, in one pool or across pools; replaced samplers join first."""
         self._take_back()
-        if self.replacements is not None and self.replacements.join():
-            self.links.drop(self._pool(source), self._pool(target))
-        if self._pool(source) is not self._pool(target):
-            return self._across(source, target, version, None)
-        pool = self._pool(source)
-        return self._tell(
-            pool, "push", (target, "update_weights"), list(pool.ranks), functools.partial(_one_sync, target),
-            source=source, target=target, version=version,
-        ).result()  # fmt: skip
+        if self.replacements is not None:
+            self.replacements.join()
+        pool, other = self._pool(source), self._pool(target)
+        if pool is not other:
+            return self.links.push(pool, other, (source, target), version, None)
+        merge = functools.partial(_one_sync, target)
+        fields = {"source": source, "target": target, "version": version}
+        return self._tell(pool, "push_weights", (target, "update_weights"), merge, **fields).result()
 
     def mix_weights(self, source: str, target: str, mix: float) -> None:
         """Mix a trained role's weights into an untrained one, in one pool or across pools."""
         self._take_back()
-        if self._pool(source) is not self._pool(target):
-            self._across(source, target, 0, mix)
-            return
-        what = target, "load_named_weights"
-        self._tell(self._pool(source), "mix", what, source=source, target=target, mix=mix).result()
+        what, pool, other = (target, "load_named_weights"), self._pool(source), self._pool(target)
+        if pool is not other:
+            self.links.push(pool, other, (source, target), 0, mix)
+        else:
+            self._tell(pool, "mix_weights", what, source=source, target=target, mix=mix).result()
 
     def loss_metrics(self) -> dict[str, float]:
         """Return counts of lost and replaced samplers since the last call; {} if none may be lost."""
@@ -158,7 +165,8 @@ class MultiProcessRuntime(Runtime):
     def memory_metrics(self) -> dict[str, float]:
         """Return the memory metrics of each role: the maximum over the ranks of its pool."""
         sent = [
-            (pool, self._tell(pool, "memory", (pool.roles[0], "memory"), None, _most)) for pool in self.pools
+            (pool, self._tell(pool, "memory_metrics", (pool.roles[0], "memory"), _most))
+            for pool in self.pools
         ]
         found: dict[str, float] = {}
         for pool, future in sent:
@@ -219,31 +227,32 @@ class MultiProcessRuntime(Runtime):
             workers, self.options.command_timeout_minutes * 60, f"runtime.{name}.command_timeout_minutes"
         )
         common = self._order(total_steps)
-        number, orders = self.crew.next_number(), {}
+        orders = {}
         for pool in self.pools:
             served = {name: dataclasses.asdict(roles[name]) for name in pool.roles}
             for rank in pool.ranks:
                 self.crew.workers[rank].roles = pool.roles
-                orders[rank] = {**common, **self._place(pool, rank), "roles": served, "id": number}
-        if self._may_replace():
+                orders[rank] = {**common, **self._place(pool, rank), "roles": served}
+        if self.options.max_replacements:
             self.replacements = self._replacing(common, roles["rollout"])
             self.crew.may_lose = self.replacements.lost
-        reply = self.crew.send(
+        ready = self.crew.send(
             orders,
             ("worker", "start"),
-            number,
             leaders=list(orders),
             merge=lambda results: dict(zip(orders, results, strict=True)),
             deadline=self._start_limit,
-        )
-        ready = reply.result()
-        self._read_devices(ready)
-        self.links = Links(self.crew, self._transport_to, self._ranks, self.hosts, self._meeting, self._token)
-        self.links.replaceable = self.replacements is not None
+        ).result()
+        self._devices = {rank: ProcessDevice(**found["device"]) for rank, found in ready.items()}
+        if {"actor", "rollout"} <= roles.keys():
+            self._transport = choose(self.config, self._topology(self._pool("actor"), self._pool("rollout")))
+        self.links = Links(
+            self.crew, self._transport_to, self._ranks, self.hosts, self._meeting, self._token,
+            self.replacements,
+        )  # fmt: skip
         self.shared = any(found["shared"] for found in ready.values())
-        if self.shared:
-            lent = self._pool("rollout")
-            self._loan = SharedModule(lambda kind: self._tell(lent, kind, ("rollout", kind)))
+        if self.shared and len((lent := self._pool("rollout")).ranks) > 1:
+            self._loan = SharedModule(lambda method: self._tell(lent, method, ("rollout", method)))
         log.info("Workers: %s.", ", ".join(map(str, self.pools)))
         groups: dict[str, WorkerGroup] = {}
         for pool in self.pools:
@@ -270,12 +279,6 @@ class MultiProcessRuntime(Runtime):
         if {"actor", "rollout"} <= roles.keys() and name != AUTO[KIND] and name != "same_process":
             kind, options = make(self.config, self.plugins, name)
             kind.check(options, self._one_machine())
-
-    def _read_devices(self, ready: Mapping[int, Mapping[str, Any]]) -> None:
-        """Store the device of each rank, and choose the transport, if the run file says ``auto`` by the devices."""
-        self._devices = {rank: ProcessDevice(**found["device"]) for rank, found in ready.items()}
-        if {"actor", "rollout"} <= {role for pool in self.pools for role in pool.roles}:
-            self._transport = choose(self.config, self._topology(self._pool("actor"), self._pool("rollout")))
 
     def _repeatable(self, pool: Pool) -> bool:
         """Return whether results of the pool are bitwise repeatable: on CPUs, or if the run is deterministic."""
@@ -305,23 +308,12 @@ class MultiProcessRuntime(Runtime):
         """
         seat = self._seat(pool, rank)
         self.hosts[rank] = seat.pop("host")
-        if self._may_replace() and "rollout" in pool.roles:
+        if self.options.max_replacements and "rollout" in pool.roles:
             world = {"rank": 0, "world_size": 1, "store": self._meeting(f"{pool.name}-{rank}-{again}")}
         else:
             place = pool.ranks.index(rank)
             world = {"rank": place, "world_size": len(pool.ranks), "store": self._meeting(pool.name)}
         return {**seat, **world, "kind": "start"}
-
-    def _may_replace(self) -> bool:
-        """Return whether lost samplers are replaced one by one.
-
-        Raises:
-            ConfigError: the run file asks for it, and this run cannot do it.
-        """
-        if not self.options.max_replacements:
-            return False
-        check_replaceable(self.config, self.pools, self._can_replace())
-        return True
 
     def _replacing(self, common: Mapping[str, Any], role: Role) -> Replacements:
         """Build the ``Replacements`` of the sampler's pool."""
@@ -389,16 +381,14 @@ class MultiProcessRuntime(Runtime):
     ) -> RemoteWorkerGroup:
         assert self.crew is not None
         found = [ready[rank]["roles"][name] for rank in pool.ranks]
-        ranks, capacity, attention = list(pool.ranks), found[0]["capacity"], found[0]["attention"]
+        ranks, attention = list(pool.ranks), found[0]["attention"]
         replacements = self.replacements if name == "rollout" else None
         if replacements is not None:
             slices = [Slice((rank,), rank) for rank in ranks]
         else:
             slices = slices_of(name, [each["layout"] for each in found], ranks)
         independent = len(ranks) == 1 or (role.kind == "rollout" and len(slices) == len(ranks))
-        group = RemoteWorkerGroup(
-            self.crew, name, slices, attention, independent, capacity, replacements=replacements
-        )
+        group = RemoteWorkerGroup(self.crew, name, slices, attention, independent, replacements=replacements)
         if self._loan is not None and pool is self._pool("rollout"):
             group.before = self._loan.before
         return group
@@ -413,47 +403,30 @@ class MultiProcessRuntime(Runtime):
         return next(pool for pool in self.pools if role in pool.roles)
 
     def _tell(
-        self,
-        pool: Pool,
-        kind: str,
-        what: tuple[str, str],
-        leaders: Sequence[int] | None = (),
-        merge: Any = None,
-        **fields: Any,
-    ) -> Future[Any]:
-        """Send one command to all ranks of a pool; ``leaders`` None merges the results of all ranks."""
+        self, pool: Pool, method: str, what: tuple[str, str], merge: Merge = FIRST, **plain: Any
+    ) -> Reply:
+        """Call a method of the host of every rank of a pool; return the merged results, by default the first rank's."""
         assert self.crew is not None
-        number, ranks = self.crew.next_number(), self._ranks(pool)
-        messages = dict.fromkeys(ranks, message_to(number, kind, **fields))
-        counted = ranks if leaders is None else leaders
-        return self.crew.send(
-            messages, what, number, leaders=counted, merge=merge or (lambda results: results[0])
-        )
+        ranks, message = self._ranks(pool), {"kind": "host", "method": method, "plain": plain}
+        return self.crew.send(dict.fromkeys(ranks, message), what, leaders=ranks, merge=merge)
 
     def _profile(self, folder: str) -> None:
         assert self.crew is not None
-        number = self.crew.next_number()
         messages = {
-            rank: message_to(number, "profile", folder=folder, name=f"rank_{rank}")
+            rank: {"kind": "profile", "folder": folder, "name": f"rank_{rank}"}
             for pool in self.pools
             for rank in self._ranks(pool)
         }
-        self.crew.send(messages, ("worker", "profile"), number).result()
+        self.crew.send(messages, ("worker", "profile")).result()
 
     def _trade(self, phase: str) -> None:
         """Hand device memory over for a phase in every process, all pools at the same time."""
         if self.options.offload_idle_roles:
             start = time.perf_counter()
-            sent = [self._tell(pool, "phase", (pool.roles[0], "sleep"), name=phase) for pool in self.pools]
+            sent = [self._tell(pool, "trade", (pool.roles[0], "sleep"), phase=phase) for pool in self.pools]
             for future in sent:
                 future.result()
             self.traded_seconds += time.perf_counter() - start
-
-    def _across(self, source: str, target: str, version: int, mix: float | None) -> SyncResult:
-        """Send weights from the first rank of one pool to all ranks of another."""
-        senders, receivers = self._pool(source), self._pool(target)
-        one = functools.partial(_one_checksum, target)
-        return self.links.push(senders, receivers, (source, target), version, mix, one)
 
 
 def _most(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -464,19 +437,9 @@ def _most(results: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _one_sync(target: str, results: Sequence[SyncResult]) -> SyncResult:
     """Return one result for the updates of all ranks; raise if the ranks received different weights."""
     first = results[0]
-    checksum = _one_checksum(target, [result.checksum for result in results])
+    checksum = one_checksum(target, [result.checksum for result in results])
     moved, seconds = sum(result.bytes for result in results), max(result.seconds for result in results)
     return SyncResult(first.version, moved, seconds, checksum)
-
-
-def _one_checksum(target: str, checksums: Sequence[str]) -> str:
-    if len(set(checksums)) > 1:
-        listed = ", ".join(f"rank {rank}: {text}" for rank, text in enumerate(checksums))
-        raise TrainingFailed(
-            f"The ranks of '{target}' have received different weights ({listed}). The train engine must stream the "
-            "same tensors on every rank."
-        )
-    return checksums[0]
 
 
 def even_threads(processes: int) -> int | None:

@@ -21,6 +21,7 @@ from torch import nn
 
 from engine_core.errors import ConfigError
 from engine_core.local.engine_host import EngineHost
+from engine_core.runs.machine import memory_metrics
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -113,20 +114,13 @@ class SharingHost(EngineHost):
     """An ``EngineHost`` of one of several ranks, whose sampler may use the actor's module while it is gathered.
 
     Attributes:
-        lender: holder from which the sampler takes the module; None if the sampler has separate weights.
+        lend: gathers the actor's module for the sampler. Collective.
+        take_back: frees the gathered module. Collective.
     """
 
-    lender: SharedModuleHolder | None = None
-
-    def lend(self) -> None:
-        """Gather the actor's module for the sampler. Collective."""
-        if self.lender is not None:
-            self.lender.lend()
-
-    def take_back(self) -> None:
-        """Free what ``lend`` gathered. Collective."""
-        if self.lender is not None:
-            self.lender.take_back()
+    lend: Callable[[], None]
+    take_back: Callable[[], None]
+    memory_metrics = staticmethod(memory_metrics)
 
     def _can_hold(self, actor: TrainEngine, wanted: str) -> bool:
         if self.place.world_size == 1:
@@ -143,9 +137,10 @@ class SharingHost(EngineHost):
     def _module_holder(self, actor: TrainEngine) -> TrainEngine:
         if self.place.world_size == 1:
             return actor
-        self.lender = SharedModuleHolder(actor)
-        self._stack.callback(self.lender.take_back)
-        return cast("TrainEngine", self.lender)
+        holder = SharedModuleHolder(actor)
+        self.lend, self.take_back = holder.lend, holder.take_back
+        self._stack.callback(holder.take_back)
+        return cast("TrainEngine", holder)
 
 
 def fits(engine: TrainEngine, device: torch.device) -> bool:

@@ -55,21 +55,6 @@ def split_requests(requests: Sequence[Request], slices: int) -> list[list[Reques
     return [[requests[i] for i in part] for part in parts]
 
 
-def in_order(requests: Sequence[Request]) -> Merge:
-    """Return a function that merges lists of rollouts in the order of these requests."""
-    prompts = {request.id: request.prompt for request in requests}
-    places = {request.id: number for number, request in enumerate(requests)}
-
-    def merge(results: Sequence[Any]) -> Any:
-        """Return the rollouts of all slices in the order of their requests."""
-        rollouts: list[Rollout] = [rollout for result in results for rollout in result]
-        for rollout in rollouts:
-            rollout.prompt = prompts[rollout.request_id]  # the controller's object, not a copy
-        return sorted(rollouts, key=lambda rollout: places[rollout.request_id])
-
-    return merge
-
-
 class Running:
     """The requests in flight on each slice; a new request goes to the slice with the fewest tokens left to sample.
 
@@ -83,15 +68,14 @@ class Running:
         self._asked: dict[str, tuple[Request, int]] = {}  # id -> request, slice
         self._lock = threading.Lock()  # requests are added while answers arrive
 
-    def share(
-        self, requests: Sequence[Request], among: Sequence[int] | None = None, whole_groups: bool = False
-    ) -> list[list[Request]]:
+    def share(self, requests: Sequence[Request], among: Sequence[int] | None = None) -> list[list[Request]]:
         """Assign new requests to slices; return one list for each slice.
+
+        Consecutive requests of one prompt go to one slice, unless that could leave a slice idle.
 
         Args:
             requests: assigned in this order.
             among: slices that may receive requests; default: all.
-            whole_groups: assign consecutive requests of one prompt to one slice, unless that could leave a slice idle.
         """
         shares: list[list[Request]] = [[] for _ in self.left]
         if not requests:  # samplers only continue
@@ -100,12 +84,11 @@ class Running:
             slices = range(len(self.left)) if among is None else among
             least = [(self.left[at], place, at) for place, at in enumerate(slices)]
             heapq.heapify(least)
-            units = _by_prompt(requests) if whole_groups else []
-            if sum(self.under_way[at] for at in slices) + len(requests) < len(slices) * max(
-                map(len, units), default=1
-            ):
-                units = []
-            for unit in units or ([request] for request in requests):
+            units = [list(unit) for _, unit in itertools.groupby(requests, key=lambda each: id(each.prompt))]
+            in_flight = sum(self.under_way[at] for at in slices) + len(requests)
+            if in_flight < len(slices) * max(map(len, units)):
+                units = [[request] for request in requests]
+            for unit in units:
                 left, place, chosen = least[0]
                 left += sum(map(_tokens, unit))
                 heapq.heapreplace(least, (left, place, chosen))
@@ -154,11 +137,6 @@ class Running:
             self.left[chosen] -= _tokens(request)
             self.under_way[chosen] -= 1
         return found
-
-
-def _by_prompt(requests: Sequence[Request]) -> list[list[Request]]:
-    """Group consecutive requests with the same prompt object."""
-    return [list(unit) for _, unit in itertools.groupby(requests, key=lambda request: id(request.prompt))]
 
 
 def _tokens(request: Request) -> int:

@@ -3,40 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine_plugin_processes.worker_pool import Command
 
 Stack = tuple[str, int, str]  # file, line, function
 COLLECTIVES = "torch/distributed/"
 
 
-def diagnose(
-    method: str,
-    seconds: float,
-    waiting: Sequence[int],
-    ranks: Sequence[int],
-    stacks: Mapping[int, Sequence[Stack]],
-    key: str = "runtime.torchrun.command_timeout_minutes",
-) -> tuple[int, str, str]:
+def diagnose(command: Command, stacks: Mapping[int, Sequence[Stack]]) -> tuple[int, str, str]:
     """Describe a command that is past its deadline.
 
     A rank in a function of ``torch.distributed`` waits for other ranks. The others wait for a rank that is elsewhere or
     has not sent its stack.
 
     Args:
-        method: method of the command.
-        seconds: deadline of the command.
-        waiting: ranks that have not answered.
-        ranks: all ranks that received the command.
+        command: the command.
         stacks: stack of each rank that sent one, the innermost frame last.
-        key: configuration key of the deadline.
 
     Returns:
         The rank to blame, the cause in one sentence, and all stacks as text.
     """
-    in_collective = [rank for rank in waiting if _collective(stacks.get(rank, ()))]
+    waiting, ranks, (seconds, key) = command.waiting, command.ranks, command.deadline
+    innermost = {rank: stack[-1][0] for rank, stack in stacks.items() if stack}
+    in_collective = [rank for rank in waiting if COLLECTIVES in innermost.get(rank, "")]
     suspects = [rank for rank in waiting if rank not in in_collective] or list(waiting)
     blamed = suspects[0]
     answered = [rank for rank in ranks if rank not in waiting]
-    parts = [f"no answer to '{method}' within {seconds / 60:g} minutes ({key})"]
+    parts = [f"no answer to '{command.what[1]}' within {seconds / 60:g} minutes ({key})"]
     parts.append(f"it is in {place(stacks.get(blamed))}")
     for rank in waiting:
         if rank != blamed:
@@ -57,10 +52,6 @@ def place(stack: Sequence[Stack] | None) -> str:
         return "code that holds the interpreter"
     file, line, function = stack[-1]
     return f"{function} ({file}:{line})"
-
-
-def _collective(stack: Sequence[Stack]) -> bool:
-    return bool(stack) and COLLECTIVES in stack[-1][0]
 
 
 def _lines(stack: Sequence[Stack]) -> str:

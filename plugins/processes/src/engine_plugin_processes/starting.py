@@ -83,9 +83,13 @@ def make_host(order: Mapping[str, Any], device: torch.device) -> SharingHost:
         ConfigError: the controller's tokenizer is not the one that the config names.
     """
     config, plugins = rebuild(order["config"])
-    live = (
-        {} if order["tokenizer"] is None else {"tokenizer": _same_tokenizer(config.model, order["tokenizer"])}
-    )
+    live: dict[str, Any] = {}
+    if order["tokenizer"] is not None:
+        problem = (
+            "the controller's tokenizer is another one than the file names; an object given from Python does not reach "
+            "workers. Save it with save_pretrained and name the folder."
+        )
+        live["tokenizer"] = same_tokenizer(config.model, order["tokenizer"], problem)
     place = RankPlacement(device, order["rank"], order["world_size"])
     host = SharingHost(config, plugins, live, place)
     roles = {name: Role(**fields) for name, fields in order["roles"].items()}
@@ -93,24 +97,31 @@ def make_host(order: Mapping[str, Any], device: torch.device) -> SharingHost:
     return host
 
 
-def _same_tokenizer(model: ModelConfig, expected: str) -> PreTrainedTokenizerBase:
+def same_tokenizer(model: ModelConfig, expected: str, problem: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model.
+
+    Args:
+        model: the ``[model]`` table.
+        expected: hash of the controller's tokenizer.
+        problem: message if this process loads another one.
+
+    Raises:
+        ConfigError: as above.
+    """
     tokenizer = load_tokenizer(model)
     if tokenizer_hash(tokenizer) != expected:
-        raise ConfigError(
-            "model.tokenizer: the controller's tokenizer is another one than the file names; an object given from "
-            "Python does not reach workers. Save it with save_pretrained and name the folder."
-        )
+        raise ConfigError(f"model.tokenizer: {problem}")
     return tokenizer
 
 
 def describe(engine: Engine, place: RankPlacement) -> dict[str, Any]:
-    """Return the engine's layout among the ranks of its role, its attention share and its capacity."""
+    """Return the engine's layout among the ranks of its role, and its attention share."""
     layout = engine.layout
     if isinstance(engine, RolloutEngine):
         if type(engine).layout is RolloutEngine.layout:  # no layout defined: every rank samples independently
             layout = Layout(place.rank, place.world_size)
-        return {"layout": layout, "attention": 0.0, "capacity": engine.capacity}
-    return {"layout": layout, "attention": _attention(engine), "capacity": 0}
+        return {"layout": layout, "attention": 0.0}
+    return {"layout": layout, "attention": _attention(engine)}
 
 
 def _attention(engine: TrainEngine) -> float:

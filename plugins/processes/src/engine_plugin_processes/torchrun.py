@@ -11,7 +11,7 @@ has no channel to the processes that it started.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,11 +58,15 @@ class TorchrunRuntime(MultiProcessRuntime):
             self._gathered = self._torchrun.gather(self.options.startup_timeout_minutes * 60)
             return self._gathered
         self._folder = TemporaryFolder("torchrun-")
-        return self._spawn([rank for pool in self.pools for rank in pool.ranks])
-
-    @property
-    def _size(self) -> int:
-        return sum(len(pool.ranks) for pool in self.pools)
+        env, workers = self._environment(), list[WorkerHandle]()
+        try:
+            for rank in range(self._size):
+                workers.append(WorkerHandle.start(rank, env))
+        except BaseException:
+            for worker in workers:
+                worker.kill()
+            raise
+        return workers
 
     def _environment(self) -> dict[str, str]:
         """Return the variables of each worker, in addition to the controller's."""
@@ -79,43 +83,23 @@ class TorchrunRuntime(MultiProcessRuntime):
     def _begin_again(self, rank: int) -> WorkerHandle:
         return WorkerHandle.start(rank, self._environment())
 
-    def _spawn(self, ranks: Sequence[int]) -> list[WorkerHandle]:
-        env = self._environment()
-        workers: list[WorkerHandle] = []
-        try:
-            for rank in ranks:
-                workers.append(WorkerHandle.start(rank, env))
-        except BaseException:
-            for worker in workers:
-                worker.kill()
-            raise
-        return workers
-
     def _seat(self, pool: Pool, rank: int) -> dict[str, Any]:
         from engine_plugin_processes.starting import portable_path
 
         launch = self._torchrun
         if launch is None:
-            seat = {"local_rank": rank, "local_world_size": self._size, "path": portable_path()}
-            return seat | {"host": "127.0.0.1"}
-        seat = {
-            "local_rank": launch.local_rank(rank),
-            "local_world_size": launch.local_world_size,
-            "path": None,
-        }
-        mine = self._gathered[rank]
+            here, size = "127.0.0.1", self._size
+            return {"local_rank": rank, "local_world_size": size, "path": portable_path(), "host": here}
+        size, mine = launch.local_world_size, self._gathered[rank]
         # the address that the rank connects from; the controller's address is right for its own node alone
-        return seat | {"host": launch.host if mine.process is not None else mine.host}
+        host = launch.host if mine.process is not None else mine.host
+        return {"local_rank": rank % size, "local_world_size": size, "path": None, "host": host}
 
     def _meeting(self, name: str) -> dict[str, Any]:
-        if self._torchrun is None:
-            return {"file": str(self._private / name), "tcp": None}
-        return {"file": None, "tcp": self._torchrun.store_of(name)}
+        if self._torchrun is not None:
+            return {"file": None, "tcp": self._torchrun.store_of(name)}
+        assert self._folder is not None
+        return {"file": str(Path(self._folder.path) / name), "tcp": None}
 
     def _one_machine(self) -> bool:
         return self._torchrun is None
-
-    @property
-    def _private(self) -> Path:
-        assert self._folder is not None
-        return Path(self._folder.path)

@@ -11,7 +11,6 @@ the thread that reads, an interrupt; produces: answers and parts of them, in an 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import inspect
 import logging
 import os
@@ -61,9 +60,9 @@ class Worker:
     def __init__(self, channel: Channel) -> None:
         self.channel, self.outbox = channel, Outbox(channel)
         self.mailbox: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.host: Any  # ``SharingHost``, or ``SamplerHost`` of ``[rollout.process]``
+        self.host: Any  # ``SharingHost``, or that of ``build_host``
         self.order: dict[str, Any] = {}
-        self.links: dict[int, WeightTransport] = {}  # number of the link -> endpoint of this process
+        self.links: dict[str, WeightTransport] = {}  # name of the link -> endpoint of this process
         self.current: int | None = None  # number of the running command
         self.dropped: set[int] = set()  # commands that the controller has abandoned
         self.profile = contextlib.ExitStack()
@@ -73,7 +72,7 @@ class Worker:
     def run(self) -> None:
         """Serve commands until ``close`` arrives, then close the engines."""
         self.thread = threading.get_ident()
-        self._allow_breaks()
+        signal.signal(signal.SIGUSR1, self._interrupt)
         threading.Thread(target=self._listen, name="mailbox", daemon=True).start()
         try:
             while (message := self.mailbox.get())["kind"] != "close":
@@ -121,26 +120,26 @@ class Worker:
     def _do_start(self, message: dict[str, Any]) -> dict[str, Any]:
         """Join the pool, load the run's plugins and build the engines; return a description of roles and device."""
         from engine_plugin_processes.starting import describe, join_pool, make_host
-        from engine_plugin_processes.transports.devices import ProcessDevice
+        from engine_plugin_processes.transports.choice import gpu_uuid
 
         self.order = message
         self._forward_logs(message["log_level"])
         device = join_pool(message)
         self.host = make_host(message, device)
         roles = {name: describe(e, self.host.place) for name, e in self.host.engines.items()}
-        described = dataclasses.asdict(ProcessDevice.of(device))
+        described = {"kind": device.type, "gpu": gpu_uuid(device)}
         return {"shared": self.host.shared, "roles": roles, "device": described}
 
-    def _do_sampler(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Build the engine of ``[rollout.process]``; return its label and capacity."""
+    def _do_sampler(self, message: dict[str, Any]) -> str:
+        """Build the engine of ``[rollout.process]``; return its label."""
         from engine_plugin_processes.sampler_process.build import build_host
 
         self.order = message
         self._forward_logs(message["log_level"])
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
         self.host = build_host(message)
-        engine = self.host.engines["rollout"]
-        return {"label": engine.label, "capacity": engine.capacity}
+        label: str = self.host.engines["rollout"].label
+        return label
 
     def _do_call(self, message: dict[str, Any]) -> Any:
         """Call a method of an engine's contract."""
@@ -151,21 +150,17 @@ class Worker:
         if method.startswith("_") or not callable(getattr(contract, method, None)):
             raise RuntimeError(f"'{method}' is no method of {contract.__name__}.")
         arguments = () if message["batch"] is None else (message["batch"],)
-        if message.get("parts") and isinstance(engine, RolloutEngine):
+        if method == "generate" and type(engine).generate is RolloutEngine.generate:
             return self._in_parts(engine, message)
         value = getattr(engine, method)(*arguments, **message["plain"])
         return self._with_texts(message["role"], value) if isinstance(engine, RolloutEngine) else value
 
     def _in_parts(self, engine: RolloutEngine, message: dict[str, Any]) -> Any:
-        """Run ``generate``: send rollouts as they finish, and return those that were not sent."""
-        from engine_core.contracts.engines import RolloutEngine
+        """Run ``generate`` of an engine that does not override it: send rollouts as they finish."""
         from engine_core.sampling import stream
 
-        role, requests = message["role"], message["plain"]["requests"]
-        if type(engine).generate is not RolloutEngine.generate:  # the engine overrides it
-            return self._with_texts(role, engine.generate(requests))
-        for finished in stream(engine, requests):
-            self._tell(role, message["id"], finished)
+        for finished in stream(engine, message["plain"]["requests"]):
+            self._tell(message["role"], message["id"], finished)
         return []
 
     def _tell(self, role: str, number: int, finished: list[Rollout]) -> None:
@@ -180,44 +175,28 @@ class Worker:
         return value
 
     def _do_flow(self, message: dict[str, Any]) -> None:
-        """Sample until another command arrives, no request is left, or the time is up; send finished rollouts."""
-        from engine_plugin_processes.engine_flow import flow
-
+        """Sample until another command arrives, no request is left, or the time is up; send rollouts as they finish."""
         engine = cast("RolloutEngine", self.host.engines[message["role"]])
         end = time.monotonic() + message["seconds"]
+        finished = engine.advance(message["requests"], message["dropped"])
+        while True:
+            if finished:
+                self._tell(message["role"], message["id"], finished)
+            if not engine.running or not self.mailbox.empty() or time.monotonic() >= end:
+                return
+            finished = engine.advance()
 
-        def goes_on() -> bool:
-            """Return whether to continue: no other command waits and time is left."""
-            return self.mailbox.empty() and time.monotonic() < end
-
-        for finished in flow(engine, message["requests"], message["dropped"], goes_on):
-            self._tell(message["role"], message["id"], finished)
-
-    def _do_push(self, message: dict[str, Any]) -> Any:
-        return self.host.push_weights(message["source"], message["target"], message["version"])
-
-    def _do_mix(self, message: dict[str, Any]) -> None:
-        self.host.mix_weights(message["source"], message["target"], message["mix"])
-
-    def _do_memory(self, message: dict[str, Any]) -> dict[str, float]:
-        from engine_core.runs.machine import memory_metrics
-
-        return memory_metrics()
-
-    def _do_lend(self, message: dict[str, Any]) -> None:
-        self.host.lend()
-
-    def _do_take_back(self, message: dict[str, Any]) -> None:
-        self.host.take_back()
+    def _do_host(self, message: dict[str, Any]) -> Any:
+        """Call a method of this process's host."""
+        return getattr(self.host, message["method"])(**message["plain"])
 
     def _do_link(self, message: dict[str, Any]) -> Any:
-        """Open this process's endpoint of a link, and close the endpoints of links that it replaces."""
+        """Open this process's endpoint of a link, and close that of the link of this name that it replaces."""
         from engine_core.contracts.weight_transport import TransportEndpoint
         from engine_plugin_processes.transports.choice import make
 
-        for number in message["instead_of"]:
-            if (old := self.links.pop(number, None)) is not None:
-                old.close()
+        if (old := self.links.pop(message["link"], None)) is not None:
+            old.close()
         device, token = self.host.place.device, self.order["token"]
         endpoint = TransportEndpoint(**message["endpoint"], device=device, token=token)
         kind, options = make(self.host.config, self.host.plugins, endpoint.transport)
@@ -261,9 +240,6 @@ class Worker:
             profiler = self.host.plugins.require("parts", "profiler")
             self.profile.enter_context(profiler(Path(message["folder"]), message["name"]))
 
-    def _do_phase(self, message: dict[str, Any]) -> None:
-        self.host.trade(message["name"])
-
     # -- handled at once ----------------------------------------------------
 
     def _listen(self) -> None:
@@ -273,7 +249,7 @@ class Worker:
                 message = self.channel.receive()
                 if message["kind"] == "interrupt":
                     self.dropped.add(message["id"])
-                    self._break_off()
+                    signal.pthread_kill(self.thread, signal.SIGUSR1)
                 elif message["kind"] == "stacks":
                     self.outbox.put({"stacks": where(self.thread)})
                 else:
@@ -293,15 +269,8 @@ class Worker:
             self.outbox.put({"heartbeat": True})
             time.sleep(HEARTBEAT_SECONDS)
 
-    def _allow_breaks(self) -> None:
-        """Install the handler that interrupts commands; called once, in the thread that runs them."""
-        signal.signal(signal.SIGUSR1, self._interrupt)
-
-    def _break_off(self) -> None:
-        """Signal the command thread, which raises ``Interrupted`` if its command was abandoned."""
-        signal.pthread_kill(self.thread, signal.SIGUSR1)
-
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Raise ``Interrupted`` in the thread that runs commands, if its command was abandoned."""
         if self.current in self.dropped:
             self.current = None
             raise Interrupted

@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Collection, Generator, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine_core.contracts.runtime import WorkerGroup
 from engine_core.errors import WorkerLost
 from engine_plugin_processes.flow import Flow
-from engine_plugin_processes.portions import Portions, portions_of
-from engine_plugin_processes.split import Merge, Running, merge_plain, split_batch, split_requests
-from engine_plugin_processes.worker_pool import Reply, WorkerPool, message_to
+from engine_plugin_processes.generation import Generation
+from engine_plugin_processes.split import Merge, Running, merge_plain, split_batch
+from engine_plugin_processes.worker_pool import Reply, WorkerPool
 
 if TYPE_CHECKING:
     from engine_core.types import Batch, Request, Rollout
-    from engine_plugin_processes.codec import Encoded
     from engine_plugin_processes.placement import Slice
     from engine_plugin_processes.replacement import Replacements
 
@@ -41,7 +39,6 @@ class RemoteWorkerGroup(WorkerGroup):
         slices: slices of its ranks, by data-parallel rank.
         attention: attention share for ``balance.sequence_cost`` of its model.
         independent: whether no rank waits for another in a call.
-        capacity: requests that a sampler takes at one time; 0: no limit.
         before: called with role and method before each call.
         replacements: knows which ranks are present, if samplers may be lost; every rank is a slice then.
     """
@@ -53,12 +50,11 @@ class RemoteWorkerGroup(WorkerGroup):
         slices: Sequence[Slice],
         attention: float,
         independent: bool,
-        capacity: int = 0,
         before: Callable[[str, str], None] = lambda role, method: None,
         replacements: Replacements | None = None,
     ) -> None:
         self.crew, self.role, self.slices, self.attention = crew, role, slices, attention
-        self.independent, self.capacity, self.before = independent, capacity, before
+        self.independent, self.before = independent, before
         self.replacements = replacements
         self.running = Running(len(slices))
         self._again: list[Request] = []  # of lost processes, for the next call of ``share``
@@ -77,7 +73,7 @@ class RemoteWorkerGroup(WorkerGroup):
         there = set(self.replacements.present)
         return [at for at, each in enumerate(self.slices) if each.leader in there]
 
-    def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Future[Any]:
+    def call(self, method: str, batch: Batch | None = None, split: str = "dp", **plain: Any) -> Reply:
         """Send a call to the slices, with the batch or the requests split over them.
 
         The result is ``WorkerLost`` if no slice is present.
@@ -101,20 +97,15 @@ class RemoteWorkerGroup(WorkerGroup):
             batches = [None] * len(present)
         if not present:
             return self._all_lost()
-        number = self.crew.next_number()
-        messages: dict[int, Encoded] = {}
-        encoded: dict[tuple[int, int], Encoded] = {}  # one encoding for all ranks with the same arguments
+        messages: dict[int, dict[str, Any]] = {}
+        bodies: dict[tuple[int, int], dict[str, Any]] = {}  # one for all ranks with the same arguments
         for at, rows, given in zip(present, batches, arguments, strict=True):
-            same = id(rows), id(given)
-            if same not in encoded:
-                encoded[same] = message_to(
-                    number, "call", role=self.role, method=method, batch=rows, plain=given
-                )
-            messages |= dict.fromkeys(self.slices[at].ranks, encoded[same])
+            body = {"kind": "call", "role": self.role, "method": method, "batch": rows, "plain": given}
+            shared = bodies.setdefault((id(rows), id(given)), body)
+            messages |= dict.fromkeys(self.slices[at].ranks, shared)
         return self.crew.send(
             messages,
             (self.role, method),
-            number,
             leaders=[self.slices[at].leader for at in present],
             merge=merge,
             interruptible=self.independent and method in LEFT_AT_ONCE,
@@ -126,19 +117,14 @@ class RemoteWorkerGroup(WorkerGroup):
         The call's error is raised here. A caller that stops early cancels the call.
         """
         parts: queue.SimpleQueue[list[Rollout] | None] = queue.SimpleQueue()
-        prompts = {request.id: request.prompt for request in requests}
         reply = self._generate(requests, parts.put)
         reply.add_done_callback(lambda _: parts.put(None))
         try:
             while (part := parts.get()) is not None:
-                for rollout in part:
-                    rollout.prompt = prompts[rollout.request_id]  # the controller's object, not a copy
                 yield part
-            if rest := reply.result():
-                yield rest
+            reply.result()
         except BaseException:
-            if isinstance(reply, Reply):
-                reply.give_up()
+            reply.give_up()
             raise
 
     def flow(self, tell: OnRollouts, changed: Callable[[], None]) -> Flow | None:
@@ -157,14 +143,11 @@ class RemoteWorkerGroup(WorkerGroup):
         """Return whether an error is the loss of a slice that the run survives."""
         return self.replacements is not None and self.replacements.goes_on_without(error)
 
-    def share(
-        self, requests: Sequence[Request], whole_groups: bool, but: Collection[str] = ()
-    ) -> list[list[Request]]:
+    def share(self, requests: Sequence[Request], but: Collection[str] = ()) -> list[list[Request]]:
         """Share new requests and those of lost slices among the present slices; return one list for each slice.
 
         Args:
             requests: new requests.
-            whole_groups: as in ``Running.share``.
             but: ids of lost requests that are not sent again.
         """
         self._take_lost()
@@ -174,7 +157,7 @@ class RemoteWorkerGroup(WorkerGroup):
             self._again += [*requests, *again]
         if again and present and self.replacements is not None:
             self.replacements.reissue(len(again))
-        return self.running.share([*requests, *again] if present else (), present, whole_groups)
+        return self.running.share([*requests, *again] if present else (), present)
 
     def forget(self, ids: Collection[str]) -> dict[int, list[str]]:
         """Drop requests without a message to the samplers; return slice -> ids of the requests that it has."""
@@ -202,8 +185,7 @@ class RemoteWorkerGroup(WorkerGroup):
         self.forget(dropped)
         arguments = [plain] * len(present)
         if method in ("add", "advance"):
-            requests = plain.get("requests", ())
-            shares = self.share(requests, self.replacements is not None, stopped)
+            shares = self.share(plain.get("requests", ()), stopped)
             nothing = {**plain, "requests": []}  # one object, so that it is encoded once
             arguments = [{**plain, "requests": shares[at]} if shares[at] else nothing for at in present]
         if present and method == "advance" and not (dropped or stopped):
@@ -224,38 +206,26 @@ class RemoteWorkerGroup(WorkerGroup):
 
     # -- requests that are sampled to their end -----------------------------
 
-    def _generate(self, requests: Sequence[Request], on_part: OnRollouts | None = None) -> Future[Any]:
+    def _generate(self, requests: Sequence[Request], on_part: OnRollouts | None = None) -> Reply:
         """Sample all requests; rollouts that were passed to ``on_part`` are not in the result."""
         self.before(self.role, "generate")
-        if not (count := len(self.present)):
-            return self._all_lost()
-        if 0 < self.capacity * count < len(requests) and count > 1:
-            portions = portions_of(requests, self.capacity)
-        else:
-            portions = split_requests(requests, count)
-        return Portions(self, portions, requests, on_part).reply
+        return Generation(self, requests, on_part).reply if self.present else self._all_lost()
 
-    def generate_on(
-        self, at: int, requests: Sequence[Request], on_part: OnRollouts | None = None
-    ) -> Future[Any]:
-        """Have one slice sample the requests."""
-        number, chosen, parts = self.crew.next_number(), self.slices[at], on_part is not None
-        plain = {"requests": list(requests)}
-        message = message_to(
-            number, "call", role=self.role, method="generate", batch=None, plain=plain, parts=parts
-        )
+    def generate_on(self, at: int, requests: Sequence[Request], on_part: OnRollouts) -> Reply:
+        """Have one slice sample the requests; its rollouts come in parts, and in the result if its engine sends none."""
+        chosen, plain = self.slices[at], {"requests": list(requests)}
+        message = {"kind": "call", "role": self.role, "method": "generate", "batch": None, "plain": plain}
         return self.crew.send(
             dict.fromkeys(chosen.ranks, message),
             (self.role, "generate"),
-            number,
             leaders=[chosen.leader],
             interruptible=self.independent,
-            on_part=on_part or (lambda part: None),
+            on_part=on_part,
         )
 
-    def _all_lost(self) -> Future[Any]:
-        """Return a future that has failed with ``WorkerLost``: no process is present until one is replaced."""
+    def _all_lost(self) -> Reply:
+        """Return a reply that has failed with ``WorkerLost``: no process is present until one is replaced."""
         worker = self.crew.workers[self.slices[0].leader]
-        reply: Future[Any] = Future()
+        reply = Reply(lambda: None)
         reply.set_exception(WorkerLost(self.role, worker.rank, worker.host, "it is being replaced"))
         return reply

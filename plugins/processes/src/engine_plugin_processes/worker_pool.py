@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from engine_core import timeline
 from engine_core.errors import EngineError, WorkerLost
@@ -41,7 +41,6 @@ STRAGGLER_SECONDS = 5.0  # for the other ranks once one has failed: they may wai
 WRITER_SECONDS = 60.0
 STACK_SECONDS = 3.0
 CLOSE_SECONDS = 10.0
-SENDER_SECONDS = 1.0
 
 
 class Reply(Future[Any]):
@@ -141,12 +140,6 @@ class Command:
             self.reply.set_exception(error)
 
 
-class Leave(NamedTuple):
-    """An entry in the queue of commands: abandon the earlier commands of this thread."""
-
-    thread: int
-
-
 class WorkerPool:
     """A pool of all workers of a run.
 
@@ -173,10 +166,10 @@ class WorkerPool:
         self._warned: dict[str, int] = {}  # warning -> the rank that logged it first
         self._lock = threading.RLock()
         self._closing = threading.Event()
-        self._outgoing: queue.SimpleQueue[tuple[Command | None, dict[int, Encoded]] | Leave | None]
+        # commands; the id of a thread: abandon its commands so far; None: the end
+        self._outgoing: queue.SimpleQueue[tuple[Command | None, dict[int, Encoded]] | int | None]
         self._outgoing = queue.SimpleQueue()
-        self._sender = threading.Thread(target=self._send, name="send", daemon=True)
-        self._sender.start()
+        threading.Thread(target=self._send, name="send", daemon=True).start()
         for worker in workers:
             threading.Thread(
                 target=self._read, args=(worker,), name=f"rank {worker.rank}", daemon=True
@@ -186,37 +179,38 @@ class WorkerPool:
 
     def send(
         self,
-        messages: Mapping[int, Mapping[str, Any]] | Mapping[int, Encoded],
+        messages: Mapping[int, Mapping[str, Any]],
         what: tuple[str, str],
-        number: int,
         *,
         leaders: Sequence[int] | None = None,
         merge: Merge = lambda results: results[0],
         interruptible: bool = False,
         deadline: tuple[float, str] | None = None,
         on_part: Callable[[Any], None] = lambda part: None,
-    ) -> Future[Any]:
+    ) -> Reply:
         """Put a command into the mailboxes of some ranks; return its future result without waiting.
 
         Args:
-            messages: message of each rank, as a value or ``Encoded``.
-            what: role and method, for messages.
-            number: from ``next_number``, the same as in the messages.
+            messages: ``kind`` and fields of each rank's message; ranks may share one object.
+            what: role and method, for error messages.
             leaders: ranks whose results are merged; default: the first rank.
             merge: merges the leaders' results into one.
             interruptible: whether the command may be interrupted at any point: no rank waits for another in it.
             deadline: seconds, and the key that sets them; default: `command_timeout_minutes`.
             on_part: called, in a reading thread, with each part of a result that a rank sends before its answer.
+
+        Raises:
+            TypeError: a message cannot be encoded; nothing is sent.
         """
-        ranks = list(messages)
+        ranks, number = list(messages), next(self._numbers)
         limit = deadline or (self.stall_seconds, self.stall_key)
         command = Command(number, what, ranks, leaders or ranks[:1], merge, limit, on_part)
         command.reply = Reply((lambda: self._interrupt(command)) if interruptible else (lambda: None))
-        if self._closing.is_set():
-            command.fail(self._over(command))
-            return command.reply
         # one atomic put: a signal's exception within a half-sent message would lose the worker
-        self._outgoing.put((command, {rank: _encoded(message) for rank, message in messages.items()}))
+        self._outgoing.put((command, encoded(messages, number)))
+        if self._closing.is_set():  # the sender may have ended
+            with self._lock:
+                command.fail(self._over(command))
         return command.reply
 
     def reply(self, give_up: Callable[[], None]) -> Reply:
@@ -228,7 +222,7 @@ class WorkerPool:
 
         Called after an interrupt: a signal's exception may arrive between a command and the wait for its reply.
         """
-        self._outgoing.put(Leave(threading.get_ident()))
+        self._outgoing.put(threading.get_ident())
 
     def admit(self, worker: WorkerHandle) -> None:
         """Add a new worker, which may replace a lost one of the same rank."""
@@ -247,18 +241,13 @@ class WorkerPool:
                 self.absent[worker.rank] = WorkerLost(worker.roles[0], worker.rank, worker.host, cause)
                 self._go_on_without(worker.rank)
 
-    def next_number(self) -> int:
-        """Return an unused number for a command."""
-        return next(self._numbers)
-
     def close(self) -> None:
         """End every worker: idle workers are asked to exit, all others are killed."""
         if self._closing.is_set():
             return
-        self._outgoing.put(None)
-        self._sender.join(SENDER_SECONDS)
-        idle = self.broken is None and not self.open and not self._sender.is_alive()
+        idle = self.broken is None and not self.open and self._outgoing.empty()
         self._closing.set()
+        self._outgoing.put(None)
         if idle:
             for worker in self._all():
                 worker.ask_to_end()
@@ -272,16 +261,6 @@ class WorkerPool:
             for command in self.open.values():
                 command.fail(self._over(command))
             self.open.clear()
-        self._fail_unsent()
-
-    def _fail_unsent(self) -> None:
-        """Fail commands that were queued during ``close``; a sender that still runs may take them first."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                unsent = self._outgoing.get_nowait()
-                if unsent is not None and isinstance(unsent[0], Command):
-                    unsent[0].fail(self._over(unsent[0]))
-        self._outgoing.put(None)  # again for the sender: the loop may have removed its end mark
 
     def _over(self, command: Command) -> WorkerLost:
         first = self.workers[command.ranks[0]]
@@ -290,14 +269,17 @@ class WorkerPool:
     def _send(self) -> None:
         """Send queued commands to the workers, in order."""
         while (item := self._outgoing.get()) is not None:
-            if isinstance(item, Leave):
-                self._leave(item.thread)
+            if isinstance(item, int):
+                with self._lock:
+                    left = [command for command in self.open.values() if command.thread == item]
+                for each in left:
+                    each.reply.give_up()
                 continue
             command, messages = item
             with self._lock:
-                if self.broken is not None:
+                if self.broken is not None or self._closing.is_set():
                     if command is not None:
-                        command.fail(self.broken)
+                        command.fail(self.broken or self._over(command))
                     continue
                 messages = {rank: text for rank, text in messages.items() if rank not in self.absent}
                 if command is not None and self._without_absent(command):
@@ -307,12 +289,6 @@ class WorkerPool:
             for rank, message in messages.items():
                 with contextlib.suppress(Closed):  # the worker's reader reports how it ended
                     self.workers[rank].channel.send(message)
-
-    def _leave(self, thread: int) -> None:
-        with self._lock:
-            left = [command for command in self.open.values() if command.thread == thread]
-        for command in left:
-            command.reply.give_up()
 
     def _all(self) -> list[WorkerHandle]:
         """Return a copy of all workers, including lost ones: another thread may add workers meanwhile."""
@@ -384,7 +360,8 @@ class WorkerPool:
 
     def _interrupt(self, command: Command) -> None:
         """Tell the ranks of an abandoned command to interrupt it."""
-        self._outgoing.put((None, dict.fromkeys(command.ranks, message_to(command.number, "interrupt"))))
+        message = {"kind": "interrupt"}
+        self._outgoing.put((None, encoded(dict.fromkeys(command.ranks, message), command.number)))
 
     # -- losses -------------------------------------------------------------
 
@@ -466,14 +443,7 @@ class WorkerPool:
         deadline = time.monotonic() + STACK_SECONDS
         while len(self.stacks) < len(asked) and time.monotonic() < deadline:
             time.sleep(TICK_SECONDS / 2)
-        blamed, cause, stacks = diagnose(
-            command.what[1],
-            command.deadline[0],
-            command.waiting,
-            command.ranks,
-            self.stacks,
-            command.deadline[1],
-        )
+        blamed, cause, stacks = diagnose(command, self.stacks)
         log.error("Where every rank is:\n%s", stacks)
         worker = self.workers[blamed]
         self._lose(worker, worker.how_it_ended(cause), command.what[0])
@@ -484,10 +454,8 @@ def _ask_where(worker: WorkerHandle) -> None:
         worker.channel.send({"kind": "stacks"})
 
 
-def _encoded(message: Any) -> Encoded:
-    return message if isinstance(message, Encoded) else encode(message)
-
-
-def message_to(number: int, kind: str, **fields: Any) -> Encoded:
-    """Return an encoded command for any number of ranks."""
-    return encode({"kind": kind, "id": number, **fields})
+def encoded(messages: Mapping[int, Mapping[str, Any]], number: int) -> dict[int, Encoded]:
+    """Return the messages of a command with its number; one that several ranks share is encoded once."""
+    distinct = {id(message): message for message in messages.values()}
+    made = {key: encode({**message, "id": number}) for key, message in distinct.items()}
+    return {rank: made[id(message)] for rank, message in messages.items()}

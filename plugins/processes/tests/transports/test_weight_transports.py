@@ -5,9 +5,8 @@ import torch
 
 from engine_core.contracts.weight_transport import WeightUpdate
 from engine_core.errors import TrainingFailed
-from engine_plugin_processes import buckets
 from engine_plugin_processes.transports import bucketing
-from engine_plugin_processes.transports.bucketing import flat_buckets, weight_bytes
+from engine_plugin_processes.transports.bucketing import flat_buckets
 from engine_plugin_processes.worker import closing_stream
 
 ACROSS = ["tcp", "broadcast", "ipc"]
@@ -17,7 +16,7 @@ SECONDS = 30
 @pytest.mark.parametrize("name", ACROSS)
 @pytest.mark.parametrize("bucket", [1, 500, 1 << 20])
 def test_every_receiver_gets_all_weights_bit_for_bit(link, weights, monkeypatch, name, bucket):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", bucket)
+    monkeypatch.setattr(bucketing, "BUCKET_BYTES", bucket)
     ends = link(name, receivers=2)
     for number in (1, 2, 3):  # one link, update after update
         sent, taken = ends.update(number=number, version=number - 1)
@@ -33,7 +32,7 @@ def test_every_receiver_gets_all_weights_bit_for_bit(link, weights, monkeypatch,
 def test_a_stream_that_fails_is_told_to_who_takes_and_raised_where_it_failed(
     link, weights, monkeypatch, name
 ):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(bucketing, "BUCKET_BYTES", 1)
 
     def broken():
         yield from list(weights.items())[:2]
@@ -54,7 +53,7 @@ def test_a_damaged_bucket_is_found_and_refused_and_the_other_receivers_have_all(
     link, weights, monkeypatch, name
 ):
     """Found by each receiver for itself: one whose memory is damaged holds up nobody."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(bucketing, "BUCKET_BYTES", 1)
     ends = link(name, receivers=2)
     honest, damaged = bucketing.checksum, ends.ends[1]
 
@@ -88,7 +87,7 @@ def test_a_sender_that_does_not_send_is_told_in_time_with_both_sides_and_the_key
 
 @pytest.mark.parametrize("name", ["tcp", "broadcast", "ipc"])
 def test_a_sender_that_ends_on_the_way_is_told(link, weights, monkeypatch, name):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(bucketing, "BUCKET_BYTES", 1)
     ends = link(name, timeout_seconds=2)
 
     def dies():
@@ -116,7 +115,7 @@ def _nothing_more(end):
 
 @pytest.mark.parametrize("name", ["tcp", "broadcast", "ipc"])
 def test_a_receiver_that_takes_no_more_is_told_to_the_sender_in_time(link, weights, monkeypatch, name):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(bucketing, "BUCKET_BYTES", 1)
     ends = link(name, timeout_seconds=1)
 
     def first_only(at, update):
@@ -134,7 +133,7 @@ def test_a_receiver_that_takes_no_more_is_told_to_the_sender_in_time(link, weigh
 
 def test_a_receiver_that_wants_no_more_holds_up_nobody(link, weights, monkeypatch):
     """An engine that refuses an update; the next one is taken by all."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(bucketing, "BUCKET_BYTES", 1)
     ends = link("broadcast", receivers=2)
 
     def take(at, update):
@@ -151,13 +150,13 @@ def test_a_receiver_that_wants_no_more_holds_up_nobody(link, weights, monkeypatc
 
 
 def test_a_bucket_lies_whole_until_the_one_after_the_next_is_asked_for(weights, monkeypatch):
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(bucketing, "BUCKET_BYTES", 1)
     stream = flat_buckets(weights.items(), torch.device("cpu"))
     first = next(stream)
     before = first.data.clone()
     next(stream)
     assert torch.equal(first.data, before)
-    assert weight_bytes(first.bucket) == 50 * 7 * 4
+    assert first.weight_bytes == 50 * 7 * 4
 
 
 @pytest.mark.parametrize("name", ACROSS)
@@ -176,7 +175,7 @@ def test_an_update_of_another_version_is_refused_before_a_tensor_is_given(link, 
 @pytest.mark.parametrize("name", ACROSS)
 def test_an_engine_that_is_asleep_holds_up_nobody(link, weights, monkeypatch, name):
     """It refuses before it has looked at the stream; the sender's time-out is ten minutes."""
-    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
+    monkeypatch.setattr(bucketing, "BUCKET_BYTES", 1)
 
     def refuse(at, update):
         with closing_stream(at.receive(update)):

@@ -187,10 +187,6 @@ class RayRuntime(MultiProcessRuntime):
             "runtime.ray.startup_timeout_minutes. Let nodes reach each other on any port, as Ray asks."
         )
 
-    @property
-    def _size(self) -> int:
-        return sum(len(pool.ranks) for pool in self.pools)
-
     def _can_replace(self) -> bool:
         return True
 

@@ -25,8 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from inspect import Parameter, Signature
 from typing import TYPE_CHECKING, Any
 
-from engine_plugin_processes.http.connections import Connections
-from engine_plugin_processes.http.requests import Asker, NoAnswer, Pace, secret_parts
+from engine_plugin_processes.http.requests import Asker, NoAnswer, Pace
 from engine_plugin_rewards.judging import VerdictReader, columns_of, filled
 from engine_plugin_rewards.plugin import HTTPOptions
 
@@ -53,17 +52,8 @@ def make_http(timeout: float, **options: Any) -> Callable[..., list[Score]]:
         ConfigError: a variable with a secret is not set, or its value cannot be a token.
     """
     chosen = HTTPOptions.model_validate(options)
-    headers, secrets = secret_parts(chosen.token_env, chosen.secret_headers, "reward.http")
-    asker = Asker(
-        Connections(chosen.url),
-        headers,
-        secrets,
-        chosen.attempt_timeout_seconds,
-        chosen.retries,
-        chosen.backoff_seconds,
-        chosen.max_response_kb * 1024,
-        Pace(chosen.requests_per_second),
-    )
+    most, pace = chosen.max_response_kb * 1024, Pace(chosen.requests_per_second)
+    asker = Asker(chosen, "reward.http", most, secret_headers=chosen.secret_headers, pace=pace)
     judge = None if chosen.chat is None else Chat(chosen.chat)
     columns = chosen.columns if judge is None else judge.columns
     votes = 1 if chosen.chat is None else chosen.chat.votes

@@ -266,8 +266,7 @@ def a_pause_loses_no_request(bench: RolloutBench) -> None:
 def _check_drained(bench: RolloutBench) -> None:
     """Drain more requests than an engine samples at a time, and assert that none continues under later weights."""
     engine = bench.engine(request_timeout_seconds=3600.0)  # the steps of an engine may be short
-    count = max(CROWD, engine.capacity + 8)
-    requests = bench.requests(("ab",), group=count, max_response_tokens=1)
+    requests = bench.requests(("ab",), group=CROWD, max_response_tokens=1)
     for request in requests[::64]:
         request.sampling = dataclasses.replace(request.sampling, max_response_tokens=48)
     engine.add(requests)
@@ -276,11 +275,11 @@ def _check_drained(bench: RolloutBench) -> None:
     engine.resume()
     done = finish(engine)
     assert sorted(r.request_id for r in done) == sorted(r.id for r in requests), (
-        f"pause('drain') lost some of {count} requests."
+        f"pause('drain') lost some of {CROWD} requests."
     )
     late = [r for r in done if set(r.policy_versions[r.prompt_length :].tolist()) != {0}]
     assert not late, (
-        f"pause('drain') left {len(late)} of {count} requests unfinished: they have tokens of an update after the pause, "
+        f"pause('drain') left {len(late)} of {CROWD} requests unfinished: they have tokens of an update after the pause, "
         f"such as '{late[0].request_id}'."
     )
     reasons = {rollout.finish_reason for rollout in done}

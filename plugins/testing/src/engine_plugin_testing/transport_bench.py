@@ -26,7 +26,7 @@ from torch import Tensor
 
 from engine_core.contracts.weight_transport import TransportEndpoint, WeightTransport, WeightUpdate
 from engine_core.errors import TrainingFailed
-from engine_plugin_processes import buckets
+from engine_plugin_processes.transports import bucketing
 from engine_plugin_testing import forking
 from engine_plugin_testing.bench import EngineBench
 from engine_plugin_testing.transport_damage import FAR, FAR_BYTES, WAYS, WORD
@@ -55,8 +55,8 @@ class TransportBench(EngineBench):
     def __enter__(self) -> Self:
         if self.device.type != "cpu":
             torch.get_device_module(self.device).set_device(self.device)
-        before, buckets.BUCKET_BYTES = buckets.BUCKET_BYTES, BUCKET_BYTES
-        self.stack.callback(setattr, buckets, "BUCKET_BYTES", before)
+        before, bucketing.BUCKET_BYTES = bucketing.BUCKET_BYTES, BUCKET_BYTES
+        self.stack.callback(setattr, bucketing, "BUCKET_BYTES", before)
         return super().__enter__()
 
     def __exit__(self, *raised: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from engine_plugin_processes.transports import bucketing
 
@@ -28,31 +28,32 @@ FAR_BYTES = 16 * 2**20
 @contextlib.contextmanager
 def after_the_checksum(way: str = WAYS[0]) -> Iterator[None]:
     """Damage the second bucket of ``flat_buckets``, or the last, in one of ``WAYS`` after its checksum, within the block."""
-    fill, filled = bucketing.fill, 0
+    filled = bucketing.filled
 
-    def damaged(arena: Any, bucket: Any, tensors: Sequence[tuple[str, Tensor]]) -> None:
+    def damaged(
+        number: int, tensors: Sequence[tuple[str, Tensor]], buffer: bucketing.Buffer
+    ) -> bucketing.FlatBucket:
         """Fill a bucket with tensors [D_1, D_2, ...], and damage it if it is the one to damage."""
-        nonlocal filled
-        fill(arena, bucket, tensors)
-        filled += 1
-        data = arena.view(bucket.offset, bucket.size)
+        bucket = filled(number, tensors, buffer)
+        data = bucket.data
         if way == WAYS[3]:
             if tensors[-1][0] == LAST:
                 data[tensors[-1][1].numel() * tensors[-1][1].element_size() - 1] ^= 1
         elif way == FAR:
-            if bucket.size > FAR_BYTES:
+            if len(data) > FAR_BYTES:
                 first, second = data[:WORD].clone(), data[FAR_BYTES : FAR_BYTES + WORD].clone()
                 data[:WORD], data[FAR_BYTES : FAR_BYTES + WORD] = second, first
-        elif filled == 2 and way == WAYS[0]:
+        elif number == 1 and way == WAYS[0]:
             data[0] ^= 1
-        elif filled == 2 and way == WAYS[4]:
+        elif number == 1 and way == WAYS[4]:
             data[WORD - 1] ^= 0x80
-        elif filled == 2:
+        elif number == 1:
             size = WORD if way == WAYS[1] else GAP
             data[: 2 * size] = data[: 2 * size].view(2, size).flip(0).flatten()
+        return bucket
 
-    bucketing.fill = damaged
+    bucketing.filled = damaged
     try:
         yield
     finally:
-        bucketing.fill = fill
+        bucketing.filled = filled

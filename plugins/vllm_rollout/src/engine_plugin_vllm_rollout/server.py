@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from engine_core.errors import ConfigError, EnvironmentProblem, TrainingFailed, did_you_mean
-from engine_plugin_processes.http.connections import Connections
-from engine_plugin_processes.http.requests import LONGEST_BACKOFF, Asker, NoAnswer, secret_parts
+from engine_plugin_processes.http.requests import LONGEST_BACKOFF, Asker, NoAnswer
 from engine_plugin_vllm_rollout import installed
 
 if TYPE_CHECKING:
@@ -48,18 +47,8 @@ class Server:
         self.options, self.table, self.url = options, table, options.url
         self.model = options.model or ""
         self.room = 0  # tokens that it holds, once it was asked
-        headers, secrets = secret_parts(options.token_env, {}, table)
         self.base = (urlsplit(self.url).path or "").rstrip("/").removesuffix("/v1")
-        self._asker = Asker(
-            Connections(self.url),
-            headers,
-            secrets,
-            options.attempt_timeout_seconds,
-            options.retries,
-            options.backoff_seconds,
-            options.max_response_mb << 20,
-            longest_key="max_response_mb",
-        )
+        self._asker = Asker(options, table, options.max_response_mb << 20, "max_response_mb")
 
     # -- before the run -----------------------------------------------------
 

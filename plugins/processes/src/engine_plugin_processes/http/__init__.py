@@ -3,8 +3,7 @@
 ::
 
     options.py      the keys of a table that names a server
-    connections.py  connections to one server, each attempt with a deadline
-    requests.py     secrets, rate limit, retries
+    requests.py     secrets, rate limit, deadlines, retries
 
 urllib3 is imported where it is used: ``options`` is read by ``engine validate``.
 """

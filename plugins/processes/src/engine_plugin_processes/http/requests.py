@@ -1,23 +1,42 @@
-"""Requests to one server, with redacted secrets in messages, a rate limit, and retries of temporary failures."""
+"""Requests to one server, by urllib3, with redacted secrets in messages, a rate limit, deadlines and retries."""
 
 from __future__ import annotations
 
+import http.client
 import os
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import urllib3
+from urllib3.exceptions import ConnectTimeoutError, HTTPError, InvalidHeader, NewConnectionError
+from urllib3.exceptions import TimeoutError as LateError
 from urllib3.util.retry import Retry
 
 from engine_core.errors import ConfigError
-from engine_plugin_processes.http.connections import Connections, Passing
 
+if TYPE_CHECKING:
+    from engine_plugin_processes.http.options import ServerOptions
+
+CHUNK_BYTES = 65536
 LONGEST_BACKOFF = 8.0
 SHOWN = 160  # characters of a response in a message
 PASSING = {429, *range(500, 600)}  # statuses that another try may change
+
+
+class Passing(Exception):
+    """An error: an attempt failed, and another one may succeed.
+
+    Args:
+        reason: for the message of the last attempt.
+        wait: seconds that the server asks for.
+    """
+
+    def __init__(self, reason: str, wait: float | None = None) -> None:
+        super().__init__(reason)
+        self.wait = wait
 
 
 class NoAnswer(Exception):
@@ -31,29 +50,6 @@ class NoAnswer(Exception):
     def __init__(self, reason: str, status: int = 0) -> None:
         super().__init__(reason)
         self.status = status
-
-
-def secret_parts(
-    token_env: str | None, secret_headers: Mapping[str, str], table: str
-) -> tuple[dict[str, str], list[str]]:
-    """Return the headers whose values come from the environment, and these values.
-
-    Args:
-        token_env: variable of the token.
-        secret_headers: variable of each further header.
-        table: of the run file, for messages.
-
-    Raises:
-        ConfigError: a variable is not set, or its value cannot be a token.
-    """
-    headers, secrets = {}, []
-    if token_env is not None:
-        secrets.append(_secret(table, "token_env", token_env))
-        headers["Authorization"] = f"Bearer {secrets[-1]}"
-    for name, variable in secret_headers.items():
-        secrets.append(_secret(table, f"secret_headers.{name}", variable))
-        headers[name] = secrets[-1]
-    return headers, secrets
 
 
 def _secret(table: str, key: str, variable: str) -> str:
@@ -88,44 +84,46 @@ class Pace:
 
 
 class Asker:
-    """A client of one server. Thread-safe.
+    """A client of one server, which keeps connections open. Thread-safe. Proxies of the environment are not used.
 
     Args:
-        connections: to the server.
-        headers: sent with every request; contain ``secrets`` and are never logged.
-        secrets: texts that are redacted in messages.
-        attempt_timeout_seconds: for one attempt.
-        retries: further attempts.
-        backoff_seconds: before the second attempt.
+        options: the table that names the server.
+        table: its name in the run file, for messages.
         max_bytes: longest response.
-        pace: of all requests.
         longest_key: the option that allows a longer response, for the message.
+        secret_headers: variable of each header whose value comes from the environment.
+        pace: of all requests.
+
+    Raises:
+        ConfigError: a variable is not set, or its value cannot be a token.
     """
 
     def __init__(
         self,
-        connections: Connections,
-        headers: Mapping[str, str],
-        secrets: Sequence[str],
-        attempt_timeout_seconds: float,
-        retries: int,
-        backoff_seconds: float,
+        options: ServerOptions,
+        table: str,
         max_bytes: int,
-        pace: Pace | None = None,
         longest_key: str = "max_response_kb",
+        secret_headers: Mapping[str, str] | None = None,
+        pace: Pace | None = None,
     ) -> None:
-        self.connections, self.secrets, self.attempt_timeout_seconds = (
-            connections,
-            secrets,
-            attempt_timeout_seconds,
-        )
-        self.retries, self.backoff_seconds, self.max_bytes = retries, backoff_seconds, max_bytes
-        self.pace, self.longest_key = pace or Pace(None), longest_key
+        self.options, self.max_bytes, self.longest_key = options, max_bytes, longest_key
+        self.pool = urllib3.connection_from_url(options.url, maxsize=options.connections)
+        self.path = urllib3.util.parse_url(options.url).request_uri
+        self.pace = pace or Pace(None)
+        given = {
+            name: _secret(table, f"secret_headers.{name}", variable)
+            for name, variable in (secret_headers or {}).items()
+        }
+        self.secrets = list(given.values())  # redacted in messages; headers are never logged
+        if options.token_env is not None:
+            self.secrets.append(_secret(table, "token_env", options.token_env))
+            given = {"Authorization": f"Bearer {self.secrets[-1]}", **given}
         self.headers = {
             "Content-Type": "application/json",
             "Accept": "application/json",
             "Accept-Encoding": "identity",  # a body that is compressed nevertheless is never decompressed
-            **headers,
+            **given,
         }
         self.random = random.Random()  # not the run's: a pause must not change other random draws
 
@@ -151,19 +149,21 @@ class Asker:
             TimeoutError: no such response before the deadline.
             NoAnswer: another status that is not retried, a too long response, or no success after all attempts.
         """
-        for number in range(self.retries + 1):
-            left = deadline - time.monotonic()
-            if left <= 0:
+        attempts = self.options.retries + 1
+        for number in range(attempts):
+            if time.monotonic() >= deadline:
                 break
             if not self.pace.wait(deadline):
                 raise TimeoutError("requests_per_second leaves no time for a try")
             try:
-                return self._try(body, min(self.attempt_timeout_seconds, deadline - time.monotonic()), path)
+                left = deadline - time.monotonic()
+                return self._try(body, min(self.options.attempt_timeout_seconds, left), path)
             except Passing as failed:
                 last = failed
-            if number == self.retries:
-                raise NoAnswer(f"{last} (try {number + 1} of {self.retries + 1})")
-            backoff = min(self.backoff_seconds * 2**number, LONGEST_BACKOFF) * self.random.uniform(0.5, 1.5)
+            if number + 1 == attempts:
+                raise NoAnswer(f"{last} (try {attempts} of {attempts})")
+            backoff = min(self.options.backoff_seconds * 2**number, LONGEST_BACKOFF)
+            backoff *= self.random.uniform(0.5, 1.5)
             pause = backoff if last.wait is None else last.wait
             if time.monotonic() + pause >= deadline:
                 raise TimeoutError(f"{last} (try {number + 1}), and no time is left for another")
@@ -171,7 +171,7 @@ class Asker:
         raise TimeoutError("no time was left for a try")
 
     def _try(self, body: bytes | None, seconds: float, path: str | None) -> bytes:
-        response, answer = self.connections.exchange(body, self.headers, seconds, self.max_bytes, path)
+        response, answer = self._exchange(body, seconds, path or self.path)
         status = response.status
         if answer is None:
             raise NoAnswer(f"the response is longer than {self.max_bytes // 1024} KB ({self.longest_key})")
@@ -181,10 +181,64 @@ class Asker:
             raise NoAnswer(f"status {status}: {self.shown(answer)!r}", status)
         return answer
 
+    def _exchange(self, body: bytes | None, seconds: float, path: str) -> tuple[Any, bytes | None]:
+        """Return the response, whatever its status, and its raw body; None for one of more than ``max_bytes`` bytes.
+
+        Args:
+            body: to post; None: a GET request.
+            seconds: for everything, from the connection to the last byte.
+            path: of the request.
+
+        Raises:
+            Passing: no response came in time, or the connection broke.
+        """
+        until, response = time.monotonic() + seconds, None
+        late = Passing(f"no whole answer within {seconds:.3g} s")
+        answer, whole = bytearray(), False
+        try:
+            response = self.pool.urlopen(
+                "GET" if body is None else "POST",
+                path,
+                body,
+                self.headers,
+                retries=False,
+                timeout=urllib3.Timeout(total=max(seconds, 0.001)),
+                preload_content=False,
+                decode_content=False,
+            )
+            while part := response.read1(CHUNK_BYTES):
+                answer += part
+                if len(answer) > self.max_bytes:
+                    return response, None
+                if time.monotonic() > until:  # the socket's own timeout restarts with each byte
+                    raise late
+            whole = True
+        except NewConnectionError as error:  # a subclass of urllib3's timeout errors
+            raise Passing(f"no connection: {_reason(error)}") from None
+        except ConnectTimeoutError:
+            raise Passing(f"no connection within {seconds:.3g} s") from None
+        except LateError:
+            raise late from None
+        except (HTTPError, http.client.HTTPException, OSError, ValueError) as error:
+            raise Passing(f"the connection broke off: {_reason(error)}") from None
+        finally:
+            if response is not None:
+                if not whole:  # a connection with unread bytes is of no use
+                    response.close()
+                response.release_conn()
+        return response, bytes(answer)
+
+
+def _reason(error: Exception) -> str:
+    """Return the error's message without the objects with which the library's messages begin."""
+    if error.args and isinstance(error.args[-1], Exception):
+        error = error.args[-1]
+    return str(error).rpartition(": ")[2] or type(error).__name__
+
 
 def _pause_asked_for(response: Any) -> float | None:
     """Return the seconds of ``Retry-After``; None if the header is missing, or neither a number nor a date."""
     try:
         return Retry().get_retry_after(response)
-    except urllib3.exceptions.InvalidHeader:
+    except InvalidHeader:
         return None

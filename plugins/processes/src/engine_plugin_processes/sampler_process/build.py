@@ -5,42 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from engine_core.config import ModelConfig, RolloutConfig
 from engine_core.contracts.engines import RolloutEngine, WorkerContext
-from engine_core.data import load_tokenizer, tokenizer_hash
-from engine_core.errors import ConfigError
 from engine_core.local.engine_host import RankPlacement
 from engine_plugin_processes import foreign_interpreter
-
-if TYPE_CHECKING:
-    from engine_core.plugins.plugin_set import PluginSet
+from engine_plugin_processes.starting import same_tokenizer
 
 
-@dataclass
-class SamplerHost:
-    """A host of the one engine of a sampler's process, as a ``Worker`` uses it."""
-
-    config: Any  # with the table ``rollout``
-    plugins: PluginSet
-    live: Mapping[str, Any]
-    place: RankPlacement
-    engines: dict[str, RolloutEngine]
-
-    def close(self) -> None:
-        """Close the engine."""
-        for engine in self.engines.values():
-            engine.close()
-
-
-def build_host(order: Mapping[str, Any]) -> SamplerHost:
-    """Build the engine of the owner's command.
+def build_host(order: Mapping[str, Any]) -> Any:
+    """Build the engine of the owner's command; return a host of it alone, as a ``Worker`` uses it.
 
     Args:
         order: the command ``sampler`` of ``SamplerEngine``.
@@ -66,21 +45,20 @@ def build_host(order: Mapping[str, Any]) -> SamplerHost:
     model = ModelConfig.model_validate(order["model"])
     live = {"tokenizer": tokenizer_here(order["tokenizer"], model)} if order["tokenizer"] else {}
     context = WorkerContext(
-        plugins=plugins,
-        role=order["context"]["role"],
-        device=device,
-        seed=order["context"]["seed"],
-        total_steps=order["context"]["total_steps"],
-        deterministic=order["context"]["deterministic"],
-        actor=order["actor"],
-        live=live,
+        plugins=plugins, actor=order["actor"], live=live, **{**order["context"], "device": device}
     )
     torch.manual_seed(context.seed)
     engine: RolloutEngine = plugins.resolve("rollout_engines", config.backend)(config, model, context)
     # decode texts of the run's model only: others may have other tokenizers
     known = live if context.role == "rollout" else {}
-    place = RankPlacement(device)
-    return SamplerHost(SimpleNamespace(rollout=config), plugins, known, place, {"rollout": engine})
+    return SimpleNamespace(
+        config=SimpleNamespace(rollout=config),
+        plugins=plugins,
+        live=known,
+        place=RankPlacement(device),
+        engines={"rollout": engine},
+        close=engine.close,
+    )
 
 
 def tokenizer_here(order: Sequence[str], model: ModelConfig) -> Any:
@@ -93,13 +71,11 @@ def tokenizer_here(order: Sequence[str], model: ModelConfig) -> Any:
     Raises:
         ConfigError: this environment loads another tokenizer from the folder.
     """
-    folder, expected = order
-    found = load_tokenizer(model.model_copy(update={"tokenizer": folder}))
-    if tokenizer_hash(found) != expected:
-        import transformers
+    import transformers
 
-        raise ConfigError(
-            f"model.tokenizer: transformers {transformers.__version__} of {sys.executable} reads it as another tokenizer than "
-            f"the trainer's does. Install the same version of transformers in both ({Path(sys.prefix)})."
-        )
-    return found
+    folder, expected = order
+    problem = (
+        f"transformers {transformers.__version__} of {sys.executable} reads it as another tokenizer than the trainer's "
+        f"does. Install the same version of transformers in both ({Path(sys.prefix)})."
+    )
+    return same_tokenizer(model.model_copy(update={"tokenizer": folder}), expected, problem)

@@ -11,7 +11,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,11 +34,10 @@ from engine_plugin_processes import foreign_interpreter
 from engine_plugin_processes.flow import Flow
 from engine_plugin_processes.placement import Slice
 from engine_plugin_processes.replacement import Replacements
-from engine_plugin_processes.sampler_process.memory import environment_for
 from engine_plugin_processes.sampler_process.weights import Stream, Weights
 from engine_plugin_processes.starting import portable_path
 from engine_plugin_processes.worker_group import RemoteWorkerGroup
-from engine_plugin_processes.worker_pool import WorkerPool, message_to
+from engine_plugin_processes.worker_pool import WorkerPool
 from engine_plugin_processes.worker_process import WorkerHandle
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
 
 STEP_SECONDS = 0.05  # time that a step waits for a rollout: the caller may have more requests
-LOSS_SECONDS = 10.0  # to detect the loss of a process, once an update has failed
 TICK_SECONDS = 0.05
 NOT_INHERITED = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE"),
@@ -91,8 +90,7 @@ class SamplerEngine(RolloutEngine):
         self._news = False  # a sampler rests, has failed or was lost
         self._paused = ""  # the mode
         self._asleep: tuple[str, ...] | None = None  # parts that stay awake; None: not asleep
-        self._about: Mapping[str, Any] = {}  # label and capacity of the first process's engine
-        self._named = f"{context.role}[{context.rank}]"
+        self._label = ""  # of the first process's engine
         self._tokenizer: Any = (context.live or {}).get("tokenizer")
         self._folder = TemporaryFolder("sampler-")
         self._closers: list[Callable[[], None]] = [self._folder.remove]
@@ -108,12 +106,7 @@ class SamplerEngine(RolloutEngine):
     def label(self) -> str:
         """The engine's label, with the interpreter and the number of processes."""
         count = "" if len(self.devices) == 1 else f", one of {len(self.devices)}"
-        return f"{self._about.get('label')} (in a process of {self.python}{count})"
-
-    @property
-    def capacity(self) -> int:
-        """Sum of the capacities of all processes."""
-        return int(self._about.get("capacity", 0)) * len(self.devices)
+        return f"{self._label} (in a process of {self.python}{count})"
 
     # -- requests -----------------------------------------------------------
 
@@ -155,7 +148,7 @@ class SamplerEngine(RolloutEngine):
         if self.flow.resting and self.flow.error is None:
             self.flow.go()
         with self._changed:
-            self._changed.wait_for(lambda: self._arrived or self._news, STEP_SECONDS)
+            self._changed.wait_for(lambda: self._news, STEP_SECONDS)
             self._news = False
         found = self._taken(lambda id: True)
         if not found and self.flow.error is not None:
@@ -192,15 +185,10 @@ class SamplerEngine(RolloutEngine):
             self._arrived = [rollout for rollout in self._arrived if not wanted(rollout.request_id)]
         return [rollout for rollout in found if self._asked.pop(rollout.request_id, None) is not None]
 
-    def _tell(self, rollouts: list[Rollout]) -> None:
-        """Take rollouts of the flow; called in a thread that reads answers."""
+    def _tell(self, rollouts: Sequence[Rollout] = ()) -> None:
+        """Take rollouts of the flow, or let ``step`` look at it; called in a thread that reads answers."""
         with self._changed:
             self._arrived += rollouts
-            self._changed.notify_all()
-
-    def _look(self) -> None:
-        """Wake ``step`` to check the flow; called in a thread that reads answers."""
-        with self._changed:
             self._news = True
             self._changed.notify_all()
 
@@ -225,19 +213,17 @@ class SamplerEngine(RolloutEngine):
         if self._asleep is not None and "weights" not in self._asleep:
             raise RuntimeError("The sampler is asleep: its weights cannot be updated. Call wake() first.")
         ranks = self._present()
-        try:
-            found = self._weights.update(ranks, stream, version)
-        except TrainingFailed as error:
-            if not self._weights.known:  # the stream's own
-                raise
-            self._wait_for_loss(ranks, error)
-            while True:
-                ranks = self._present()
-                try:
-                    found = self._weights.again(ranks)
-                    break
-                except TrainingFailed as another:
-                    self._wait_for_loss(ranks, another)
+        send: Callable[[Sequence[int]], str]
+        send = partial(self._weights.update, stream=stream, version=version)
+        while True:
+            try:
+                found = send(ranks)
+                break
+            except TrainingFailed as error:
+                if not self._weights.known:  # the stream's own
+                    raise
+                self._check_lost(ranks, error)
+            ranks, send = self._present(), self._weights.again
         self.version = version
         return found
 
@@ -299,15 +285,12 @@ class SamplerEngine(RolloutEngine):
             if self._asleep is not None:
                 self._to(ranks, "sleep", keep=list(self._asleep))
         except TrainingFailed as error:
-            self._wait_for_loss(ranks, error)
+            self._check_lost(ranks, error)
 
-    def _wait_for_loss(self, ranks: Sequence[int], error: TrainingFailed) -> None:
-        """Return once one of these processes counts as lost; raise the error if none does in time."""
-        deadline = time.monotonic() + LOSS_SECONDS
-        while self.pool.broken is None and set(ranks) <= set(self.replacements.present):
-            if time.monotonic() > deadline:
-                raise error
-            time.sleep(TICK_SECONDS)
+    def _check_lost(self, ranks: Sequence[int], error: TrainingFailed) -> None:
+        """Raise the error of an update unless one of these processes counts as lost in time."""
+        if not self.replacements.lost_one_of(ranks) and self.pool.broken is None:
+            raise error
 
     def _check_replaced(self, loss: WorkerLost) -> None:
         """Raise ``SamplerLost`` unless the lost process is being replaced."""
@@ -315,7 +298,7 @@ class SamplerEngine(RolloutEngine):
             return
         self.pool.close()
         raise SamplerLost(
-            f"Lost the sampler {self._named} on {socket.gethostname()}, which was started again "
+            f"Lost the sampler {self.context.role}[{self.context.rank}] on {socket.gethostname()}, which was started again "
             f"{self.settings.max_restarts} times (rollout.process.max_restarts): {loss.cause}"
         )
 
@@ -340,9 +323,8 @@ class SamplerEngine(RolloutEngine):
         try:
             for rank in ranks:
                 self.pool.admit(self._launch(rank))
-            number = self.pool.next_number()
-            orders = {rank: {**self._order(rank), "id": number} for rank in ranks}
-            self._about = self.pool.send(orders, ("rollout", "start"), number, deadline=limit).result()
+            orders = {rank: self._order(rank) for rank in ranks}
+            self._label = self.pool.send(orders, ("rollout", "start"), deadline=limit).result()
         except WorkerLost as loss:
             if absent := foreign_interpreter.missing_distribution(loss.cause):
                 raise PluginError(foreign_interpreter.without(self.python, absent)) from None
@@ -351,11 +333,10 @@ class SamplerEngine(RolloutEngine):
             raise _start_failure(error, self.python) from None
         self.pool.may_lose = self.replacements.lost
         slices = [Slice((rank,), rank) for rank in ranks]
-        capacity = int(self._about["capacity"])
         self.group = RemoteWorkerGroup(
-            self.pool, "rollout", slices, 0.0, True, capacity, replacements=self.replacements
+            self.pool, "rollout", slices, 0.0, True, replacements=self.replacements
         )
-        self.flow = Flow(self.group, self._tell, self._look)
+        self.flow = Flow(self.group, self._tell, self._tell)
         self._closers.append(self.flow.close)
 
     def _launch(self, rank: int) -> WorkerHandle:
@@ -379,9 +360,8 @@ class SamplerEngine(RolloutEngine):
 
     def _to(self, ranks: Sequence[int], method: str, **plain: Any) -> None:
         """Call a method of some engines."""
-        number = self.pool.next_number()
-        message = message_to(number, "call", role="rollout", method=method, batch=None, plain=plain)
-        self.pool.send(dict.fromkeys(ranks, message), ("rollout", method), number).result()
+        message = {"kind": "call", "role": "rollout", "method": method, "batch": None, "plain": plain}
+        self.pool.send(dict.fromkeys(ranks, message), ("rollout", method)).result()
 
     def _order(self, rank: int) -> dict[str, Any]:
         """Return the command by which a process builds its engine."""
@@ -450,18 +430,22 @@ def devices(own: torch.device, count: int, world_size: int) -> list[torch.device
     return [own, *(torch.device(own.type, index) for index in range(first + 1, first + count))]
 
 
+def environment_for(device: torch.device) -> dict[str, str]:
+    """Return the environment in which a process sees only this CUDA device, as device 0; {} for other devices."""
+    if device.type != "cuda":
+        return {}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = given.split(",") if given else [str(n) for n in range(torch.cuda.device_count())]
+    return {"CUDA_VISIBLE_DEVICES": visible[device.index or 0]}
+
+
 def _start_failure(error: Exception, python: str) -> EngineError:
     """Return an ``EngineError`` for what an engine raised while it was built."""
     if isinstance(error, EngineError):
         error.add_note(f"In the sampler's process, {python}.")
         return error
-    kind = (
-        EnvironmentProblem
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError, OSError))
-        else PluginError
-    )
-    made = kind(
-        f"The engine does not start in the sampler's process ({python}): {type(error).__name__}: {error}"
-    )
+    lacks = isinstance(error, (MemoryError, torch.OutOfMemoryError, OSError))
+    text = f"The engine does not start in the sampler's process ({python}): {type(error).__name__}: {error}"
+    made = EnvironmentProblem(text) if lacks else PluginError(text)
     made.__cause__ = error.__cause__
     return made

@@ -12,20 +12,19 @@ import torch
 from engine_core.contracts.weight_transport import TransportEndpoint, WeightTransport, WeightUpdate
 from engine_core.errors import DataError, TrainingFailed
 from engine_plugin_processes.channel import new_token
-from engine_plugin_processes.links import join
+from engine_plugin_processes.links import WORD_SECONDS, join
 from engine_plugin_processes.transports.table import TRANSPORTS
-from engine_plugin_processes.worker_pool import WorkerPool, message_to
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from engine_core.contracts.engines import WorkerContext
+    from engine_plugin_processes.worker_pool import WorkerPool
     from engine_plugin_processes.worker_process import WorkerHandle
 
 Stream = Iterable[tuple[str, "Tensor"]]
 
-TRANSPORT = "ipc"
-REASON_SECONDS = 10.0  # for a receiver to say why an update has failed
+TRANSPORT, LINK = "ipc", "weights"
 
 
 class Weights:
@@ -51,7 +50,7 @@ class Weights:
         self._keeps = source is None and again
         self._kept: list[tuple[str, Tensor]] = []  # of the last complete update
         self._version: int | None = None  # of the last complete update; None: the weights of the model folder
-        self._unknown = ""  # why the current weights are not known
+        self.known = True  # whether the stream of the last update came to its end, or there was none
         self._incomplete = ""  # why a process may not have them
         # receivers, and the owner's endpoint
         self._link: tuple[list[WorkerHandle], WeightTransport] | None = None
@@ -72,7 +71,7 @@ class Weights:
             TrainingFailed: a receiver was lost (then ``again`` sends the update to the others), or does not receive it.
             Exception: the stream's own, or an engine's refusal: nothing is sampled until a complete update.
         """
-        self._unknown = self._incomplete = f"an update to version {version} did not come to its end"
+        self.known, self._incomplete = False, f"an update to version {version} did not come to its end"
         copied = _Copied(stream, self._kept if self._keeps else None)
         tensors = iter(copied)
         try:
@@ -83,10 +82,10 @@ class Weights:
             if copied.error is not None:
                 raise copied.error from None
             if isinstance(error, TrainingFailed):
-                self._kept, self._version, self._unknown = copied.kept, version, ""
+                self._kept, self._version, self.known = copied.kept, version, True
             raise
         self._kept, self._version = copied.kept, version
-        self._unknown = self._incomplete = ""
+        self.known, self._incomplete = True, ""
         return found
 
     def again(self, ranks: Sequence[int]) -> str:
@@ -102,11 +101,6 @@ class Weights:
         found = self._send(ranks, self._kept if self.source is None else self.source(), self._version)
         self._incomplete = ""
         return found
-
-    @property
-    def known(self) -> bool:
-        """Whether the stream of the last update came to its end, or there was none."""
-        return not self._unknown
 
     def check_complete(self) -> None:
         """Refuse to sample from a mixture.
@@ -126,32 +120,28 @@ class Weights:
             self._link = None
 
     def _send(self, ranks: Sequence[int], stream: Stream, version: int) -> str:
-        number, transport = self._connected(ranks)
+        transport = self._connected(ranks)
         self._updates += 1
-        fields = {"link": number, "update": self._updates, "version": version, "mix": None, "role": "rollout"}
-        command = self.pool.next_number()
-        message = message_to(command, "receive", **fields)
-        taken = self.pool.send(
-            dict.fromkeys(ranks, message), ("rollout", "update_weights"), command, leaders=ranks
-        )
+        fields = {"link": LINK, "update": self._updates, "version": version, "mix": None}
+        message = {"kind": "receive", "role": "rollout", **fields}
+        taken = self.pool.send(dict.fromkeys(ranks, message), ("rollout", "update_weights"), leaders=ranks)
         try:
             transport.send(stream, WeightUpdate(self._updates, version))
             checksum: str = taken.result()
         except BaseException as error:
             self.close()
-            concurrent.futures.wait([taken], REASON_SECONDS)
+            concurrent.futures.wait([taken], WORD_SECONDS)
             if isinstance(error, TrainingFailed) and taken.done() and (reason := taken.exception()):
                 raise reason from error
             raise
         return checksum
 
-    def _connected(self, ranks: Sequence[int]) -> tuple[int, WeightTransport]:
-        """Return the number of the link to these receivers and the owner's endpoint; make a new link if needed."""
+    def _connected(self, ranks: Sequence[int]) -> WeightTransport:
+        """Return the owner's endpoint of the link to these receivers; make a new link if needed."""
         workers = [self.pool.workers[rank] for rank in ranks]  # one that was replaced is another object
         if self._link is not None and self._link[0] == workers:
-            return self._links, self._link[1]
+            return self._link[1]
         self.close()
-        replaced = [self._links] if self._links else []
         self._links += 1
         self._updates = 0
         host = socket.gethostname()
@@ -167,12 +157,12 @@ class Weights:
         transport: WeightTransport = spec.resolve()(spec.config(), endpoint)
         endpoints = {rank: {**fields, "index": at} for at, rank in enumerate(ranks, 1)}
         try:
-            join(self.pool, self._links, endpoints, replaced, transport)
+            join(self.pool, LINK, endpoints, transport)
         except BaseException:
             transport.close()
             raise
         self._link = workers, transport
-        return self._links, transport
+        return transport
 
 
 class _Copied:

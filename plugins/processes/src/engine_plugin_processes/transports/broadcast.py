@@ -23,10 +23,9 @@ from torch import Tensor
 
 from engine_core.contracts.weight_transport import WeightTransport, WeightUpdate
 from engine_core.errors import TrainingFailed
-from engine_plugin_processes.buckets import unpacked
 from engine_plugin_processes.starting import store_at
-from engine_plugin_processes.transports.bucketing import FlatBucket, flat_buckets, verify, weight_bytes
-from engine_plugin_processes.transports.devices import gpu_uuid
+from engine_plugin_processes.transports.bucketing import FlatBucket, flat_buckets, unpacked, verify
+from engine_plugin_processes.transports.choice import gpu_uuid
 
 MAX_HEADER_BYTES = 1 << 31
 SPIN_SECONDS = 0.05  # a bucket takes a millisecond; a longer wait is for a slow peer
@@ -77,7 +76,7 @@ class Broadcast(WeightTransport):
             for flat in flat_buckets(stream, self.device):
                 self._wait(under_way, update)
                 under_way = self._post(flat.header(update), flat, update)
-                sent += weight_bytes(flat.bucket)
+                sent += flat.weight_bytes
             self._wait(under_way, update)
         except TrainingFailed:
             raise
@@ -125,8 +124,8 @@ class Broadcast(WeightTransport):
     def _post(self, header: Mapping[str, Any], flat: FlatBucket | None, update: WeightUpdate) -> list[Any]:
         """Start the broadcasts of a header and of a bucket's bytes; return them with the tensors that they read."""
         words = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8)
-        lengths = torch.tensor([len(words), flat.bucket.size if flat else 0])
-        tensors = [lengths, words, *([flat.data] if flat and flat.bucket.size else [])]
+        lengths = torch.tensor([len(words), len(flat.data) if flat else 0])
+        tensors = [lengths, words, *([flat.data] if flat and len(flat.data) else [])]
         return [(self._broadcast(tensor, update), tensor) for tensor in tensors]
 
     def _header(self, update: WeightUpdate) -> dict[str, Any]:

@@ -1,19 +1,26 @@
-"""The bucketing that transports share: a weight stream as flat buckets, each with a number and a checksum."""
+"""The bucketing that transports share: a weight stream as numbered flat buckets, each with a checksum."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from engine_plugin_processes.buckets import Bucket, checksum, fill, grouped, planned
+from engine_core.contracts.weight_sync import buckets
+from engine_plugin_processes.codec import DTYPES, NAMES
 
 if TYPE_CHECKING:
     from engine_core.contracts.weight_transport import TransportEndpoint, WeightUpdate
-    from engine_plugin_processes.buckets import Arena
+
+BUCKET_BYTES = 64 * 2**20
+ALIGNMENT = 64  # bytes; of a tensor's offset and of a bucket's size
+CHUNK_WORDS = 1 << 20
+MASK = (1 << 64) - 1
 
 
 @dataclass(slots=True)
@@ -21,35 +28,34 @@ class FlatBucket:
     """A bucket: some tensors of an update as one contiguous run of bytes."""
 
     number: int  #: within the update, from 0
-    bucket: Bucket  #: offsets and checksum
-    data: Tensor  #: [size] uint8
+    entries: list[tuple[str, str, list[int], int]]  #: name, dtype, shape, offset of each tensor
+    data: Tensor  #: [SIZE] uint8
+    weight_bytes: int  #: bytes of the tensors, without the gaps between them
+    sum: str  #: checksum of ``data``
 
     def header(self, update: WeightUpdate) -> dict[str, Any]:
         """Return the fields that ``verify`` and the unpacking of the bytes need, as plain values."""
         return {
             "update": update.number, "version": update.version, "bucket": self.number,
-            "sum": self.bucket.sum, "size": self.bucket.size, "entries": [list(entry) for entry in self.bucket.entries],
+            "sum": self.sum, "size": len(self.data), "entries": [list(entry) for entry in self.entries],
         }  # fmt: skip
 
 
-class PrivateBuffer:
-    """An ``Arena`` in memory that only this process sees."""
+class Buffer:
+    """Memory of a device that one bucket after another uses."""
 
     def __init__(self, device: torch.device) -> None:
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=device)
+        self.bytes = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def reserve(self, size: int) -> None:
-        """Make the buffer at least ``size`` bytes long; its contents may be lost."""
-        if size > len(self._bytes):
-            self._bytes = torch.empty(size, dtype=torch.uint8, device=self._bytes.device)
-
-    def view(self, offset: int, size: int) -> Tensor:
-        """Return bytes ``offset`` to ``offset + size`` of the buffer, [SIZE] uint8."""
-        return self._bytes[offset : offset + size]
+    def take(self, size: int) -> Tensor:
+        """Return the first ``size`` bytes of the buffer, [SIZE] uint8; a buffer that grows loses its contents."""
+        if size > len(self.bytes):
+            self.bytes = torch.zeros(size, dtype=torch.uint8, device=self.bytes.device)
+        return self.bytes[:size]
 
 
 def flat_buckets(
-    stream: Iterable[tuple[str, Tensor]], device: torch.device, buffers: tuple[Arena, Arena] | None = None
+    stream: Iterable[tuple[str, Tensor]], device: torch.device, buffers: Sequence[Buffer] = ()
 ) -> Iterator[FlatBucket]:
     """Cut a stream into buckets and copy each into one of two buffers in turn.
 
@@ -59,22 +65,75 @@ def flat_buckets(
     Args:
         stream: names and tensors [D_1, D_2, ...] of any shape, on any device.
         device: device of the buffers to allocate.
-        buffers: used instead of allocating two.
+        buffers: two buffers to use instead of allocating them.
     """
-    buffers = buffers or (PrivateBuffer(device), PrivateBuffer(device))
-    for number, tensors in enumerate(grouped(stream)):
-        buffer, bucket = buffers[number % 2], planned(tensors, 0)
-        buffer.reserve(bucket.size)
-        fill(buffer, bucket, tensors)
-        yield FlatBucket(number, bucket, buffer.view(0, bucket.size))
+    buffers = buffers or (Buffer(device), Buffer(device))
+    for number, tensors in enumerate(buckets(stream, BUCKET_BYTES)):
+        yield filled(number, tensors, buffers[number % 2])
 
 
-def weight_bytes(bucket: Bucket) -> int:
-    """Return the number of bytes of a bucket's tensors, without the gaps between them."""
-    total = 0
-    for _, dtype, shape, _ in bucket.entries:
-        total += torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-    return total
+def filled(number: int, tensors: Sequence[tuple[str, Tensor]], buffer: Buffer) -> FlatBucket:
+    """Copy tensors from any device into a buffer; return them as a bucket with its checksum.
+
+    Args:
+        number: number of the bucket.
+        tensors: names and tensors [D_1, D_2, ...] of any shape.
+        buffer: buffer that gets their bytes.
+
+    Raises:
+        TypeError: a tensor's type cannot be sent between processes.
+    """
+    entries, size = [], 0
+    for name, tensor in tensors:
+        if tensor.dtype not in NAMES:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise TypeError(f"Weight '{name}' is of {kind}, which does not cross between processes.")
+        entries.append((name, NAMES[tensor.dtype], list(tensor.shape), size))
+        size += _aligned(tensor.nbytes)
+    data, targets = buffer.take(size), []
+    for (_, tensor), (*_, at) in zip(tensors, entries, strict=True):
+        end = at + tensor.nbytes
+        data[end : at + _aligned(tensor.nbytes)] = 0
+        targets.append(data[at:end].view(tensor.dtype).view(tensor.shape))
+    # on a GPU, one kernel for many tensors
+    torch._foreach_copy_(targets, [tensor.detach() for _, tensor in tensors])
+    return FlatBucket(number, entries, data, sum(tensor.nbytes for _, tensor in tensors), checksum(data))
+
+
+def unpacked(data: Tensor, entries: Sequence[Sequence[Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and tensors of a bucket, as views of its bytes.
+
+    Args:
+        data: [SIZE] uint8, bytes of the bucket.
+        entries: ``FlatBucket.entries``: name, dtype, shape [D_1, D_2, ...] and offset of each tensor.
+    """
+    for name, dtype, shape, at in entries:
+        kind = DTYPES[dtype]
+        yield name, data[at : at + kind.itemsize * math.prod(shape)].view(kind).view(shape)
+
+
+def checksum(data: Tensor) -> str:
+    """Return two sums over the 8-byte words w_i modulo 2^64, of w_i and of (2i + 1) w_i, as hexadecimal text.
+
+    The sums are computed on the tensor's device. They detect any single damaged word, since the factor is odd, and
+    swapped words. They do not protect against deliberate forgery.
+
+    Args:
+        data: [N] uint8, N a multiple of 8.
+    """
+    words, factors = data.view(torch.int64), _factors(data.device)
+    sums = torch.zeros(2, dtype=torch.int64, device=data.device)
+    for first in range(0, len(words), CHUNK_WORDS):  # a chunk stays in a CPU's cache
+        chunk = words[first : first + CHUNK_WORDS]
+        total = chunk.sum()
+        sums += torch.stack((total, (chunk * factors[: len(chunk)]).sum() + 2 * first * total))
+    plain, weighed = sums.tolist()  # the only synchronization with the device
+    return f"{plain & MASK:016x}{weighed & MASK:016x}"
+
+
+@functools.lru_cache(maxsize=4)
+def _factors(device: torch.device) -> Tensor:
+    return 2 * torch.arange(CHUNK_WORDS, dtype=torch.int64, device=device) + 1
 
 
 def verify(
@@ -101,3 +160,7 @@ def verify(
             f"bucket {expected} came damaged: its checksum is not the one that was sent. The update is refused, and nothing "
             "is sampled until a whole one came. Look at the memory and the network of both.",
         )
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,7 @@
-"""The choice of a run's transport: named by the run file, or for ``auto`` by the devices of actor and sampler."""
+"""The choice of a run's transport: named by the run file, or for ``auto`` by the devices of actor and sampler.
+
+Devices are values that can be compared between processes.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
 from engine_core.config.choices import AUTO
-from engine_plugin_processes.transports.devices import ProcessDevice
 from engine_plugin_processes.transports.table import TRANSPORTS
 
 if TYPE_CHECKING:
@@ -19,6 +23,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("engine")
 
 KIND = "weight_transports"
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessDevice:
+    """The device of one process."""
+
+    kind: str = "cpu"  # as ``torch.device.type``
+    gpu: str = ""  # ``gpu_uuid``
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,3 +92,13 @@ def by_topology(topology: Topology) -> tuple[str, str]:
     if topology.one_machine:
         return "ipc", f"{why}; all ends are on one machine and see the sender's memory"
     return "tcp", f"{why}, and the ends need not be on one machine, so weights go through host memory"
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Return the UUID of a CUDA GPU, which is the same in every process; "" for another device."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def visible_gpus() -> list[str]:
+    """Return the UUIDs of the GPUs that this process sees, by index."""
+    return [gpu_uuid(torch.device("cuda", index)) for index in range(torch.cuda.device_count())]

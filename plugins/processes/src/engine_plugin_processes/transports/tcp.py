@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_core.contracts.weight_transport import WeightTransport, WeightUpdate
-from engine_plugin_processes.buckets import unpacked
 from engine_plugin_processes.channel import Address, Channel, Closed, callers, connect, listen
 from engine_plugin_processes.codec import DecodeError, Encoded, encode
-from engine_plugin_processes.transports.bucketing import flat_buckets, verify, weight_bytes
+from engine_plugin_processes.transports.bucketing import flat_buckets, unpacked, verify
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +52,7 @@ class TCP(WeightTransport):
             for flat in flat_buckets(stream, torch.device("cpu")):
                 if under_way is not None:
                     under_way.result()
-                sent += weight_bytes(flat.bucket)
+                sent += flat.weight_bytes
                 messages = [encode({**flat.header(update), "data": flat.data})] * len(channels)
                 under_way = sender.submit(self._to_all, channels, messages, update)
             if under_way is not None:

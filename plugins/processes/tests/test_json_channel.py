@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from engine_plugin_processes.inherited_descriptors import close_in_children
+from engine_plugin_processes.json_channel import close_in_children
 
 SECONDS = 30.0
 FORKS = """
