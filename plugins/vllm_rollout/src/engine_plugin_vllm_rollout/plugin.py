@@ -99,7 +99,7 @@ class VLLMOptions(EngineOptions):
     log_probs: Literal["auto", "sampled", "full"] = "auto"
     """Log-probs that vLLM reports when top-p or top-k cut the distribution. ``sampled``: log-probs of the cut distribution. ``full``: also log-probs of the whole distribution, after temperature. ``auto``: ``full`` if ``[rollout]`` cuts the distribution."""
     quantization: Literal["fp8"] | None = None
-    """Keep the weights of linear layers in 8 bits. Each update quantizes them again. Experimental: the sampler's policy then differs from the trained policy, see `other_policy`."""
+    """Keep the weights of linear layers in 8 bits. Each update quantizes them again. Experimental: the sampler's policy then differs from the trained policy, and `algorithm.correction` weighs its tokens."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
     """Type of the KV cache; ``auto``: the type of the computation. An 8-bit cache holds twice as many tokens. It is experimental, like `quantization`."""
     adapter: bool = False
