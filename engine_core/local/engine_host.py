@@ -62,7 +62,7 @@ def check_ranks(config: EngineConfig, role: str, engine: type[TrainEngine], proc
 
 
 def check_sampler(config: EngineConfig, plugins: PluginSet, name: str, role: Role, processes: int) -> None:
-    """Refuse a sampler whose options do not fit its pool; in separate processes each is alone.
+    """Refuse a sampler whose options do not fit its pool; one with separate processes fits any.
 
     Args:
         config: the run's.
@@ -75,9 +75,9 @@ def check_sampler(config: EngineConfig, plugins: PluginSet, name: str, role: Rol
         ConfigError: names the key.
     """
     table = config.sampler(name)
-    if table.process is None or not table.process.python:  # else its class may not be importable here
+    if table.process is None:
         engine: type[RolloutEngine] = plugins.resolve("rollout_engines", table.backend)
-        engine.check_pool(table, role.engine_role or name, 1 if table.process else processes)
+        engine.check_pool(table, role.engine_role or name, processes)
 
 
 @contextmanager

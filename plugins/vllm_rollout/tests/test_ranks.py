@@ -57,8 +57,7 @@ def test_neighbouring_ranks_are_parts_of_one_model_and_the_first_leads():
         (1, 2, {}, r"\[rollout\.process\].*tensor_parallel_size = 2"),
         (3, 4, {}, "does not divide the 4 processes.*as many processes as parts"),
         (2, 2, {"request_timeout_seconds": 5.0}, "by their own clocks"),
-        (2, 1, {"process": {}}, r"the sampler of \[rollout\.process\] uses one GPU"),
-        (2, 1, {}, r"does not divide the 1 processes of the sampler's pool\..*\[placement\] pools"),
+        (2, 1, {}, r"does not divide the 1 processes of the sampler's pool\..*\[rollout\.process\] has one"),
     ],
 )
 def test_a_pool_that_cannot_hold_the_parts_is_refused_with_the_key(parts, size, keys, told):

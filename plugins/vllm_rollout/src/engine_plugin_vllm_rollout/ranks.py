@@ -40,10 +40,6 @@ def check_ranks(config: RolloutConfig, parts: int, size: int, table: str = "roll
         ConfigError: so many processes cannot have engines of so many parts.
     """
     key = f"{table}.vllm.tensor_parallel_size"
-    if parts > 1 and config.process is not None:
-        raise ConfigError(
-            f"{key} = {parts}: the sampler of [rollout.process] uses one GPU. Remove one of the two."
-        )
     pool = "the sampler's pool" if table == "rollout" else "its pool (placement.reward)"
     if parts == 1 and size > 1:
         alone = "Name a pool of one process there"
@@ -57,6 +53,7 @@ def check_ranks(config: RolloutConfig, parts: int, size: int, table: str = "roll
         raise ConfigError(
             f"{key} = {parts} does not divide the {size} processes of {pool}. Give the pool as many processes as parts, or a "
             "multiple ([placement] pools), or change the number of parts."
+            + (" A sampler of [rollout.process] has one process." if table == "rollout" else "")
         )
     if parts > 1 and config.request_timeout_seconds:  # a judge's responses have none
         raise ConfigError(

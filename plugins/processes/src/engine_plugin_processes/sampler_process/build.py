@@ -48,7 +48,9 @@ def build_host(order: Mapping[str, Any]) -> Any:
         plugins=plugins, actor=order["actor"], live=live, **{**order["context"], "device": device}
     )
     torch.manual_seed(context.seed)
-    engine: RolloutEngine = plugins.resolve("rollout_engines", config.backend)(config, model, context)
+    kind: type[RolloutEngine] = plugins.resolve("rollout_engines", config.backend)
+    kind.check_pool(config, context.role, 1)
+    engine = kind(config, model, context)
     # decode texts of the run's model only: others may have other tokenizers
     known = live if context.role == "rollout" else {}
     return SimpleNamespace(
