@@ -181,10 +181,15 @@ def commands_page() -> str:
 def command_part(name: str, command: Any, context: Any, owner: str) -> str:
     ctx = context(command, info_name=name)
     parameters = [(p, p.get_help_record(ctx)) for p in command.get_params(ctx) if p.name != "help"]
-    arguments = [
-        re.sub(r" <.*?>$", "", shown[0]) for p, shown in parameters if p.param_type_name == "argument"
+    names = [re.sub(r" <.*?>$", "", shown[0]) for _, shown in parameters]
+    rows = [
+        [f"`{each}`", " ".join(shown[1].split())] for each, (_, shown) in zip(names, parameters, strict=True)
     ]
-    rows = [[f"`{re.sub(r' <.*?>$', '', shown[0])}`", " ".join(shown[1].split())] for _, shown in parameters]
+    arguments = [
+        each if p.required or each.startswith("[") else f"[{each}]"
+        for each, (p, _) in zip(names, parameters, strict=True)
+        if p.param_type_name == "argument"
+    ]
     usage = " ".join([name, *arguments, *(["[OPTIONS]"] if len(rows) > len(arguments) else [])])
     about, _, example = inspect.cleandoc(command.help or "").partition("\n\nExample: ")
     shown = f"```console\n$ {example}\n```"

@@ -57,8 +57,13 @@ def read_run(folder: RunFolder, sets: list[str] | None, steps: int | None = None
     return config
 
 
-def chosen_checkpoint(folder: RunFolder, step: str | None) -> Path:
-    """Return the verified checkpoint of a run that ``--step`` names: a step's number or ``best``; None: the newest.
+def chosen_checkpoint(folder: RunFolder, step: str | None, config: EngineConfig) -> Path:
+    """Return the verified checkpoint of a run that ``--step`` names.
+
+    Args:
+        folder: the run.
+        step: a step's number or ``best``; None: the newest.
+        config: its ``checkpoint.best_metric`` ranks the checkpoints for ``best``.
 
     Raises:
         ConfigError: ``step`` is neither.
@@ -67,8 +72,7 @@ def chosen_checkpoint(folder: RunFolder, step: str | None) -> Path:
     from engine_core.runs.checkpoint import Checkpoints
 
     if step == "best":
-        config = read_run(folder, None).checkpoint
-        return Checkpoints(folder.checkpoints, config, folder.metrics_of).chosen(best=True)
+        return Checkpoints(folder.checkpoints, config.checkpoint, folder.metrics_of).chosen(best=True)
     if step is not None and not step.isdecimal():
         raise ConfigError(f"--step: got '{step}', expected the number of a step or 'best'.")
     return Checkpoints(folder.checkpoints).chosen(None if step is None else int(step))

@@ -8,7 +8,7 @@ offers some.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -101,20 +101,24 @@ def same_process(actor: Any, rollout: Any, version: int, shared: bool, adapter: 
     return SyncResult(version, received, time.perf_counter() - start, checksum)
 
 
-def buckets(stream: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[list[tuple[str, Tensor]]]:
+def buckets(
+    stream: Iterable[tuple[str, Tensor]], limit: int, bytes_of: Callable[[Tensor], int] | None = None
+) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield lists of successive tensors of at most ``limit`` bytes in total; a larger tensor is alone in its list.
 
     Args:
         stream: names and tensors ``[D1, ..., Dn]``.
         limit: bytes of one list.
+        bytes_of: returns the bytes to count for a tensor; default: its own size.
     """
     bucket: list[tuple[str, Tensor]] = []
     held = 0
     for name, tensor in stream:
-        if bucket and held + tensor.nbytes > limit:
+        size = tensor.nbytes if bytes_of is None else bytes_of(tensor)
+        if bucket and held + size > limit:
             yield bucket
             bucket, held = [], 0
         bucket.append((name, tensor))
-        held += tensor.nbytes
+        held += size
     if bucket:
         yield bucket

@@ -183,7 +183,7 @@ def test_a_chat_has_several_turns_and_can_begin_again(monkeypatch, capsys):
 
 
 def test_a_chat_with_a_server_prints_its_answers(monkeypatch, capsys):
-    with closing(Service(*read_target("step_2", None, SHORT))) as service:
+    with closing(Service(*read_target("step_1", None, SHORT))) as service:
         monkeypatch.setenv("MY_KEY", service.key)
         monkeypatch.setattr("sys.stdin", io.StringIO("1 + 2 = \n"))
         assert main(["chat", f"{service.url}/v1", "--key-env", "MY_KEY"]) == 0

@@ -9,14 +9,18 @@ import torch
 from engine_core.contracts.weight_sync import ADAPTER_CONFIG, buckets, same_process, sends_adapter, stream_of
 
 
-def names(sizes, limit):
+def names(sizes, limit, bytes_of=None):
     stream = ((str(number), torch.zeros(size, dtype=torch.uint8)) for number, size in enumerate(sizes))
-    return [[name for name, _ in bucket] for bucket in buckets(stream, limit)]
+    return [[name for name, _ in bucket] for bucket in buckets(stream, limit, bytes_of)]
 
 
 def test_a_bucket_holds_at_most_its_limit_and_a_larger_tensor_is_alone():
     assert names([4, 4, 4, 9, 1, 8], 8) == [["0", "1"], ["2"], ["3"], ["4"], ["5"]]
     assert names([], 8) == []
+
+
+def test_bytes_count_as_the_caller_counts_them():
+    assert names([1, 1, 1], 8, lambda tensor: 4 * tensor.numel()) == [["0", "1"], ["2"]]
 
 
 def test_a_stream_is_read_no_further_than_the_bucket_that_is_asked_for():

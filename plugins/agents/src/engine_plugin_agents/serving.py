@@ -71,7 +71,7 @@ def read_target(
         raise ConfigError(f"{error} A model is a folder with a config.json, or a hub name.") from error
     config = read_run(folder, ["trainer=rl", *(sets or ())])  # some trainers read no [rollout]
     try:
-        return config, chosen_checkpoint(folder, step)
+        return config, chosen_checkpoint(folder, step, config)
     except DataError as error:
         raise ConfigError(str(error)) from error
 

@@ -81,13 +81,13 @@ def evaluate(
     files, folder = locate(target, bool(suites))
     if folder is None and step is not None:
         raise ConfigError(f"--step: '{target}' is no run, and only a run has checkpoints. Name a run folder.")
-    checkpoint = chosen_checkpoint(folder, step) if folder is not None else None
     if suites:
         model = {} if files else {"model.path": target}
         settings = model | run_settings(suites, source)
         config = for_suites(files, settings, suites, sets or (), allow_code or folder is not None)
     else:
         config = read(files, sets, allow_code=allow_code) if folder is None else read_run(folder, sets)
+    checkpoint = chosen_checkpoint(folder, step, config) if folder is not None else None
     metrics = measure(config, checkpoint, out)
     found = {name: result(name, each, metrics, config, sets or ()) for name, each in suites.items()}
     if found and out is not None:

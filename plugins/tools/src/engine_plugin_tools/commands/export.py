@@ -42,7 +42,8 @@ def export(
     """
     check_new(out)
     folder = RunFolder.open(run)
-    checkpoint, config = chosen_checkpoint(folder, step), read_run(folder, sets)
+    config = read_run(folder, sets)
+    checkpoint = chosen_checkpoint(folder, step, config)
     if card:  # it imports the hub's client, and must not fail after the export
         from engine_plugin_tools.model_card import write_card
     done = write_model(out, checkpoint, config, adapter, role)

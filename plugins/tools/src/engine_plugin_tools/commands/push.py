@@ -66,7 +66,8 @@ def push(
         fill = partial(_take_exported, Path(source), name)
     else:
         run = RunFolder.open(source)
-        checkpoint, config = chosen_checkpoint(run, step), read_run(run, sets)
+        config = read_run(run, sets)
+        checkpoint = chosen_checkpoint(run, step, config)
         exported_role(checkpoint, config, adapter, role)
         fill = partial(_export, run, checkpoint, config, adapter, role, name, dry_run)
     if not dry_run:
