@@ -36,11 +36,15 @@ def our_offers() -> dict[tuple[str, str], Offer]:
 
 
 def our_specs() -> dict[str, dict[str, Spec]]:
-    """Return the spec of each of our names by kind: the core's tables first, then those that a plugin defines."""
+    """Return the spec of each of our names by kind: the core's tables first, then those that a plugin defines.
+
+    None of ours is a plugin of ``plugins = [...]``.
+    """
     names = our_offers()
     return {
         kind: {name: spec for name, spec in specs.items() if (kind, name) in names}
         for kind, specs in installed_specs().items()
+        if kind != "plugins"
     }
 
 

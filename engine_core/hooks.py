@@ -78,7 +78,7 @@ def engine_build_model(
 
     :param role: ``actor``, ``ref``, ``critic``, ``reward_model`` (trained, or used by a reward), ``judge`` or ``rollout``. The last one is for
         a sampler with separate weights and the capability ``custom_model``, in whatever process it runs.
-    :param model_config: the ``[model]`` table, or its equivalent for a model of a reward. ``model_config.path`` is a folder in the
+    :param model_config: the ``[model]`` table, or its equivalent for a model of a reward. ``model_config.path`` is the role's folder, in the
         layout of ``save_pretrained``, and ``model_config.override`` has the changes to that folder's config.
     :param options: the options of the role's backend, such as ``[actor.torch]``.
     :param plugin_options: the plugin's options, ``[plugin.NAME]``, see ``engine_options``.

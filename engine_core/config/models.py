@@ -407,14 +407,17 @@ class EngineConfig(ChoosingTable):
         return next((reward for reward in self.reward if f"{PREFIX}{reward.name}" == role), None)
 
     def model_of(self, role: str) -> ModelConfig:
-        """Return what a role's model is built from: `[model]`, or the table of a reward's model.
+        """Return what a role's model is built from: `[model]` with the role's folder, or the table of a reward's model.
 
         `override` changes the config of the trained model, not the teacher's.
         """
+        if (reward := self.rewarding(role)) is not None:
+            return reward.own_model.as_model(self.model)
+        path = None if role == "rollout" else self.role(role).path
+        changes: dict[str, Any] = {"path": path} if path else {}
         if role == "teacher":
-            return self.model.model_copy(update={"override": {}})
-        reward = self.rewarding(role)
-        return self.model if reward is None else reward.own_model.as_model(self.model)
+            changes["override"] = {}
+        return self.model.model_copy(update=changes) if changes else self.model
 
     def sampler(self, role: str) -> RolloutConfig:
         """Return the table of a role that samples."""

@@ -63,7 +63,7 @@ class TrainEngine(abc.ABC):
 
     Args:
         config: the role's table; ``config.options`` is the backend's option table.
-        model_config: the ``[model]`` table.
+        model_config: the ``[model]`` table with the role's model folder as its path (``ref.path``, ``critic.path``, ...).
         context: the worker's surroundings.
         trainable: False builds no optimizer (a reference model).
 

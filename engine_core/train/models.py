@@ -92,10 +92,7 @@ def _check_temperature(config: EngineConfig, plugins: PluginSet) -> None:
 
 def teacher_model(config: EngineConfig) -> ModelConfig:
     """Return the ``[model]`` table of the teacher, which a run needs that learns from one."""
-    teacher = config.teacher
-    assert teacher is not None  # see completeness.check_complete
-    assert teacher.path
-    return config.model_of("teacher").model_copy(update={"path": teacher.path, "tokenizer": None})
+    return config.model_of("teacher").model_copy(update={"tokenizer": None})
 
 
 class WithoutAdapter(WorkerGroup):
@@ -180,8 +177,7 @@ def warn_of_random_weights(config: EngineConfig, plugins: PluginSet, roles: Mapp
         ConfigError: a role's only weights are a pickle.
     """
     for name in [name for name, role in roles.items() if role.kind == "train"] or roles:
-        table = config.role(name)
-        path = table.path or config.model_of(name).path
-        spec: Any = plugins.spec("train_engines", table.backend)
+        path = config.model_of(name).path
+        spec: Any = plugins.spec("train_engines", config.role(name).backend)
         if path and not (spec.remote or spec.own_model) and has_no_weights(path):
             log.warning("%s holds a config and no weights: random weights from model.seed.", path)

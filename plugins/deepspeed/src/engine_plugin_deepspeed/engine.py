@@ -72,10 +72,8 @@ class DeepSpeedEngine(DataParallelEngine):
     def _prepare(self) -> None:
         self.root, self.zero, self.skeleton = None, None, None
         if self.options.loading == "sharded":
-            path = self.config.path or self.model_config.path
-            check_folder(
-                path, self.context.role, self.config.lora is not None, f"{self._table}.loading", INSTEAD
-            )
+            path, lora = self.model_config.path, self.config.lora is not None
+            check_folder(path, self.context.role, lora, f"{self._table}.loading", INSTEAD)
         self.ranks = RankGroup(self.context.rank, self.context.world_size, self.device)
         self._members: list[list[str]] = []
         self.loss_scale = LossScale()  # DeepSpeed scales the loss

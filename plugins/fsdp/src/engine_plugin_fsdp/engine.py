@@ -89,8 +89,8 @@ class FSDPEngine(DataParallelEngine):
         if self.options.fp8 is not None:
             self._check_fp8(self.options.fp8)
         if self.options.loading == "sharded":
-            path = self.config.path or self.model_config.path
-            check_folder(path, role, self.config.lora is not None, f"{role}.fsdp.loading", INSTEAD)
+            lora = self.config.lora is not None
+            check_folder(self.model_config.path, role, lora, f"{role}.fsdp.loading", INSTEAD)
         if (
             self.config.lora is not None
             and self.options.cpu_offload == "params"
@@ -102,8 +102,7 @@ class FSDPEngine(DataParallelEngine):
             )
         given = self.config.path is None and (self.context.live or {}).get("model") is not None
         if not given and not self.context.plugins.overrides("engine_build_model"):
-            path = self.config.path or self.model_config.path
-            _check_shared(self.options, self.model_config.model_copy(update={"path": path}), role)
+            _check_shared(self.options, self.model_config, role)
         self.ranks = Ranks(self.options, self.context, self.device)
         self._probe: Probe | None = None
         self.root: nn.Module | None = None
@@ -190,7 +189,7 @@ class FSDPEngine(DataParallelEngine):
         return module
 
     def _read_slices(self, module: nn.Module) -> None:
-        path, role = self.config.path or self.model_config.path, self.context.role
+        path, role = self.model_config.path, self.context.role
         model = self.model_config.model_copy(update={"path": path})
         read_together(lambda: read_slices(module, model, role), path, role, self.ranks)
 

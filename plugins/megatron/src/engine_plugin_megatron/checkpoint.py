@@ -169,7 +169,7 @@ class MegatronStore(BufferStore):
     def _write_model(self, folder: Path, stream: Iterator[tuple[str, Tensor]]) -> None:
         from engine_plugin_megatron.reading import blank_module
 
-        source = self.engine.config.path or self.engine.model_config.path
+        source = self.engine.model_config.path
         write_model(folder, blank_module(self.engine.hf_config, self.engine.context.role, source), stream)
 
     # -- device memory ------------------------------------------------------

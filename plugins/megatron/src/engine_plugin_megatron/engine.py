@@ -165,11 +165,8 @@ class MegatronEngine(DataParallelEngine):
                 )
         mesh = layout_of(self.options, self.context.world_size, role)
         live = self._live()
-        path = self.config.path or self.model_config.path
         self.hf_config = (
-            load_hf_config(self.model_config.model_copy(update={"path": path}))
-            if live is None
-            else copy.deepcopy(live.config)  # type: ignore[assignment]
+            load_hf_config(self.model_config) if live is None else copy.deepcopy(live.config)  # type: ignore[assignment]
         )
         if role in VALUE_ROLES:
             self.hf_config.num_labels = 1

@@ -91,7 +91,6 @@ def check_engines(run: TrainingRun) -> None:
         if isinstance(processes, int):
             check_ranks(config, name, engine, processes)
         if not run.builds_model:
-            model = model.model_copy(update={"path": table.path or model.path})
             with naming_table(config, name, role):
                 engine.check_model(table, model, name, processes if isinstance(processes, int) else None)
 

@@ -257,8 +257,6 @@ def _ask(
         sequences=-(-responses // slices) if bounded and trains else None,
     )
     model = config.model_of(name)
-    if role.kind == "train" and table.path:
-        model = model.model_copy(update={"path": table.path})
     kind = "train_engines" if role.kind == "train" else "rollout_engines"
     found: MemoryNeed | None = plugins.resolve(kind, table.backend).memory_need(table, model, question)
     return found

@@ -37,7 +37,9 @@ def json_schema(specs: Mapping[str, Mapping[str, Spec]]) -> Schema:
                 offered = {
                     name: spec for name, spec in offered.items() if not getattr(spec, "frozen_only", False)
                 }
-            _mount(table, key, kind, offered, definitions)
+            _offer(table["properties"][key], [*offered, *(word for of, word in AUTO.items() if of == kind)])
+            _mount(table, offered, definitions)
+    _mount(definitions["PluginsConfig"], specs.get("plugins", {}), definitions)
     for name, spec in [item for named in specs.values() for item in named.items()]:
         # names that the name's own table chooses
         own = definitions.get(f"{spec.kind}.{name}.{spec.config.__name__}")
@@ -54,9 +56,9 @@ def json_schema(specs: Mapping[str, Mapping[str, Spec]]) -> Schema:
     }
 
 
-def _mount(table: Schema, key: str, kind: str, specs: Mapping[str, Spec], definitions: Schema) -> None:
-    """Offer the names under ``key`` and add the option table of each."""
-    _offer(table["properties"][key], [*specs, *(word for of, word in AUTO.items() if of == kind)])
+def _mount(table: Schema, specs: Mapping[str, Spec], definitions: Schema) -> None:
+    """Add the option table of each name."""
+    table.setdefault("properties", {})
     for name, spec in specs.items():
         if name in table["properties"] and "." not in table["properties"][name].get("$ref", ""):
             continue  # a name that equals a core key or table has no table

@@ -247,10 +247,7 @@ def plan_step(
 
 def _cost(config: EngineConfig, name: str) -> Cost | None:
     """Return the operations of a role's model; None if they are not known."""
-    model = config.model_of(name)
-    if path := config.role(name).path:
-        model = model.model_copy(update={"path": path})
-    return _cost_of(model.model_dump_json())
+    return _cost_of(config.model_of(name).model_dump_json())
 
 
 @functools.lru_cache(maxsize=16)

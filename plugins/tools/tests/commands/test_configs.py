@@ -183,6 +183,28 @@ def test_schema_has_the_names_that_a_table_chooses_from_plugins(engine, install)
     assert '("acme" | ' in engine("schema", "dpo.loss").out
 
 
+def test_schema_has_the_tables_of_installed_plugins(engine, install):
+    source = """
+        from engine_core import hookimpl
+        from engine_core.specs import Options
+
+        class TallyOptions(Options):
+            most_cut: float = 0.5
+            \"\"\"Ends the run above this share of cut responses.\"\"\"
+
+        @hookimpl
+        def engine_options():
+            return TallyOptions
+
+        @hookimpl
+        def engine_on_event(event):
+            pass
+        """
+    install("engine-acme", {"plugins": {"tally": "acme_tally"}}, {"acme_tally": source})
+    assert "[plugin.tally]" in engine("schema", "plugin").out
+    assert "most_cut = 0.5  (number)\n    Ends the run above" in engine("schema", "plugin.tally").out
+
+
 def test_schema_of_a_table_is_readable(engine):
     text = engine("schema", "actor.torch").out
     assert text.startswith("[actor.torch]\n")

@@ -160,7 +160,7 @@ class StateStore:
             holds, table = ("an adapter", "has no") if mine is None else ("a whole model", "has an")
             raise DataError(f"{folder} holds {holds}, but this run {table} [{role}.lora].")
         raise DataError(
-            f"{folder} holds an adapter of another base model than '{self.engine.config.path or self.engine.model_config.path}' "
+            f"{folder} holds an adapter of another base model than '{self.engine.model_config.path}' "
             f"(identity {saved[:8]}, here {mine[:8]}). Bring the base back that the run was started with."
         )
 
@@ -194,7 +194,7 @@ class StateStore:
     def _copy_config(self, folder: Path) -> None:
         """Write the config of the role's folder next to an export of a module that has none."""
         model = self.engine.model_config
-        state.copy_config(self.engine.config.path or model.path, model.override, folder)
+        state.copy_config(model.path, model.override, folder)
 
     # -- device memory ------------------------------------------------------
 

@@ -126,7 +126,7 @@ class TorchEngine(TrainEngine):
             torch.use_deterministic_algorithms(True)
         self._prepare()
         built = self._build_model_optimizer(
-            model_path=config.path or model_config.path,
+            model_path=model_config.path,
             engine_config=self.options,
             optim_config=config.optim if trainable else None,
             override_model_config=model_config.override,
@@ -211,8 +211,8 @@ class TorchEngine(TrainEngine):
         base = identity(base_weights(module)) if self.quantize and self.config.lora else None
         module = self._place(module)
         if self.config.lora is not None:
-            path = self.config.path or self.model_config.path
-            self.adapter = attach(module, self.config.lora, role, self.model_config.seed, path, head, base)
+            model = self.model_config
+            self.adapter = attach(module, self.config.lora, role, model.seed, model.path, head, base)
         units = self._steps.engine_wrap_policy(
             lambda named: units_problem(named, module), role=role, module=module, options=options
         )

@@ -69,7 +69,8 @@ def check_members(here: Sequence[Sequence[str]], saved: Sequence[Sequence[str]])
     changed = sorted({n for g in here for n in g} ^ {n for g in saved for n in g})
     raise DataError(
         "The checkpoint's optimizer is over other parameters than this one's: "
-        f"{', '.join(changed[:5]) or 'the groups differ'}. Is it a checkpoint of another model?"
+        f"{', '.join(changed[:5]) or 'the groups differ'}. Is it a checkpoint of another model, or do the groups "
+        "depend on the values of options?"
     )
 
 

@@ -40,14 +40,14 @@ class VLLMFrozenEngine(FrozenEngine):
         super().__init__(config, model_config, context, trainable=trainable)
         self.options: FrozenOptions = config.options or FrozenOptions()
         self.where = f"{TABLES[context.role]}.vllm"
-        path = config.path or model_config.path
+        path = model_config.path
         classifies = context.role == "reward_model"
         if has_no_weights(path):
             raise ConfigError(
                 f"{TABLES[context.role]}.path: '{path}' holds no weights, and this model is not trained."
             )
         prepare_environment()
-        hf_config = load_hf_config(model_config.model_copy(update={"path": path}))
+        hf_config = load_hf_config(model_config)
         text_config = hf_config.get_text_config()
         held = getattr(text_config, "max_position_embeddings", None)
         self._llm = start(

@@ -38,12 +38,11 @@ class VLLMServedEngine(FrozenEngine):
         self, config: RoleConfig, model_config: ModelConfig, context: WorkerContext, *, trainable: bool = True
     ) -> None:
         super().__init__(config, model_config, context, trainable=trainable)
-        model = model_config.model_copy(update={"path": config.path or model_config.path})
         self.where = f"{TABLES[context.role]}.vllm_server"
-        self.vocabulary = int(load_hf_config(model).get_text_config().vocab_size)
+        self.vocabulary = int(load_hf_config(model_config).get_text_config().vocab_size)
         server = Server(config.options, self.where)
         server.check()
-        server.check_tokens(load_tokenizer(model), model.path)
+        server.check_tokens(load_tokenizer(model_config), model_config.path)
         self.model = Remote(server)
         self.model.check(context.role == "reward_model")
 

@@ -43,11 +43,13 @@ def installed_specs() -> dict[str, dict[str, Spec]]:
 
     A plugin that does not load is named on stderr and left out.
     """
-    specs: dict[str, dict[str, Any]] = {kind: {} for kind in [*TABLE_SPECS, *sorted(known_names(TABLES))]}
-    for kind in specs:
+    specs: dict[str, dict[str, Any]] = {}
+    for kind in [*TABLE_SPECS, *sorted(known_names(TABLES)), "plugins"]:
+        specs[kind] = {}
         for name in known_names(kind):
             try:
-                specs[kind][name] = PluginSet.load({kind: [name]}).spec(kind, name)
+                plugins = PluginSet.load({}, [name]) if kind == "plugins" else PluginSet.load({kind: [name]})
+                specs[kind][name] = plugins.spec(kind, name)
             except PluginError as error:
                 print(f"engine: left out of the schema: {error}", file=sys.stderr)
     return specs
