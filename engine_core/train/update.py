@@ -222,7 +222,7 @@ class PolicyUpdate:
                 self.adaptive_entropy.update(
                     metrics["actor/entropy"], algorithm.entropy_target, algorithm.entropy_delta
                 )
-        if "mismatch/fresh_share" in metrics:
+        if metrics.get("mismatch/fresh_share"):  # without new tokens there is nothing to compare
             found["mismatch/fresh_mean_abs"] = fresh_gap(metrics)
         if (share := effective_share(metrics)) is not None:
             found["correction/effective_sample_share"] = share

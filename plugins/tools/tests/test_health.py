@@ -36,7 +36,7 @@ FOUND = {
     ),
     "mismatch": (
         {"mismatch__mean_abs": 0.3},
-        {"mismatch__mean_abs": 0.3, "mismatch__fresh_mean_abs": 0.1},
+        {"mismatch__mean_abs": 0.3, "mismatch__fresh_share": 0.5, "mismatch__fresh_mean_abs": 0.1},
         "differ by 0.3 nats",
     ),
     "idle_sampler": (
@@ -51,6 +51,11 @@ FOUND = {
     ),
     "skipped_updates": ({"actor__skipped_steps": 1}, {"actor__skipped_steps": 0}, "5 updates were skipped"),
 }
+
+
+def test_a_mismatch_of_tokens_of_older_policies_alone_is_expected():
+    stale = steps(mismatch__mean_abs=0.3, mismatch__fresh_share=0.0)
+    assert "mismatch" not in dict(conditions(steps(), stale))
 
 
 @pytest.mark.parametrize("name", CONDITIONS)

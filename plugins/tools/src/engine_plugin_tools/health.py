@@ -32,23 +32,28 @@ class Condition:
     fix: str
 
 
-def _median(lines: Lines, *names: str) -> float | None:
-    """Return the median of the first metric that all lines have."""
-    for name in names:
-        values = [line.get(name) for line in lines]
-        if values and None not in values:
-            return float(statistics.median(values))  # type: ignore[type-var]
-    return None
+def _median(lines: Lines, name: str) -> float | None:
+    """Return the median of a metric; None if a line lacks it."""
+    values = [line.get(name) for line in lines]
+    return None if not values or None in values else float(statistics.median(values))  # type: ignore[type-var]
 
 
-def _above(name: str, bound: float, text: str, *others: str) -> Callable[[Lines, Lines], str]:
+def _above(name: str, bound: float, text: str) -> Callable[[Lines, Lines], str]:
     """Return a check that the median of a metric is above a bound; ``text`` has the value as ``{}``."""
 
     def check(first: Lines, newest: Lines) -> str:
-        value = _median(newest, *others, name)
+        value = _median(newest, name)
         return text.format(value) if value is not None and value > bound else ""
 
     return check
+
+
+def _mismatch(first: Lines, newest: Lines) -> str:
+    stale = any("mismatch/fresh_share" in line for line in newest)  # tokens of older policies differ anyway
+    value = _median(newest, "mismatch/fresh_mean_abs" if stale else "mismatch/mean_abs")
+    if value is None or value <= 0.1:
+        return ""
+    return f"Log-probs of sampler and trainer differ by {value:.2g} nats in the mean."
 
 
 def _entropy(first: Lines, newest: Lines) -> str:
@@ -96,12 +101,7 @@ CONDITIONS = {
         "Take prompts that are neither solved nor hopeless, a larger rollout.group_size, or a finer reward.",
     ),
     "mismatch": Condition(
-        _above(
-            "mismatch/mean_abs",
-            0.1,
-            "Log-probs of sampler and trainer differ by {:.2g} nats in the mean.",
-            "mismatch/fresh_mean_abs",
-        ),
+        _mismatch,
         "Compare number types, attention and custom code of the two, or correct with algorithm.correction.",
     ),
     "idle_sampler": Condition(
