@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING, Any
 from engine_core.hooks import hookimpl
 
 if TYPE_CHECKING:
+    from engine_core.cli.loading import load_trainer
     from engine_core.config.assemble import load_config
     from engine_core.train.trainer import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["Trainer", "__version__", "hookimpl", "load_config"]
+__all__ = ["Trainer", "__version__", "hookimpl", "load_config", "load_trainer"]
 
-_LAZY = {"load_config": "engine_core.config.assemble", "Trainer": "engine_core.train.trainer"}
+_LAZY = {
+    "load_config": "engine_core.config.assemble",
+    "load_trainer": "engine_core.cli.loading",
+    "Trainer": "engine_core.train.trainer",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -38,10 +38,12 @@ class SamplerSession:
 
     def __init__(self, group: WorkerGroup, clock: Clock | None = None, rounds: bool = False) -> None:
         self.group = group
-        self._changed = (clock or Clock()).condition()
+        self._clock = clock or Clock()
+        self._changed = self._clock.condition()
         self._new: list[Request] = []
         self._dropped: list[str] = []
         self._running: dict[str, Request] = {}  # those that the engines have, by id
+        self._since: dict[str, float] = {}  # when the engines got those with a deadline, by id
         self._arrived: list[Rollout] = []
         self._holds = 0
         self._late: list[Request] | None = None  # submitted while `drained` waits
@@ -114,6 +116,8 @@ class SamplerSession:
                     raise self._flow.error
                 new, dropped, self._new, self._dropped = self._new, self._dropped, [], []
                 self._running |= {request.id: request for request in new}
+                timed = [request.id for request in new if request.sampling.timeout_s > 0]
+                self._since |= dict.fromkeys(timed, self._clock.now())
                 self._calling = True
             try:
                 if self._flow is not None:
@@ -150,18 +154,24 @@ class SamplerSession:
     def interrupt(self) -> list[Rollout]:
         """Stop all responses (capability ``partial``) and submit them again, to continue where they stopped.
 
+        A deadline (``Sampling.timeout_s``) stays where it was.
+
         Returns:
             The stopped parts. Responses that had just ended come from ``results``.
         """
         with self._changed:
-            requests = dict(self._running)
+            requests, since = dict(self._running), dict(self._since)
         parts = self.cancel(requests)
         stopped = [part for part in parts if part.finish_reason == "abort" and not part.failure]
         with self._changed:
             self._arrived += [part for part in parts if part.finish_reason != "abort" or part.failure]
         for part in stopped:
-            request = requests[part.request_id]
-            self.submit([dataclasses.replace(request, begun=part if part.sampled_length else None)])
+            request, sampling = requests[part.request_id], requests[part.request_id].sampling
+            if (start := since.get(request.id)) is not None:
+                left = sampling.timeout_s - (self._clock.now() - start)
+                sampling = dataclasses.replace(sampling, timeout_s=max(left, 1e-3))
+            begun = part if part.sampled_length else None
+            self.submit([dataclasses.replace(request, sampling=sampling, begun=begun)])
         return stopped
 
     def abandon(self) -> None:
@@ -169,7 +179,8 @@ class SamplerSession:
         with self.held():
             with self._changed:
                 dropped = sorted({*self._dropped, *self._running})
-                self._new, self._dropped, self._arrived, self._running = [], [], [], {}
+                self._new, self._dropped, self._arrived = [], [], []
+                self._forget(dropped)
             if dropped:
                 self.group.call("advance", dropped=dropped).result()
 
@@ -226,6 +237,7 @@ class SamplerSession:
     def _forget(self, ids: Iterable[str]) -> None:
         for id in ids:
             self._running.pop(id, None)
+            self._since.pop(id, None)
 
     def _has_work(self) -> bool:
         if self._closed or self._arrived or self._woken:
@@ -251,7 +263,7 @@ class SamplerSession:
             for rollout in rollouts:
                 # a request that was sent again after a loss counts once, with its first rollout
                 if rollout.request_id in self._running:
-                    del self._running[rollout.request_id]
+                    self._forget([rollout.request_id])
                     self._arrived.append(rollout)
             self._changed.notify_all()
 

@@ -218,9 +218,9 @@ def advance(
     """
     running = engine.running
     if gone := [id for id in dropped if running.pop(id, None) is not None]:
-        engine.dropped |= set(gone)
         engine.deadlines.end(gone)
-        engine.abort(gone)
+        # an engine that works ahead may have finished some, and returns them later
+        engine.dropped |= set(gone) - {rollout.request_id for rollout in engine.abort(gone)}
     if requests:
         engine.add(requests)
         engine.deadlines.begin(requests)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -78,24 +78,33 @@ def chosen_checkpoint(folder: RunFolder, step: str | None, config: EngineConfig)
     return Checkpoints(folder.checkpoints).chosen(None if step is None else int(step))
 
 
-def trainer_of(config: EngineConfig) -> Any:
+def load_trainer(config: EngineConfig, **live: Any) -> Any:
     """Return the trainer that the config names. Models are built later, in its ``setup`` or ``train``.
+
+    Args:
+        config: from ``load_config``.
+        live: ``model``, ``tokenizer``, ``rewards`` or ``data`` of this program, as for ``Trainer``.
 
     Raises:
         EngineError: every problem of the config and of the files that it names.
     """
-    refuse(check_config(config))
+    refuse(check_config(config, live))
     with placing(config):
-        return plugins_for(config).resolve("trainers", config.trainer)(config)
+        return plugins_for(config).resolve("trainers", config.trainer)(config, **live)
 
 
-def check_config(config: EngineConfig) -> list[EngineError]:
-    """Return the errors of a valid config that show without torch: missing keys, rewards, files and folders."""
+def check_config(config: EngineConfig, live: Collection[str] = ()) -> list[EngineError]:
+    """Return the errors of a valid config that show without torch: missing keys, rewards, files and folders.
+
+    Args:
+        config: from ``load_config``.
+        live: what the program passes instead of keys of the run file.
+    """
     plugins = plugins_for(config)
     trainer: Any = plugins.spec("trainers", config.trainer)
     reads_rewards = not trainer.sections or "reward" in trainer.sections
     checks = [
-        partial(check_complete, config, plugins=plugins),
+        partial(check_complete, config, live, plugins),
         *(partial(_check_reward, config, reward, plugins) for reward in config.reward if reads_rewards),
         partial(_check_files, config),
     ]

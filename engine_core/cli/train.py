@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine_core.cli.loading import placing, print_unread, read, read_run, trainer_of
+from engine_core.cli.loading import load_trainer, placing, print_unread, read, read_run
 from engine_core.cli.options import AllowCode, Files, Run, Sets
 from engine_core.errors import DataError, WorkerLost
 from engine_core.redaction import without_secrets
@@ -42,7 +42,7 @@ def train(
     """
     config = read(files, sets, steps, allow_code)
     if dry_run:
-        with closing(trainer_of(config)) as trainer, placing(config):
+        with closing(load_trainer(config)) as trainer, placing(config):
             print("\n".join(trainer.plugins.require("parts", "dry_run")(trainer)))
             print_unread(config)
         return
@@ -99,7 +99,7 @@ def _to_the_end(config: EngineConfig, resume: Resume | None = None) -> Path:
     print("Starting: libraries are loaded first.", file=sys.stderr, flush=True)
     left = getattr(config.runtime.options, "max_restarts", 0)
     while True:
-        with closing(trainer_of(config)) as trainer:
+        with closing(load_trainer(config)) as trainer:
             try:
                 trainer.train(resume=resume)
                 return trainer.folder.path

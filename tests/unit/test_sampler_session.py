@@ -269,3 +269,35 @@ def test_interrupted_requests_are_sent_again_with_what_they_have_and_ended_ones_
     assert session.results(timeout=0.01) == []
     assert group.made.gone[-1] == (["r1"], [])
     assert session.in_flight == ["r1"]
+
+
+def test_an_interrupted_request_keeps_its_deadline():
+    class At:
+        seconds = 0.0
+
+        def now(self):
+            return self.seconds
+
+        def condition(self):
+            return threading.Condition()
+
+    class Sent(Samplers):
+        def flow(self, tell, changed):
+            flow = super().flow(tell, changed)
+            go = flow.go
+            flow.go = lambda requests=(), dropped=(): sent.extend(requests) or go(requests, dropped)
+            return flow
+
+    sent, clock = [], At()
+    session = SamplerSession(Sent(), clock)
+    timed = dataclasses.replace(request(1), sampling=Sampling(timeout_s=10.0))
+    session.submit([timed, request(2)])
+    for passed in (0.0, 4.0, 3.0, 13.0):
+        session.results(timeout=0.01)
+        clock.seconds += passed
+        with session.held():
+            session.interrupt()
+    session.results(timeout=0.01)
+    left = [each.sampling.timeout_s for each in sent if each.id == "r1"]
+    assert left == pytest.approx([10.0, 10.0, 6.0, 3.0, 1e-3])
+    assert {each.sampling.timeout_s for each in sent if each.id == "r2"} == {0.0}

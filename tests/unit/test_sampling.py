@@ -150,7 +150,7 @@ def test_requests_need_distinct_ids():
 def test_after_a_failure_nothing_is_left_in_the_queue():
     aborted = []
     engine = Echo(spoiled(lambda r: dataclasses.replace(r, request_id="x")))
-    engine.abort = aborted.extend
+    engine.abort = lambda ids: aborted.extend(ids) or []
     with pytest.raises(PluginError):
         engine.generate(requests(3))
     assert aborted == ["r0", "r1", "r2"]
@@ -189,6 +189,15 @@ def test_advance_forgets_what_is_dropped_even_if_it_was_done():
     assert [r.request_id for r in engine.advance(dropped=["r1", "r3"])] == ["r0"]
     assert engine.advance() == []
     assert engine.dropped == set()
+
+
+def test_an_id_can_be_used_again_after_its_request_was_dropped():
+    engine, asked = Echo(), requests(6)
+    engine.abort = lambda ids: [engine.answer(engine.queue.pop(0)) for id in ids]
+    engine.advance(asked)  # r5 and r4 are done, four wait
+    assert [r.request_id for r in engine.advance([asked[5]], dropped=["r0"])] == ["r5", "r3"]
+    assert engine.dropped == set()
+    assert sorted(r.request_id for r in engine.advance([asked[0]], rounds=5)) == ["r0", "r1", "r2"]
 
 
 @pytest.mark.parametrize(

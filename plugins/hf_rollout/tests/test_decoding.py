@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from engine_core.types import Sampling
 from engine_plugin_hf_rollout import decoding
@@ -272,3 +273,24 @@ def test_prompt_and_response_fit_into_the_models_positions(run, make_model, make
     results = run(make_model(), requests, ends=[], max_positions=16)
     assert [len(result.tokens) for result in results] == [4, 1, 15]
     assert {result.finish_reason for result in results} == {"length"}
+
+
+def test_a_forward_that_names_the_cache_alone_is_given_it(run, make_model, make_requests):
+    model = make_model()
+
+    class Plain(PreTrainedModel):
+        def __init__(self):
+            super().__init__(model.config)
+            self.inner = model
+
+        def forward(
+            self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None
+        ):
+            lengths.append(input_ids.shape[1])
+            return self.inner(input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache)
+
+    lengths = []
+    requests = make_requests([[5], [5, 6, 7]], max_response_tokens=6)
+    plain, whole = run(Plain(), requests), run(model, requests)
+    assert [each.tokens for each in plain] == [each.tokens for each in whole]
+    assert lengths == [3, 1, 1, 1, 1, 1]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from msgspec.msgpack import Ext
 from msgspec.msgpack import encode as msgpack
 
+from engine_core.errors import DataError
 from engine_core.types import Batch, LossCall, Prompt, Request, Rollout, Sampling
 from engine_plugin_processes.codec import CODES, CROSSING, DTYPES, TENSOR, DecodeError, decode, encode
 
@@ -192,6 +193,14 @@ HOSTILE = {
     ),
     "another number of requests": Ext(CODES[Request], msgpack(([], [0], []))),
 }
+
+
+@pytest.mark.parametrize("value", [2**100, "\ud83d"])
+def test_a_column_that_cannot_be_encoded_is_refused_with_its_prompt(value):
+    good, bad = Prompt("train:0", [1], "", {"answer": 1}), Prompt("train:7", [1], "", {"answer": value})
+    asked = [Request(f"r{n}", prompt, Sampling()) for n, prompt in enumerate((good, bad))]
+    with pytest.raises(DataError, match=r"Prompt 'train:7' cannot be sent .* Store the integer as text\."):
+        encode({"requests": asked})
 
 
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)

@@ -178,6 +178,36 @@ def test_a_new_process_that_was_not_given_its_weights_to_the_end_is_not_sampled_
     of_version(engine.generate(requests(1)), 2)
 
 
+def test_a_new_process_that_dies_while_it_receives_weights_is_replaced_too(make, tmp_path):
+    streamed = []
+
+    def source():
+        streamed.append(1)
+        first, second = weights(5)
+        yield first
+        if len(streamed) == 1:  # the process that was started last receives them for the first time
+            os.kill(starts(tmp_path)[-1], signal.SIGKILL)
+            time.sleep(0.5)
+        yield second
+
+    engine = make(source=source, engines=2, max_restarts=5)
+    engine.update_weights(weights(5), 5)
+    os.kill(starts(tmp_path)[0], signal.SIGKILL)
+    answered, deadline = 0, time.monotonic() + 60
+    while len(streamed) < 2:
+        assert time.monotonic() < deadline
+        of_version(engine.generate(requests(2, start=answered)), 5)
+        answered += 2
+        time.sleep(0.05)
+    of_version(engine.generate(requests(4, start=answered)), 5)
+
+
+def test_engines_that_hold_different_weights_are_refused(make):
+    engine = make(engines=2, table={"own_checksum": True})
+    with pytest.raises(TrainingFailed, match="have received different weights"):
+        engine.update_weights(weights(1), 1)
+
+
 def test_copies_of_an_update_use_the_memory_of_those_before(make, tmp_path):
     engine = make()
     engine.update_weights(weights(1), 1)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine_core.contracts.weight_sync import ADAPTER_CONFIG
+from engine_core.errors import TrainingFailed
 from engine_core.types import Prompt, Request, Rollout, Sampling
 from engine_plugin_processes.worker import Worker
 
@@ -54,6 +55,31 @@ def test_an_adapter_alone_goes_to_a_sampler_that_asks_for_it_and_whole_weights_t
     assert worker._do_send(message) == len(names)
     assert worker.links[1].sent == names
     assert worker._do_send(message | {"link": None}) == 0
+
+
+def test_a_stream_of_weights_is_read_to_its_end_although_a_receiver_is_lost():
+    class Sharded(Actor):
+        def named_weights(self, to="all", adapter=False):  # each rank of the actor takes part in each tensor
+            for number in range(3):
+                read.append(number)
+                yield f"weight_{number}", torch.ones(2)
+
+    class Lost(Link):
+        def send(self, stream, update):
+            next(stream)
+            raise TrainingFailed("the connection was closed")
+
+    read = []
+    worker = Worker.__new__(Worker)
+    rollout = SimpleNamespace(backend="mine", options=SimpleNamespace(adapter=False))
+    worker.host = SimpleNamespace(
+        engines={"actor": Sharded()},
+        config=SimpleNamespace(actor=SimpleNamespace(lora=None), rollout=rollout),
+    )
+    worker.links = {1: Lost()}
+    with pytest.raises(TrainingFailed, match="the connection was closed"):
+        worker._do_send({"role": "actor", "link": 1, "update": 1, "version": 2, "mix": None})
+    assert read == [0, 1, 2]
 
 
 class Stepping:

@@ -90,6 +90,8 @@ def test_a_change_that_the_table_would_not_take_is_refused(config_of, entry, exp
 
 
 def test_each_role_is_built_from_its_own_folder(config_of):
-    config = config_of('[model]\npath = "m"\n[ref]\npath = "r"\n[algorithm]\nadvantage = "gae"\n[critic]\npath = "c"\n')
+    config = config_of(
+        '[model]\npath = "m"\n[ref]\npath = "r"\n[algorithm]\nadvantage = "gae"\n[critic]\npath = "c"\n'
+    )
     paths = {role: config.model_of(role).path for role in ("actor", "ref", "critic", "rollout")}
     assert paths == {"actor": "m", "ref": "r", "critic": "c", "rollout": "m"}

@@ -333,13 +333,14 @@ def _prefill(module: nn.Module, requests: Sequence[Request], device: torch.devic
     config: Any = module.config
     cache = make_cache(config)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
+    last_alone = {"logits_to_keep": 1} if accepts(module, "logits_to_keep") else {}
     out = module(
         input_ids=ids,
         attention_mask=mask,
         position_ids=positions,
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=1,
+        **last_alone,
     )
     row = torch.tensor([distinct[prompt] for prompt in prompts], device=device)
     select_rows(cache, row)

@@ -29,6 +29,7 @@ from torch import Tensor
 from engine_core import types
 from engine_core.contracts.engines import Layout
 from engine_core.contracts.weight_sync import SyncResult
+from engine_core.errors import DataError
 from engine_core.types import Batch, LossCall, Prompt, Request, Rollout, StepOutput, TrainOutput
 
 # msgspec evaluates annotations in the module of a dataclass, and the core imports torch for type checkers alone
@@ -115,6 +116,7 @@ def encode(value: Any) -> Encoded:
 
     Raises:
         TypeError: a part of the value is not of the closed set.
+        DataError: a column of a prompt holds an integer of more than 64 bits or broken Unicode.
     """
     writer = _Writer()
     return Encoded(writer.encode(writer.marked(value)), writer.buffers)
@@ -170,13 +172,28 @@ class _Writer:
             if kinds <= PLAIN:
                 return value
             if kinds == {Request}:
-                return self._extension(Request, Requests.of(value))
+                return self._requests(value)
             if kinds == {Rollout}:
                 return self._extension(Rollout, [_without_prompt(rollout) for rollout in value])
             return [self.marked(entry) for entry in value]
         if kind in CODES:
             return self._extension(kind, value)
         return self._other(value) if dataclasses.is_dataclass(value) else value
+
+    def _requests(self, requests: Sequence[Request]) -> Ext:
+        sent = Requests.of(requests)
+        try:
+            return self._extension(Request, sent)
+        except (OverflowError, UnicodeEncodeError) as error:
+            for prompt in sent.prompts:
+                try:
+                    self.encode(prompt)
+                except (OverflowError, UnicodeEncodeError):
+                    raise DataError(
+                        f"Prompt '{prompt.id}' cannot be sent to another process ({error}): a column holds an integer of "
+                        "more than 64 bits or broken Unicode. Store the integer as text."
+                    ) from error
+            raise
 
     def _extension(self, kind: Any, value: Any) -> Ext:
         return Ext(CODES[kind], self.encode(value))

@@ -226,7 +226,7 @@ def _work(launch: Launch, session_info: Mapping[str, Any]) -> None:
     except (Closed, OSError) as error:
         raise ConnectionLost(f"no connection to the controller: {error}") from error
     with channel.socket as connection:
-        command = [sys.executable, "-m", "engine_plugin_processes.worker", str(connection.fileno())]
+        command = [sys.executable, "-P", "-m", "engine_plugin_processes.worker", str(connection.fileno())]
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[connection.fileno()], start_new_session=True
         )

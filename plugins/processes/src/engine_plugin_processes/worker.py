@@ -218,8 +218,14 @@ class Worker:
                 pass
             return 0
         sampler = self.host.config.rollout if message["mix"] is None else None
-        stream = stream_of(actor, adapter, to="leader", sampler=sampler)
-        return self.links[message["link"]].send(stream, WeightUpdate(message["update"], message["version"]))
+        stream = iter(stream_of(actor, adapter, to="leader", sampler=sampler))
+        try:
+            return self.links[message["link"]].send(
+                stream, WeightUpdate(message["update"], message["version"])
+            )
+        finally:
+            for _ in stream:  # after a loss: collective for the actor's ranks
+                pass
 
     def _do_receive(self, message: dict[str, Any]) -> str:
         """Receive weights of another pool and load them into the sampler, or mix them into a model."""

@@ -18,7 +18,7 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from engine_core.cli.loading import read_run, trainer_of
+from engine_core.cli.loading import load_trainer, read_run
 from engine_core.runs.checkpoint import Checkpoints
 from engine_core.runs.tracking import RunFolder
 
@@ -68,7 +68,7 @@ def logits_of(model):
 
 def logits_of_run(path):
     run = RunFolder.open(path)
-    with closing(trainer_of(read_run(run, None))) as trainer:
+    with closing(load_trainer(read_run(run, None))) as trainer:
         trainer.load_checkpoint(Checkpoints(run.checkpoints).chosen())
         return logits_of(trainer.runtime.engines["actor"].module)
 

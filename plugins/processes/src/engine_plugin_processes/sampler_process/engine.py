@@ -277,15 +277,20 @@ class SamplerEngine(RolloutEngine):
 
     def _bring_in(self, ranks: list[int]) -> None:
         """Bring new processes to the current weights and the current paused or sleeping state."""
-        try:
-            if self._weights.known:
-                self._weights.again(ranks)
-            if self._paused:
-                self._to(ranks, "pause", mode="keep")
-            if self._asleep is not None:
-                self._to(ranks, "sleep", keep=list(self._asleep))
-        except TrainingFailed as error:
-            self._check_lost(ranks, error)
+        incomplete = self._weights.incomplete
+        while ranks and self.pool.broken is None:
+            try:
+                if self._weights.known:
+                    self._weights.again(ranks)
+                if self._paused:
+                    self._to(ranks, "pause", mode="keep")
+                if self._asleep is not None:
+                    self._to(ranks, "sleep", keep=list(self._asleep))
+                return
+            except TrainingFailed as error:
+                self._check_lost(ranks, error)
+                ranks = [rank for rank in ranks if rank in self.replacements.present]
+        self._weights.incomplete = incomplete  # all were lost: nothing has changed for the others
 
     def _check_lost(self, ranks: Sequence[int], error: TrainingFailed) -> None:
         """Raise the error of an update unless one of these processes counts as lost in time."""

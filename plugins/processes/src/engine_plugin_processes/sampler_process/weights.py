@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from engine_core.contracts.weight_transport import TransportEndpoint, WeightTransport, WeightUpdate
 from engine_core.errors import DataError, TrainingFailed
 from engine_plugin_processes.channel import new_token
-from engine_plugin_processes.links import WORD_SECONDS, join
+from engine_plugin_processes.links import WORD_SECONDS, join, one_checksum
 from engine_plugin_processes.transports.table import TRANSPORTS
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ class Weights:
         self._kept: list[tuple[str, Tensor]] = []  # of the last complete update
         self._version: int | None = None  # of the last complete update; None: the weights of the model folder
         self.known = True  # whether the stream of the last update came to its end, or there was none
-        self._incomplete = ""  # why a process may not have them
+        self.incomplete = ""  # why a process that is present may not have them
         # receivers, and the owner's endpoint
         self._link: tuple[list[WorkerHandle], WeightTransport] | None = None
         self._links = self._updates = 0  # so far
@@ -65,13 +66,13 @@ class Weights:
             version: of these weights.
 
         Returns:
-            The checksum of the first receiver's engine.
+            The checksum of the receivers' engines.
 
         Raises:
             TrainingFailed: a receiver was lost (then ``again`` sends the update to the others), or does not receive it.
             Exception: the stream's own, or an engine's refusal: nothing is sampled until a complete update.
         """
-        self.known, self._incomplete = False, f"an update to version {version} did not come to its end"
+        self.known, self.incomplete = False, f"an update to version {version} did not come to its end"
         copied = _Copied(stream, self._kept if self._keeps else None)
         tensors = iter(copied)
         try:
@@ -85,7 +86,7 @@ class Weights:
                 self._kept, self._version, self.known = copied.kept, version, True
             raise
         self._kept, self._version = copied.kept, version
-        self.known, self._incomplete = True, ""
+        self.known, self.incomplete = True, ""
         return found
 
     def again(self, ranks: Sequence[int]) -> str:
@@ -95,11 +96,11 @@ class Weights:
         """
         if self._version is None:
             return ""
-        self._incomplete = f"version {self._version} did not reach a process that was started again"
+        self.incomplete = f"version {self._version} did not reach a process that was started again"
         if self.source is None and self.context.device.type == "cuda":
             torch.cuda.synchronize(self.context.device)  # the copies to the host have ended
         found = self._send(ranks, self._kept if self.source is None else self.source(), self._version)
-        self._incomplete = ""
+        self.incomplete = ""
         return found
 
     def check_complete(self) -> None:
@@ -108,9 +109,9 @@ class Weights:
         Raises:
             DataError: a process may not have all of the current weights.
         """
-        if self._incomplete:
+        if self.incomplete:
             raise DataError(
-                f"The sampler holds weights of two versions ({self._incomplete}). Update them again."
+                f"The sampler holds weights of two versions ({self.incomplete}). Update them again."
             )
 
     def close(self) -> None:
@@ -124,7 +125,12 @@ class Weights:
         self._updates += 1
         fields = {"link": LINK, "update": self._updates, "version": version, "mix": None}
         message = {"kind": "receive", "role": "rollout", **fields}
-        taken = self.pool.send(dict.fromkeys(ranks, message), ("rollout", "update_weights"), leaders=ranks)
+        taken = self.pool.send(
+            dict.fromkeys(ranks, message),
+            ("rollout", "update_weights"),
+            leaders=ranks,
+            merge=partial(one_checksum, "rollout"),
+        )
         try:
             transport.send(stream, WeightUpdate(self._updates, version))
             checksum: str = taken.result()

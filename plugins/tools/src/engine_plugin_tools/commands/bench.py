@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine_core.cli.loading import read, trainer_of
+from engine_core.cli.loading import load_trainer, read
 from engine_core.cli.options import AllowCode, File, Json, Sets
 from engine_core.cli.output import print_json, print_table
 from engine_core.errors import ConfigError
@@ -117,7 +117,7 @@ def step(
     """
     from engine_plugin_tools.bench.parts import bench_step
 
-    _show(bench_step(read([file], sets=sets, allow_code=allow_code), steps, warmup, trainer_of), as_json)
+    _show(bench_step(read([file], sets=sets, allow_code=allow_code), steps, warmup, load_trainer), as_json)
 
 
 @contextmanager

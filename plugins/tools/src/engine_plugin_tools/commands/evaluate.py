@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from engine_core import load_config
-from engine_core.cli.loading import chosen_checkpoint, read, read_run, trainer_of
+from engine_core.cli.loading import chosen_checkpoint, load_trainer, read, read_run
 from engine_core.cli.options import AllowCode, Json, Sets, Step
 from engine_core.cli.output import check_new, print_json, print_table
 from engine_core.config.read import key_text, read_config
@@ -106,7 +106,7 @@ def measure(config: EngineConfig, checkpoint: Path | None, out: Path | None) -> 
     Raises:
         ConfigError: ``out`` names where to write what is sampled, and the trainer samples nothing.
     """
-    with closing(trainer_of(config)) as trainer:
+    with closing(load_trainer(config)) as trainer:
         if out is not None and not hasattr(trainer, "generate"):
             raise ConfigError(
                 f"--out: trainer = '{config.trainer}' samples nothing, so there is nothing to write."

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine_core.cli.loading import placing, read, trainer_of
+from engine_core.cli.loading import load_trainer, placing, read
 from engine_core.cli.options import AllowCode, Files, Json, Sets
 from engine_core.cli.output import print_json
 from engine_core.errors import ConfigError, DataError
@@ -57,7 +57,7 @@ def data(
     """
     # only this command counts unusable rows: it shows them all
     config = read(files, [*(sets or ()), f"data.max_bad_rows={ANY}"], allow_code=allow_code)
-    with closing(trainer_of(config)) as trainer, placing(config):
+    with closing(load_trainer(config)) as trainer, placing(config):
         trainer.load_inputs()
         source, tokenizer = trainer.source, trainer.tokenizer
         total = sum(file["rows"] for file in source.state()["files"])

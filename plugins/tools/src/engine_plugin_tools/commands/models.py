@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from engine_core.cli.loading import read, trainer_of
+from engine_core.cli.loading import load_trainer, read
 from engine_core.cli.options import AllowCode, File, Sets
 from engine_core.cli.output import check_new
 from engine_core.errors import ConfigError
@@ -32,7 +32,7 @@ def generate(
         raise ConfigError(f"OUT '{out}' must end in .parquet: rollouts are written as Parquet.")
     check_new(out)
     config = read([file], sets=sets, allow_code=allow_code)
-    with closing(trainer_of(config)) as trainer:
+    with closing(load_trainer(config)) as trainer:
         if not hasattr(trainer, "generate"):
             raise ConfigError(
                 f"trainer = '{config.trainer}' samples nothing. Use a file whose trainer has a [rollout] table."

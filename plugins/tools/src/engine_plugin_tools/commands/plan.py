@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine_core.cli.loading import placing, read_run, trainer_of
+from engine_core.cli.loading import load_trainer, placing, read_run
 from engine_core.cli.options import AllowCode, File, Json, Sets
 from engine_core.cli.output import print_json, print_table
 from engine_core.errors import ConfigError
@@ -73,7 +73,7 @@ def plan(
         calibrate_with(calibrate, device, as_json)
     with (
         read_shape(file, shape, sets, allow_code) as config,
-        closing(trainer_of(config)) as trainer,
+        closing(load_trainer(config)) as trainer,
         placing(config),
     ):
         trainer.load_inputs()
@@ -206,7 +206,7 @@ def calibrate_with(name: str, device: Device, quiet: bool) -> None:
 
     folder = RunFolder.open(name)
     device = replace(device, count=ranks_of(read_spans(folder.path)))
-    with closing(trainer_of(read_run(folder, None))) as trainer:
+    with closing(load_trainer(read_run(folder, None))) as trainer:
         trainer.load_inputs()
         ratios = ratios_of(trainer, device, folder.read_metrics())
     if not ratios or device.limits is None:

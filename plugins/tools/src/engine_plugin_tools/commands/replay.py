@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from engine_core.cli.loading import read_run, trainer_of
+from engine_core.cli.loading import load_trainer, read_run
 from engine_core.cli.options import Json, Run, Sets
 from engine_core.cli.output import print_json, print_table
 from engine_core.config.dump import as_data, differences
@@ -131,7 +131,7 @@ def _again(
     """Return the replayed step and the optimizer steps of a step; say from which state it starts."""
     from engine_plugin_tools.replaying import find_start, replay
 
-    with closing(trainer_of(config)) as trainer:
+    with closing(load_trainer(config)) as trainer:
         start = find_start(trainer, folder, step)
         print(f"step {step} of {folder.path}, {start}", file=sys.stderr if quiet else sys.stdout, flush=True)
         return replay(trainer, folder, step, start, weights, sample), trainer.optimizer_steps_per_step

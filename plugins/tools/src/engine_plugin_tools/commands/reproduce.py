@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from engine_core.cli.loading import trainer_of
+from engine_core.cli.loading import load_trainer
 from engine_core.cli.options import AllowCode, Json, Run, Sets
 from engine_core.cli.output import print_json, print_table
 from engine_core.errors import ConfigError
@@ -128,7 +128,7 @@ def train_again(
     from engine_plugin_tools.manifest import hash_tokens, hash_weights, measured
     from engine_plugin_tools.replaying import first_difference, relative
 
-    with closing(trainer_of(config)) as trainer:
+    with closing(load_trainer(config)) as trainer:
         trainer.setup(training=True)
         sampled: list[Rollout] = []
         emit = trainer.emit
