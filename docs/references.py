@@ -209,7 +209,7 @@ ENDS = [
     (
         "75",
         "",
-        "A run saved and stopped because its machine is taken away (SIGTERM, SIGUSR1); `engine resume` continues it.",
+        "A run saved and stopped because its machine or terminal is taken away (SIGTERM, SIGUSR1, SIGHUP); `engine resume` continues it.",
     ),
     ("130", "", "Interrupted with Ctrl-C (SIGINT)."),
     ("143", "", "Terminated (SIGTERM) with nothing to save, or a second time."),

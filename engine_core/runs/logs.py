@@ -182,7 +182,8 @@ class Progress:
             self._seconds.append(now - self._last)
         self._last, self.current, self.metrics = now, step, dict(metrics)
         if self._live is None:
-            print(step_line(step, self.total, metrics, self.eta), file=self._stream, flush=True)
+            with contextlib.suppress(OSError):  # its reader is gone; the run continues
+                print(step_line(step, self.total, metrics, self.eta), file=self._stream, flush=True)
 
     @property
     def eta(self) -> float | None:
@@ -195,7 +196,8 @@ class Progress:
         """End the display and leave its last state on the screen; safe to call twice."""
         self._now = "finished" if self.current >= self.total else f"stopped after step {self.current}"
         if self._live is not None:
-            self._live.stop()
+            with contextlib.suppress(OSError):  # the terminal is gone
+                self._live.stop()
             self._live = None
 
     def __enter__(self) -> Self:

@@ -1,6 +1,7 @@
 """Stopping a run on a signal without losing work, and the hint that says how it continues.
 
-The first SIGTERM, SIGUSR1 (which schedulers send before they end a job) or SIGINT asks the run to stop. Inside a
+The first SIGTERM, SIGUSR1 (which schedulers send before they end a job), SIGHUP (the terminal is gone) or SIGINT asks
+the run to stop. Inside a
 *window*, where nothing is half done, the signal raises ``Stop`` at once; elsewhere the stop waits for the next window
 or ``check``. A second signal ends the process at once, unless it follows within ``ONE_STOP`` seconds: ``timeout`` and job
 managers signal a process and then its group, so one stop arrives twice.
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 SAVED = 75  # EX_TEMPFAIL: schedulers take it as "run me again"
 ONE_STOP = 0.2  # seconds
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 class Terminated(BaseException):
@@ -81,7 +82,9 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._receive) for number in SIGNALS}
+            nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            taken = [number for number in SIGNALS if not (nohup and number == signal.SIGHUP)]
+            self._before = {number: signal.signal(number, self._receive) for number in taken}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -117,7 +117,8 @@ def waiting(engine, tiny):
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+    ("number", "code"),
+    [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGHUP, 75), (signal.SIGINT, 130)],
 )
 def test_a_signal_while_it_waits_for_rewards_does_not_wait_for_them(engine, waiting, metrics, number, code):
     before = len(metrics())
