@@ -1,4 +1,7 @@
-"""The hooks of this plugin. Keep this module light: a run imports it before any model is built."""
+"""A model of our own for every role: ``engine plugins`` shows this line.
+
+Keep this module light: a run imports it before any model is built.
+"""
 
 from __future__ import annotations
 
