@@ -89,7 +89,7 @@ class Spec:
         return resolve(self.load)
 
 
-def resolve(load: str | Callable[..., Any]) -> Any:
+def resolve(load: object) -> Any:
     """Import and return the object that ``"module:attribute"`` names; return any other object unchanged."""
     if not isinstance(load, str):
         return load

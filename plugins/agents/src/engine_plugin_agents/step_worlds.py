@@ -50,6 +50,7 @@ class StepEnvironment:
                 turn = await episode.sample()
                 text = episode.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
                 action = find_tag(text, self._tag) if self._tag else text
+                state: dict[str, Any]
                 if action is None:
                     state = {"text": f"error: no <{self._tag}> in the turn", "reward": 0.0, "done": False}
                 else:

@@ -26,7 +26,7 @@ class VerifiersEnvironment(EndpointEnvironment):
         self._worlds = Worlds(partial(WorldProcess, "verifiers", python, world, variables), processes)
         super().__init__()
 
-    async def harness(self, row: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, float]:  # type: ignore[override]
+    async def harness(self, row: Mapping[str, Any], base_url: str, api_key: str) -> dict[str, float]:
         """Run an episode of the row's task; return its reward.
 
         Raises:

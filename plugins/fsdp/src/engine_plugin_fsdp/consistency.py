@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -134,7 +134,7 @@ class Probe:
     @torch.no_grad()
     def _whole(self, module: nn.Module) -> Tensor:
         weight = next(module.parameters())
-        place: Any = (module, weight.device, weight.dtype)
+        place = (module, weight.device, weight.dtype)
         value = self.role in VALUE_ROLES
         forward = ValueForward(*place) if value else PackedForward(*place, chunk=self.batch.num_tokens)
         return forward(self.batch.to(weight.device), (), (self.output,))[self.output].float().cpu()

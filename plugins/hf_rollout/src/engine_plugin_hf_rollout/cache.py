@@ -82,9 +82,8 @@ def make_cache(config: Any) -> DynamicCache:
 def select_rows(cache: DynamicCache, indices: Tensor) -> None:
     """Give the batch of a cache the rows ``indices: [A]``, of which some may come several times or not at all."""
     for layer in cache.layers:
-        if isinstance(
-            layer, LinearAttentionCacheLayerMixin
-        ):  # recurrent states, perhaps with keys and values
-            layer.reorder_cache(indices)
+        if isinstance(layer, LinearAttentionCacheLayerMixin):
+            # recurrent states, perhaps with keys and values
+            layer.reorder_cache(indices)  # type: ignore[arg-type]
         else:
-            layer.batch_select_indices(indices)
+            layer.batch_select_indices(indices)  # type: ignore[attr-defined]

@@ -103,14 +103,14 @@ def _uneven_all_gather(parts: list[Tensor], tensor: Tensor, group: Any = None, *
 
 
 def _uneven_reduce_scatter(
-    output: Tensor, parts: list[Tensor], *args: Any, group: Any = None, **kwargs: Any
+    output: Tensor, parts: list[Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, **kwargs: Any
 ) -> Any:
     """Sum parts [D_1, ...] of different sizes over ranks, and keep this rank's part in ``output``."""
     if len({part.shape for part in parts}) == 1:
-        return _reduce_scatter(output, parts, *args, group=group, **kwargs)
+        return _reduce_scatter(output, parts, op, group, **kwargs)
     for rank, part in enumerate(parts):
         summed = part.clone()
-        dist.all_reduce(summed, group=group)
+        dist.all_reduce(summed, op, group)
         if rank == dist.get_rank(group):
             output.copy_(summed)
     return None

@@ -178,14 +178,14 @@ def _quiet() -> dict[str, Any]:
 
 def asks_for_token() -> bool:
     """Return whether the cluster that this process belongs to requires a token."""
-    from ray._raylet import AuthenticationMode, get_authentication_mode
+    from ray._raylet import AuthenticationMode, get_authentication_mode  # type: ignore[attr-defined]
 
     return bool(get_authentication_mode() == AuthenticationMode.TOKEN)
 
 
 def _read_settings_again() -> None:
     """Make Ray read its environment again: it reads settings when it is imported, and a token once."""
-    from ray._raylet import AuthenticationTokenLoader, Config
+    from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
     Config.initialize("")
     AuthenticationTokenLoader.instance().reset_cache()

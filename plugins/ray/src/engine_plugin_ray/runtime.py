@@ -125,7 +125,7 @@ class RayRuntime(MultiProcessRuntime):
         from engine_plugin_ray.handle import ActorHandle
 
         made, each, given = ray.remote(Seat), resources(self.options, self._gpu), self._given(self._size)
-        actors = []
+        actors: list[Any] = []
         for pool, group in zip(self.pools, self._groups, strict=True):
             for rank in (rank for rank in pool.ranks if rank in ranks):
                 chosen = made.options(

@@ -160,7 +160,8 @@ class Judge:
 
     def _judge(self, source: str, cases: Sequence[Case]) -> dict[str, float | str]:
         deadline = time.monotonic() + self.total_timeout_seconds
-        verdicts, first = [], ""
+        verdicts: list[str] = []
+        first = ""
         for case in cases:
             left = deadline - time.monotonic()
             if left < LEAST_SECONDS or (self.options.score == "all" and verdicts and verdicts[-1] != PASSED):
@@ -201,7 +202,8 @@ def extract(completion: str, block: str) -> str | None:
     if block == "whole":
         return completion
     found: dict[bool, list[str]] = {True: [], False: []}
-    name, lines = None, []
+    name: str | None = None
+    lines: list[str] = []
     for line in completion.splitlines():
         mark = line.strip()
         if name is None:

@@ -53,8 +53,8 @@ class Bench:
     @property
     def capabilities(self) -> frozenset[str]:
         """The capabilities that the plugin's spec declares."""
-        found: frozenset[str] = self.load_plugins().spec(self.kind, self.name).capabilities
-        return found
+        spec: Any = self.load_plugins().spec(self.kind, self.name)
+        return spec.capabilities
 
     def load_plugins(self, **more: str) -> PluginSet:
         """Load the plugin under test, and names of other kinds: ``losses="ppo_clip"``."""

@@ -83,11 +83,11 @@ def contract(
         option: the contract runs if the plugin's option model has this field.
     """
 
-    def mark(function: Callable[[Any], None]) -> Callable[[Any], None]:
+    def mark(function: Any) -> Any:
         """Attach the ``Contract`` to the function."""
         function.contract = Contract(
             function, capability, tuple(catches), follow, frozenset(options), package, role, option
-        )  # type: ignore[attr-defined]
+        )
         return function
 
     return mark

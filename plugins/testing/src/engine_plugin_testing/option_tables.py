@@ -28,7 +28,7 @@ def check_table(spec: Spec, path: Path_, data: Mapping[str, Any], root: Path) ->
     Raises:
         ConfigError: every problem of the table.
     """
-    problems = []
+    problems: list[tuple[tuple[str, ...], str]] = []
     try:
         context = {"folder": root, "allow_code": False}
         text = json.dumps(data, default=str)

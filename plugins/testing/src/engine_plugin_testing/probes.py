@@ -33,7 +33,7 @@ class Shortage(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         """Return ``gradient`` (``[*S]``).
 
         Raises:
@@ -66,7 +66,7 @@ def pairs(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str
 
 def short(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-sum_t w_t log p_t`` over ``log_probs`` [T]; the backward pass runs out of memory as ``SHORTAGES`` says."""
-    return Shortage.apply(-(batch["weights"] * outputs["log_probs"]).sum()), {}  # type: ignore[no-untyped-call]
+    return Shortage.apply(-(batch["weights"] * outputs["log_probs"]).sum()), {}
 
 
 def probed(batch: Batch, *names: str) -> Batch:

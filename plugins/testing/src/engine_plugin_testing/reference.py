@@ -88,7 +88,8 @@ def fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     values = {name: value.double() for name, value in weights.items()}
     known, model = module.state_dict().keys(), _of_transformers(module)
     if model is not None and as_published(model, model.state_dict()).keys() != model.state_dict().keys():
-        made, info = type(model).from_pretrained(
+        kind: Any = type(model)
+        made, info = kind.from_pretrained(
             None, config=model.config, state_dict=values, dtype=torch.float64, output_loading_info=True
         )
         values = {name: values[name] for name in info["unexpected_keys"]}

@@ -47,12 +47,12 @@ class RewardBench(Bench):
     def answers(self) -> list[tuple[list[Sample], list[str | None], list[str | None]]]:
         """The groups of the examples that name answers: samples, the answers that the reward must read, those that it reads."""
         asked = [(at, entry[2]) for at, entry in enumerate(self.settings["examples"]) if len(entry) > 2]
-        found = []
+        found: list[tuple[list[Sample], list[str | None], list[str | None]]] = []
         with contextlib.closing(self._runner()) as runner:
             for at, answer in asked:
                 group, values = self.examples[at]
                 runner.score(self.rollouts(group, [0] * len(group)), step=1)
-                read = [outcome and outcome.answer for outcome in runner.scorers[0].runner.outcomes]
+                read = [outcome.answer if outcome else None for outcome in runner.scorers[0].runner.outcomes]
                 found.append((group, answer if len(values) > 1 else [answer], read))
         return found
 

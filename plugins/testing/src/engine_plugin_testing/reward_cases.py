@@ -130,7 +130,8 @@ def _crossed(bench: RewardBench) -> list[list[Sample]]:
     bench.score(samples, groups)
     count = min(MANY, int(len(samples) * SECONDS / max(time.perf_counter() - start, 1e-6)))
     examples = [group for group, _ in bench.examples]
-    singles, units = [group[0] for group in examples if len(group) == 1], []
+    singles = [group[0] for group in examples if len(group) == 1]
+    units: list[list[Sample]] = []
     for one, other in itertools.permutations(singles, 2):
         row = {key: value for key, value in other.items() if key not in OF_RESPONSE}
         units.append([{**row, **{key: one[key] for key in OF_RESPONSE if key in one}}])
@@ -146,7 +147,7 @@ def _scored(bench: RewardBench, calls: Sequence[Sequence[list[Sample]]], workers
         ([sample for group in units for sample in group], [i for i, group in enumerate(units) for _ in group])
         for units in calls
     ]
-    found = []
+    found: list[list[Values]] = []
     for units, values in zip(calls, bench.score_each(given, workers), strict=True):
         left = iter(values)
         found.append([list(itertools.islice(left, len(group))) for group in units])

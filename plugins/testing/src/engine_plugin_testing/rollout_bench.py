@@ -149,8 +149,8 @@ class RolloutBench(EngineBench):
 
     def supported(self, *cases: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the sampling options, of ``cases``, that the engine's spec declares."""
-        declared = self.load_plugins().spec(self.kind, self.name).sampling | {"seed"}
-        return [case for case in cases if set(case) <= declared]
+        spec: Any = self.load_plugins().spec(self.kind, self.name)
+        return [case for case in cases if set(case) <= spec.sampling | {"seed"}]
 
     def stream(self, path: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights [D_1, D_2, ...] of a folder, as ``named_weights`` of an engine does."""

@@ -116,9 +116,9 @@ def _pairs(places: Sequence[Tensor]) -> dict[str, Tensor]:
     for lag in REQUEST_LAGS:
         two = list(zip(places, places[lag:], strict=False))
         found[f"a request of the one {lag} before it"] = [a[: len(b)] * b[: len(a)] for a, b in two]
-    for name, two in (("next", places[1:]), ("former", places[-2::-1])):
+    for name, others in (("next", places[1:]), ("former", places[-2::-1])):
         first = places if name == "next" else places[::-1]
-        moved = [(a[1:], b) for a, b in zip(first, two, strict=False)]
+        moved = [(a[1:], b) for a, b in zip(first, others, strict=False)]
         found[f"a token of the one before it in the {name} request"] = [
             a[: len(b)] * b[: len(a)] for a, b in moved
         ]

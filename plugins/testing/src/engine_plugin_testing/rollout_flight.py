@@ -173,7 +173,8 @@ def a_sleep_under_responses_in_flight_changes_nothing(bench: RolloutBench) -> No
 
 
 def _random_states() -> list[Any]:
-    kind, keys, *rest = np.random.get_state()
+    state: Any = np.random.get_state()
+    kind, keys, *rest = state
     return [torch.get_rng_state().tolist(), [kind, keys.tolist(), rest], random.getstate()]
 
 

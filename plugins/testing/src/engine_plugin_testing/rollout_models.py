@@ -45,10 +45,9 @@ def _check_model(bench: RolloutBench, engine: RolloutEngine, module: nn.Module, 
         found = response(rollout)[: len(expected)]
         assert found == expected, f"{what}: '{request.prompt.text}' gives {found}; expected {expected}."
     for request, rollout in _sampled(engine, bench.requests(temperature=1.0)):
-        expected = chosen(rows_of_response(module, rollout), rollout)
         close(
             rollout.rollout_log_probs[rollout.prompt_length :],
-            expected,
+            chosen(rows_of_response(module, rollout), rollout),
             bench.tolerance,
             f"rollout_log_probs of '{request.id}' of {what}",
         )

@@ -156,6 +156,7 @@ def every_column_of_a_batch_crosses(bench: RuntimeBench) -> None:
     """
     _, groups, journal = bench.shared
     whole = _full_batch(bench)
+    assert whole.keep_together is not None
     for split in ("all", "dp"):
         before = [len(lines) for lines in bench.written(journal, "ref", "columns")] or [0] * bench.world_size
         found = groups["ref"].call("infer", whole, split=split, outputs=("columns",)).result()

@@ -231,7 +231,7 @@ def a_batch_does_not_depend_on_those_before(bench: TrainBench) -> None:
     """
     short, long = bench.batch((5, 4, 7, 6)), bench.batch((40, 3, 90, 17, 8), seed=1, temperature=0.6)
     draws = torch.Generator().manual_seed(3)
-    cases = []
+    cases: list[tuple[Batch, LossCall]] = []
     for batch, call in (
         (short, POLICY),
         (long, LossCall("policy", OPTIONS, outputs=("log_probs", "entropy"))),

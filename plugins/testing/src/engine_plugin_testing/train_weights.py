@@ -109,7 +109,8 @@ def an_override_of_the_model_is_used_and_exported(bench: TrainBench) -> None:
 
     The override is ``rms_norm_eps``; the contract is empty for models without it.
     """
-    path, override = bench.model(), {"rms_norm_eps": 0.5}
+    path = bench.model()
+    override: dict[str, Any] = {"rms_norm_eps": 0.5}
     config = Path(path) / "config.json"
     if bench.settings["write_model"] or "rms_norm_eps" not in json.loads(config.read_text("utf-8")):
         return

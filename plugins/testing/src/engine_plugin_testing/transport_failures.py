@@ -208,7 +208,8 @@ def a_process_without_the_token_is_kept_out(bench: TransportBench) -> None:
     last = bench.ranks[-1]
     with trusting() if bench.rank == last else contextlib.nullcontext():
         stranger = OTHER_TOKEN if bench.rank == last else ""
-        link, taken = bench.link("taken", soon=True, token=stranger, may_fail=True), []
+        link = bench.link("taken", soon=True, token=stranger, may_fail=True)
+        taken: list[tuple[str, Tensor]] = []
         if link is not None and bench.rank == last:
             with contextlib.suppress(Exception):
                 bench.in_time(lambda: taken.extend(link.receive(UPDATE)))

@@ -68,9 +68,9 @@ class StepFloors:
     def _planned(self, metrics: Mapping[str, float]) -> StepPlan | None:
         """Plan a step of the lengths that this one had."""
         if self._plans is None:
-            self._device = device_of(self.run, True)
-            known = self._device is not None and self._device.limits is not None
-            self._plans = [plan for _, plan in plans_of(self.run, self._device)] if known else []
+            device = self._device = device_of(self.run, True)
+            found = plans_of(self.run, device) if device is not None and device.limits is not None else ()
+            self._plans = [plan for _, plan in found]
         lengths = measured_lengths(self.run.config, [metrics])
         if not self._plans or lengths is None:
             return None

@@ -34,8 +34,8 @@ class Condition:
 
 def _median(lines: Lines, name: str) -> float | None:
     """Return the median of a metric; None if a line lacks it."""
-    values = [line.get(name) for line in lines]
-    return None if not values or None in values else float(statistics.median(values))  # type: ignore[type-var]
+    values: list[Any] = [line.get(name) for line in lines]
+    return None if not values or None in values else float(statistics.median(values))
 
 
 def _above(name: str, bound: float, text: str) -> Callable[[Lines, Lines], str]:

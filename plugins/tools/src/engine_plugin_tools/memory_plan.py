@@ -207,7 +207,8 @@ def plan_device(
     processes = 1 + (config.rollout.process is not None and "rollout" in roles)
     context = processes * CONTEXT + (COLLECTIVES if ranks > 1 else 0)
     offload = bool(getattr(config.runtime.options, "offload_idle_roles", False))
-    together = plugins.spec("trainers", config.trainer).concurrent or bool(config.rollout.stream_update)
+    trainer: Any = plugins.spec("trainers", config.trainer)
+    together = trainer.concurrent or bool(config.rollout.stream_update)
 
     def ask(name: str, free: int | None) -> MemoryNeed | None:
         return _ask(config, plugins, roles, name, ranks, device_bytes, free)
@@ -304,7 +305,8 @@ def changes(config: EngineConfig) -> Iterator[tuple[str, EngineConfig]]:
         wanted.append((key, ("rollout", "options", "max_model_len"), most))
     for said, path, value in wanted:
         yield said, _with(config, path, value)
-    together, texts = config, []
+    together = config
+    texts: list[str] = []
     combined = [(texts, config)]
     for said, path, value in wanted:
         together, texts = _with(together, path, value), [*texts, said]

@@ -93,10 +93,10 @@ def _step(path: Path, most: int) -> dict[str, Any]:
     count = min(most, len(order))
     chosen = sorted(order[round(i * (len(order) - 1) / max(count - 1, 1))] for i in range(count))
     rows = _completions(file, [main[i] for i in chosen]) if chosen else []
-    for row, i in zip(rows, chosen, strict=True):
-        row |= {"reward": _plain(rewards[i]), "tokens": lengths[i], "group": groups[i]}
+    for shown, i in zip(rows, chosen, strict=True):
+        shown |= {"reward": _plain(rewards[i]), "tokens": lengths[i], "group": groups[i]}
         if branches[main[i]]:
-            row["branches"] = branches[main[i]]
+            shown["branches"] = branches[main[i]]
     return {
         "step": int(path.stem.removeprefix("step_")),
         "count": len(main),
@@ -156,12 +156,15 @@ def _episode(messages: list[Any], text: str, table: pa.Table, row: int) -> list[
     import numpy as np
     from safetensors.numpy import load
 
-    extras = load(table.column("extras")[row].as_py())
     # `to_numpy` of pyarrow imports pandas
-    mask, versions = (np.array(table.column(name)[row].as_py(), kind) for name, kind in zip(OF_TURNS[1:], (bool, int), strict=True))  # fmt: skip
+    extras, mask, versions = (table.column(name)[row].as_py() for name in OF_TURNS)
     # numpy arrays have the few methods of tensors that a transcript needs
     rollout: Any = SimpleNamespace(
-        messages=messages, text=text, extras=extras, loss_mask=mask, policy_versions=versions
+        messages=messages,
+        text=text,
+        extras=load(extras),
+        loss_mask=np.array(mask, bool),
+        policy_versions=np.array(versions, int),
     )
     return [
         {"role": entry.role, "text": _cut(entry.text), "note": entry.note} for entry in transcript(rollout)

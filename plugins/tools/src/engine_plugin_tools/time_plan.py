@@ -140,7 +140,7 @@ def pools(
             if inside:
                 yield f"pool {pool}", size, inside
         return
-    processes = getattr(config.runtime.options, "processes", "auto")
+    processes: Any = getattr(config.runtime.options, "processes", "auto")
     yield "all processes", count if processes == "auto" else processes, dict(roles)
 
 
@@ -317,7 +317,7 @@ def _passes(trainer: Any, plan: MemoryPlan, name: str, limits: Limits, lengths: 
     seconds += updates * cost.layers * speed.layer * times / BOTH
     says = f"{name}: {tokens:,.0f} tokens a device, {floor / seconds:.0%} of the device's rate"
     says += f", {speed.repeated:.0%} of the layers recomputed" if both and speed.repeated else ""
-    micro = need.chosen.get("max_tokens_per_rank", table.max_tokens_per_rank) if need else "auto"
+    micro: Any = need.chosen.get("max_tokens_per_rank", table.max_tokens_per_rank) if need else "auto"
     small = micro != "auto" and micro < min(SMALL, tokens)
     says += f", {micro} a micro-batch (not measured)" if small else ""
     return Phase(floor, seconds, f"{says}; {speed.source}", table.backend)

@@ -51,7 +51,7 @@ def load_model(model: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     model = with_attention(model, config, device)
     if has_no_weights(model.path):
         return cast_parameters(random_model(config, model, device), dtype).to(device)
-    return load_weights(AutoModelForCausalLM, config, model, dtype)[0].to(device)
+    return load_weights(AutoModelForCausalLM, config, model, dtype)[0].to(device)  # type: ignore[arg-type]
 
 
 def load_changed_model(

@@ -163,7 +163,8 @@ class PackedForward:
             if self.head is None:
                 rows = _logits(self.module(**inputs, **separate, use_cache=False))[0]
             else:
-                rows = self.module.get_decoder()(**inputs, **separate, use_cache=False).last_hidden_state[0]
+                decoder: Any = self.module.get_decoder()  # type: ignore[operator]
+                rows = decoder(**inputs, **separate, use_cache=False).last_hidden_state[0]
         return rows if shared is None else rows[shared.row]
 
     def _result(self, output: Any) -> Tensor:

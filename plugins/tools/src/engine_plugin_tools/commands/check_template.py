@@ -113,9 +113,10 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> Check:
     """Return whether text can contain the spelling of each control token without producing the token."""
     form = ChatFormat(tokenizer)
     added = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    added = sorted(added | set(tokenizer.all_special_tokens))
-    known = {i for i in tokenizer.convert_tokens_to_ids(added) if i != tokenizer.unk_token_id}
-    for token in added:
+    spellings = sorted(added | set(tokenizer.all_special_tokens))
+    ids: Any = tokenizer.convert_tokens_to_ids(spellings)
+    known = {i for i in ids if i != tokenizer.unk_token_id}
+    for token in spellings:
         try:
             if not known.isdisjoint(form.text(f"a {token} b")):
                 return Check("problem", "control tokens", f"text can write {token!r}")

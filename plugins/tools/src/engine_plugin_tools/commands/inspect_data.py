@@ -7,7 +7,7 @@ import os
 import statistics
 import sys
 from contextlib import closing
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -138,7 +138,7 @@ def text_of(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, color: bool
         parts = []
         pairs = zip(ids, mask or [False] * len(ids), strict=True)
         for marked, run in itertools.groupby(pairs, key=lambda pair: bool(pair[1])):
-            text = harmless(tokenizer.decode([token for token, _ in run]))
+            text = harmless(cast(str, tokenizer.decode([token for token, _ in run])))
             parts.append(f"{before}{text}{after}" if marked else text)
         yield "".join(parts)
     if columns := {name: value for name, value in row["columns"].items() if name != "messages"}:

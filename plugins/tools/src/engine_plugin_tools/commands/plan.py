@@ -178,7 +178,7 @@ def plan_run(trainer: TrainingRun, device: Device, response: float | None) -> Ru
     if limits is not None:
         lengths, why = lengths_of(trainer, response), "unknown for this model or trainer"
         made = [p for _, p in plans]
-        step = lengths and plan_step(trainer, made, limits, lengths, read_ratios(limits.name))
+        step = plan_step(trainer, made, limits, lengths, read_ratios(limits.name)) if lengths else None
         why = f"{lengths}, {limits}" if lengths and step else why
     stored, saving = checkpoint_bytes(trainer, [p for _, p in plans]), config.checkpoint
     daily = 1440 * stored / saving.every_minutes if stored and saving.every_minutes else None

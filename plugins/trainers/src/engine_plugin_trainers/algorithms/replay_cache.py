@@ -74,7 +74,7 @@ class ReplayCache:
     def load_state(self, state: StageState) -> None:
         """Restore the result of ``state``; of a larger cache, the newest groups."""
         self.stored = int(state.values["stored"])
-        self.groups = groups_of(state.rollouts)[-self.size :]
+        self.groups = list(groups_of(state.rollouts)[-self.size :])
 
     def _forget(self, newest: int) -> int:
         """Drop groups that are more than ``max_staleness`` versions older than ``newest``; return their number."""

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import types
+from collections.abc import Callable
 
 VALUES = 3  # descriptor
 DEEPEST = 100  # lists in lists
@@ -74,13 +75,13 @@ def run(what: dict) -> None:
 
 def fresh_streams() -> None:
     """Open text streams over the descriptors; the parent's streams belong to other files."""
-    kept = {"encoding": "utf-8", "errors": "replace", "closefd": False}
+    kept: dict = {"encoding": "utf-8", "errors": "replace", "closefd": False}
     sys.stdin = os.fdopen(0, "r", **kept)
     sys.stdout = os.fdopen(1, "w", **kept)
     sys.stderr = os.fdopen(2, "w", buffering=1, **kept)
 
 
-def _function(module: types.ModuleType, name: str) -> object:
+def _function(module: types.ModuleType, name: str) -> Callable[..., object]:
     """Return ``f``, ``Class.f`` of a new object, or ``f`` of a class ``Solution``."""
     owner: object = module
     *classes, name = name.split(".")
@@ -113,8 +114,8 @@ def encode(value: object, depth: int = 0) -> object:
         number = int(value)
         return number if abs(number) < 2**63 else ["int", hex(number)]
     if isinstance(value, float):
-        number = float(value)
-        return number if math.isfinite(number) else ["float", repr(number)]
+        real = float(value)
+        return real if math.isfinite(real) else ["float", repr(real)]
     if isinstance(value, complex):
         return ["complex", value.real, value.imag]
     if isinstance(value, bytes | bytearray):
