@@ -1,4 +1,4 @@
-"""Kill all that a process has started, also processes in sessions of their own: they inherit a mark by the environment.
+"""Kill all that a process has started, in any session: the processes inherit a mark by the environment.
 
 A process that removes the mark from the environment of its children hides them.
 """
