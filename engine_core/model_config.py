@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from engine_core.config import ModelConfig
 
 log = logging.getLogger("engine")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""The fields of configs that have the number of experts."""
 VALUE_HEAD = "score"
 """The attribute name of the head for values and scores in transformers models."""
 
@@ -52,6 +54,12 @@ def load_hf_config(model: ModelConfig) -> PretrainedConfig:
             "Read that code, then set model.trust_remote_code = true."
         ) from error
     return _overridden(config, model.override)
+
+
+def is_dense(config: Mapping[str, Any]) -> bool:
+    """Return whether each layer of a decoder is attention and a feed-forward, without experts, by its text config."""
+    sparse = any(config.get(name) for name in EXPERTS)
+    return not sparse and {*(config.get("layer_types") or ())} <= {"full_attention", "sliding_attention"}
 
 
 def has_no_weights(path: str) -> bool:

@@ -125,7 +125,8 @@ class RewardFunction:
 
     Args:
         name: name of the reward, for messages.
-        function: any callable that takes named arguments, synchronous or asynchronous.
+        function: any callable that takes named arguments, synchronous or asynchronous. The arguments that a
+            ``functools.partial`` binds by name are not filled from columns.
         options: the arguments that its option table fills.
 
     Raises:
@@ -134,11 +135,12 @@ class RewardFunction:
 
     def __init__(self, name: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
         self.name, self.function, self.options = name, function, dict(options)
-        self.signature = _inspect(name, function, self.options)
+        self.bound: dict[str, Any] = function.keywords if isinstance(function, partial) else {}
+        self.signature = _inspect(name, function, {**self.bound, **self.options})
 
     def call(self, arguments: Mapping[str, Any]) -> Any:
-        """Call the function, which may modify the arguments."""
-        return self.function(**arguments, **copy.deepcopy(self.options))
+        """Call the function, which may modify the arguments; options and bound arguments win over columns."""
+        return self.function(**{**arguments, **self.bound, **copy.deepcopy(self.options)})
 
 
 def load_reward(
@@ -234,7 +236,7 @@ def _inspect(name: str, function: Callable[..., Any], options: Mapping[str, Any]
         raise ConfigError(
             f"Reward '{name}' names '{singular[0]}' (one sample a call) and '{plural[0]}' (lists). Name one form."
         )
-    plain = inspect.unwrap(function)
+    plain = inspect.unwrap(function.func if isinstance(function, partial) else function)
     return Signature(
         per_sample=bool(singular),
         asynchronous=inspect.iscoroutinefunction(plain)

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
 __all__ = ["RunFolder", "Tracker", "TrackerHub", "read_rollouts", "write_rollouts"]
 
 logger = logging.getLogger("engine")
+LOCK_TRIES = 3
+LOCK_SECONDS = 0.05  # between two tries
 
 
 class RunFolder:
@@ -178,7 +180,7 @@ class RunFolder:
             raise DataError(f"{lock} is a link, which a run never makes. Delete it.")
         self._lock_file = lock.open("a+", encoding="utf-8")
         try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._lock_file)
         except BlockingIOError as error:
             self._lock_file.seek(0)
             holder = self._lock_file.read() or "an unknown process"
@@ -372,3 +374,18 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError):
         raise TypeError(f"Metric '{name}' is {value!r} ({type(value).__name__}), not a number.") from None
+
+
+def _lock(file: TextIO) -> None:
+    """Lock a file; try again, since commands that list runs hold its lock for an instant.
+
+    Raises:
+        BlockingIOError: another process holds the lock.
+        OSError: the file system has no locks.
+    """
+    for _ in range(LOCK_TRIES - 1):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(LOCK_SECONDS)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

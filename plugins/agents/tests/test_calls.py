@@ -1,5 +1,7 @@
 """Tags of a text, arguments of calls, and answers of tools."""
 
+import time
+
 import pytest
 
 from engine_plugin_agents import ToolCall, find_tag
@@ -21,6 +23,12 @@ from engine_plugin_agents.calls import as_answer, misfit
 )
 def test_a_tag_is_read_when_it_is_whole(text, found):
     assert find_tag(text, "calc") == found
+
+
+def test_a_tag_that_is_opened_often_and_never_closed_is_found_absent_in_time():
+    start = time.monotonic()
+    assert find_tag("<calc>" * 50_000, "calc") is None
+    assert time.monotonic() - start < 5
 
 
 def test_a_tags_name_is_no_pattern():

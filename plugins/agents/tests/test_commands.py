@@ -116,23 +116,63 @@ def test_only_the_end_of_an_output_is_kept():
     assert len(text) == commands.TAIL_BYTES - 1
 
 
-def test_children_of_a_command_end_with_it(command, scripted, requests, play, folder):
+@pytest.mark.parametrize(
+    ("given", "set_to"),
+    [(None, "127.0.0.1"), ("a.org,b.org", "a.org,b.org,127.0.0.1"), ("*", "*"), ("127.0.0.1", "127.0.0.1")],
+)
+def test_a_command_asks_the_endpoint_without_the_proxy_of_the_environment(
+    command, scripted, requests, play, folder, monkeypatch, given, set_to
+):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    if given:
+        monkeypatch.setenv("NO_PROXY", given)
     source = f"""
-child = subprocess.Popen(["sleep", "60"])
+open("{folder}/seen", "w").write(os.environ["no_proxy"] + " " + os.environ["NO_PROXY"])
+"""
+    [rollout] = play(command(source, "Hi"), scripted(), requests(1))
+    assert rollout.failure == ""
+    assert (folder / "seen").read_text() == f"{set_to} {set_to}"
+
+
+@pytest.mark.parametrize(
+    ("text", "failure"), [("\u554f" * 40_000, ""), ("\ud800", ""), ("\u554f" * 44_000, "error")]
+)
+def test_a_command_gets_a_row_of_at_most_128_kib(
+    command, scripted, requests, play, folder, caplog, text, failure
+):
+    source = f"""
+open("{folder}/row", "w").write(json.dumps(row))
+"""
+    [request] = requests(1, group_size=1)
+    request.prompt.columns["answer"] = text
+    [rollout] = play(command(source, "Hi", max_failure_share=1), scripted(), [request])
+    assert rollout.failure == failure
+    if failure:
+        said = "its row is too long. A variable and an argument have at most 131071 bytes each; EPISODE_ROW has 132"
+        assert said in caplog.text
+    else:
+        assert json.loads((folder / "row").read_text())["answer"] == text
+
+
+@pytest.mark.parametrize("word", ["go", "hang", "hang with a session"])
+def test_children_of_a_command_end_with_it(command, scripted, requests, play, folder, word):
+    source = f"""
+child = subprocess.Popen(["sleep", "60"], start_new_session="session" in sys.argv[1])
 open("{folder}/child", "w").write(str(child.pid))
-if sys.argv[1] == "hang":
+if sys.argv[1] != "go":
     time.sleep(60)
 """
-    for word, failure in (("go", ""), ("hang", "timeout")):
-        runner = command(source, word, timeout_seconds=20 if word == "go" else 4, max_failure_share=1)
-        start = time.monotonic()
-        [rollout] = play(runner, scripted(), requests(1))
-        assert rollout.failure == failure
-        assert time.monotonic() - start < 18
-        child = int((folder / "child").read_text())
-        while os.path.exists(f"/proc/{child}") and "Z" not in state(child):
-            assert time.monotonic() - start < 30
-            time.sleep(0.05)
+    runner = command(source, word, timeout_seconds=20 if word == "go" else 4, max_failure_share=1)
+    start = time.monotonic()
+    [rollout] = play(runner, scripted(), requests(1))
+    assert rollout.failure == ("" if word == "go" else "timeout")
+    assert time.monotonic() - start < 18
+    child = int((folder / "child").read_text())
+    while os.path.exists(f"/proc/{child}") and "Z" not in state(child):
+        assert time.monotonic() - start < 30
+        time.sleep(0.05)
 
 
 def state(pid):

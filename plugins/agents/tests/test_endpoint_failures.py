@@ -229,6 +229,23 @@ import asyncio, time
     assert runner.metrics()["environment/timeouts"] == 1
 
 
+@pytest.mark.parametrize("end", ["raise RuntimeError('x')", "time.sleep(20)"])
+def test_all_conversations_of_a_failed_episode_are_learned(harness, scripted, requests, play, end):
+    source = f"""
+import time
+def solve(row, base_url, api_key):
+    client = OpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+    for text in ("first", "second"):
+        client.chat.completions.create(model="", messages=[{{"role": "user", "content": text}}])
+    {end}
+"""
+    limits = {"timeout_seconds": 4.0, "max_failure_share": 1.0}
+    runner = harness(source, on_error="zero", on_timeout="zero", **limits)
+    rollout = one(play(runner, scripted(), requests(1)))
+    assert (len(rollout.branches), rollout.valid) == (1, True)
+    assert rollout.branches[0].loss_mask.any()
+
+
 def test_a_request_in_flight_at_the_time_limit_is_refused(harness, scripted, requests, play, tmp_path):
     source = """
 def solve(row, base_url, api_key):

@@ -1,6 +1,7 @@
 """The policy endpoint: harnesses that talk to it with the OpenAI client, and what of their episodes is learned."""
 
 import textwrap
+import time
 import zlib
 
 from engine_plugin_agents import conversations
@@ -295,3 +296,10 @@ def test_recent_conversations_forget_the_oldest_and_obey_sampling_parameters(
     assert [request.sampling.temperature for request in engine.asked] == [0.25] + [0.7] * 5
     said = engine.answer(engine.asked[0]).token_ids.tolist()
     assert all(request.prompt.token_ids[: len(said)] == said for request in engine.asked[1:3])
+
+
+def test_the_beginning_of_calls_is_found_in_time_after_much_white_space():
+    start = time.monotonic()
+    found = conversations.CALLS_BEGIN.search("Hm." + " " * 100_000 + '[ {"name": "f"}]')
+    assert found.group() == '[ {"name":'
+    assert time.monotonic() - start < 5

@@ -164,9 +164,9 @@ def test_an_action_in_a_tag_and_a_turn_without_it(world, act):
 
 def test_numbers_as_actions_and_a_rendered_text_as_observation(world, act):
     runner = world("Corridor-v0", {"max_turns": 8}, arguments={"render_mode": "ansi"})
-    [rollout] = act(runner, "go", "go 3", "I say 1", "2", "not 1 but 2")
+    [rollout] = act(runner, "go", "go 3", "1" * 20, "I say 1", "2", "not 1 but 2")
     seen = [message["content"] for message in rollout.messages[1::2]]
-    assert seen == ["error: an action is a number from 1 to 2"] * 2 + [".@", "...@"]
+    assert seen == ["error: an action is a number from 1 to 2"] * 3 + [".@", "...@"]
     assert rollout.rewards == {"score": 5.0}
 
 

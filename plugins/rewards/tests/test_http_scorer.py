@@ -124,13 +124,26 @@ def test_no_more_requests_run_at_once_than_connections(scorer_server):
         status(500),
         status(503),
         status(503, headers=[("Retry-After", "soon")]),
+        status(503, headers=[("Retry-After", "9" * 5000)]),
+        status(503, headers=[("Retry-After", "Mon, 01 Jan 99999 00:00:00 GMT")]),
         status(429),
         hang_up,
         break_off,
         sleep_for(4),
         drip,
     ],
-    ids=["500", "503", "no such pause", "429", "hangs up", "breaks off", "no answer in time", "drips"],
+    ids=[
+        "500",
+        "503",
+        "no such pause",
+        "too long",
+        "no year",
+        "429",
+        "hangs up",
+        "breaks off",
+        "no answer in time",
+        "drips",
+    ],
 )
 def test_what_may_pass_is_tried_again(scorer_server, fault):
     server = scorer_server(fault, scorer_server.lengths)

@@ -15,6 +15,7 @@ MINE = """
 import functools
 
 def score(completions, answer, bonus=0.0, **columns):
+    assert columns["task"] == 1  # not the row's
     return [float(c == a) + bonus for c, a in zip(completions, answer)]
 
 def chat(completions, **columns):
@@ -50,7 +51,7 @@ def rollout(text, answer):
     tokens = torch.zeros(1 + len(text), dtype=torch.int64)
     return Rollout(
         request_id="1",
-        prompt=Prompt("train:1", [0], "Q", {"answer": answer}),
+        prompt=Prompt("train:1", [0], "Q", {"answer": answer, "task": 0}),
         token_ids=tokens,
         loss_mask=tokens.bool(),
         rollout_log_probs=tokens.float(),
@@ -99,7 +100,7 @@ def test_a_pattern_that_backtracks_without_end_is_stopped(score):
 
 def test_a_function_of_the_user_runs_with_its_arguments(score, tmp_path, caplog):
     (tmp_path / "mine.py").write_text(MINE)
-    options = {"path": "mine.py", "allow_local_code": True, "arguments": {"bonus": 0.5}}
+    options = {"path": "mine.py", "allow_local_code": True, "arguments": {"bonus": 0.5, "task": 1}}
     with caplog.at_level("INFO"):
         values, _ = score("python", options, ["4", "5"], ["4", "4"])
     assert values == [1.5, 0.5]

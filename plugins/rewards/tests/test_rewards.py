@@ -1,12 +1,23 @@
 """The functions alone, against values worked out by hand."""
 
+import dataclasses
+
 import pytest
 
+from engine_core.rewards.signatures import RewardFunction, arguments
+from engine_core.types import Prompt, Request, Sampling
 from engine_plugin_rewards.mathematics import same_mathematics
 from engine_plugin_rewards.numeric import last_boxed, last_number, numeric
 from engine_plugin_rewards.plugin import FormatOptions, LengthOptions, PythonOptions
 from engine_plugin_rewards.python_file import as_conversations
 from engine_plugin_rewards.text import exact_match, make_format, soft_overlong
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q"}]
+
+
+def rollout_of(prompt, **columns):
+    request = Request("0", Prompt("train:0", [1], prompt, columns), Sampling())
+    return dataclasses.replace(request.unsampled(), text="a")
 
 
 def score(given):
@@ -104,6 +115,10 @@ def test_the_last_box_of_a_text(text, inside):
         ("5", 5, {"boxed": "only"}, 0.0),
         (r"\boxed{x} is 5", 5, {}, 1.0),
         ("9" * 5000, "9" * 5000, {}, 1.0),
+        (r"\boxed{1{,}234}", 1234, {}, 1.0),
+        (r"\boxed{1\,234\,567}", 1234567, {}, 1.0),
+        (r"10,\!000", "10{,}000", {}, 1.0),
+        (r"(1\,2345)", 2345, {}, 1.0),
         ("nothing", 5, {}, 0.0),
         ("5", None, {}, None),
     ],
@@ -200,6 +215,24 @@ def test_conversations_are_lists_of_one_message():
         [[{"role": "user", "content": "q"}]],
         ["x"],
     )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda prompts: prompts, lambda prompts, **columns: prompts, lambda prompts, messages: prompts],
+)
+def test_the_prompt_of_a_row_with_messages_is_these_messages(function):
+    reward = RewardFunction("python", as_conversations(function), {})
+    rows = [rollout_of("<s>q", messages=CHAT), rollout_of("r")]
+    given = arguments("python", reward.signature, rows)
+    assert reward.call(given) == [CHAT, [{"role": "user", "content": "r"}]]
+
+
+def test_the_prompt_of_a_function_in_singular_form_is_the_messages_of_its_row():
+    chat = as_conversations(lambda prompt, completion: (prompt, completion))
+    answer = [{"role": "assistant", "content": "a"}]
+    assert chat(prompt="<s>q", completion="a", messages=CHAT) == (CHAT, answer)
+    assert chat(prompt="q", completion="a") == ([{"role": "user", "content": "q"}], answer)
 
 
 NUMERIC = {"tolerance": 1e-3, "relative_tolerance": 0.0, "boxed": "prefer"}

@@ -22,7 +22,8 @@ def test_equal_halves_would_be_twice_as_quick_apart_and_no_quicker_on_the_same_d
 
 def test_where_rewards_take_most_of_the_step_they_are_named():
     said = advice(run(generate=0.06, train=0.07, reward=1.4, step=1.54))
-    assert "1.4 of them for rewards. What would help are more processes" in said
+    assert "1.4 of them for rewards. What would help is a quicker reward: of a function with more" in said
+    assert "of a model with a smaller one" in said  # it has no workers
     assert "1.4 of them for rewards" in advice(
         run(generate=0.1, train=0.07, reward=1.4, step=1.6, sampling=1.5)
     )

@@ -83,6 +83,13 @@ def test_majority_ties_are_shared_and_silence_does_not_win():
     assert majority_at_k(["4"] * 64, [True] * 64, 64) == 1.0
 
 
+def test_majority_at_k_of_thousands_of_samples_does_not_overflow():
+    alone = majority_at_k(["4", *[None] * 2199], [True, *[False] * 2199], 1100)
+    assert alone == pytest.approx(0.5)  # the subsets with the only vote
+    two = majority_at_k(["4"] * 2199 + ["5"], [True] * 2199 + [False], 2)
+    assert two == pytest.approx(1 - 0.5 * 2 / 2200)  # half of each subset with a tie
+
+
 @pytest.mark.parametrize(
     ("freedom", "quantile"),
     [

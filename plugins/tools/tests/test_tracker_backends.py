@@ -31,6 +31,7 @@ import torch
 
 folder, name, table, options = Path(sys.argv[3]), sys.argv[4], sys.argv[5], json.loads(sys.argv[6])
 config = config_in(folder, tracking={"trackers": [name]})
+config.run.fail_above = {"actor/approx_kl": 0.5}
 config.tracking.options = {name: getattr(tracker_options, table)(details_every_steps=2, **options)}
 run = RunFolder.create(config)
 for first in (1, 3):  # the second time it is resumed
@@ -43,7 +44,7 @@ for first in (1, 3):  # the second time it is resumed
     for step in (first, first + 1):
         hub.trackers.event("rollouts_finished", step, {"rollouts": rollouts()})
         hub.trackers.event("advantages_computed", step, {"advantages": torch.tensor([-1.0])})
-        hub.log(step, {"reward/mean": step / 4})
+        hub.log(step, {"reward/mean": step / 4, "eval/pass@4": 0.5})
     hub.trackers.event("run_finished", first + 1, {"metrics": {}})
     hub.trackers.close(60)
 """
@@ -174,3 +175,4 @@ print(json.dumps([run.info.run_name, run.info.status, metrics, sorted(files), te
     }  # fmt: skip
     assert sum(texts["distribution/reward/step_000002.json"]["counts"]) == 2
     assert params["data.prompts_per_step"] == "64"
+    assert params["run.fail_above.actor/approx_kl"] == "0.5"

@@ -199,6 +199,19 @@ def test_a_database_of_mlflow_that_was_not_finished_is_made_again(tmp_path, monk
     assert {path.name for path in tmp_path.iterdir()} == {"a", "m.db"}
 
 
+@pytest.mark.parametrize(
+    ("name", "sent"),
+    [
+        ("eval/gsm8k/pass@4", "eval/gsm8k/pass_4"),
+        ("reward/mean", "reward/mean"),
+        ('run.fail_above."actor/approx_kl"', "run.fail_above.actor/approx_kl"),
+        ('schedule."rollout.temperature"', "schedule.rollout.temperature"),
+    ],
+)
+def test_mlflow_receives_names_of_characters_that_it_allows(name, sent):
+    assert trackers.mlflow_name(name) == sent
+
+
 def test_prometheus_answers_on_loopback_with_the_newest_step(tmp_path, caplog):
     caplog.set_level("INFO")
     config = config_in(tmp_path, tracking={"trackers": ["prometheus"]})

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import Glm4MoeConfig, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from engine_core.types import LossCall
 from engine_plugin_torch import memory, packed_forward
@@ -295,3 +295,10 @@ def estimate_of(engine):
     """Of an engine, with a settled amount of memory."""
     act = activations(Decoder.of(engine.module), engine.budget.settings)
     return Estimate(Held.of(engine.module, True), act, 0)
+
+
+def test_a_model_that_is_not_dense_has_no_shape():
+    for config, dense in ((CONFIGS["qwen3"], True), (Glm4MoeConfig(**SHAPE), False)):
+        module = torch.nn.Module()
+        module.config = config
+        assert (Decoder.of(module) is not None) == dense

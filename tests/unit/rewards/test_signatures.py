@@ -113,6 +113,18 @@ def test_an_option_fills_its_argument_also_where_a_column_has_its_name(make_roll
     assert values == {"completion": ["a"]}
 
 
+@pytest.mark.parametrize("how", ["option", "bound"])
+def test_options_and_bound_arguments_win_over_columns(how):
+    def function(completions, scale=1.0, **columns):
+        return [scale] * len(completions)
+
+    part = functools.partial(function, scale=2.0) if how == "bound" else function
+    reward = RewardFunction("r", part, {} if how == "bound" else {"scale": 2.0})
+    given = {"completions": ["a"], "scale": [99.0]}
+    assert [o.value for _, o in evaluate(reward, given, 1, 1.0, lambda _: nullcontext())] == [2.0]
+    assert reward.signature.names == ("completions",)
+
+
 def test_an_option_that_the_function_does_not_take_is_refused():
     with pytest.raises(
         ConfigError,
@@ -144,6 +156,12 @@ def test_a_partial_and_an_object_are_functions():
     assert RewardFunction("r", Judge(), {}).signature.asynchronous
     part = functools.partial(lambda completion, scale: scale, scale=2.0)
     assert outcomes(part, 1, completion=["a"])[0][1].value == 2.0
+
+    async def slow(completion, scale):
+        return scale
+
+    wrapped = functools.wraps(slow)(lambda **given: slow(**given))
+    assert RewardFunction("r", functools.partial(wrapped, scale=2.0), {}).signature.asynchronous
 
 
 # ---- results ------------------------------------------------------------------------------------

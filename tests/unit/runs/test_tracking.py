@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import subprocess
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING
 
@@ -231,6 +233,16 @@ def test_a_run_continues_with_the_config_of_its_last_attempt_that_trained_and_ke
     assert "prompts_per_step = 11\n" in second
     assert third == failed.config_file.read_text()
     assert not (failed.attempt_dir / "config.resolved.toml").exists()
+
+
+def test_a_run_whose_lock_is_held_for_an_instant_is_opened(run):
+    run.close()
+    with (run.path / ".lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        threading.Timer(0.02, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        again = RunFolder.open(run.path)
+        again.claim(0)
+        again.close()
 
 
 def test_a_run_in_use_is_refused_with_its_holder(run):

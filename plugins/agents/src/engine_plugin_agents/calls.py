@@ -24,8 +24,8 @@ JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", l
 
 def find_tag(text: str, tag: str) -> str | None:
     """Return the text between the first ``<tag>`` and the next ``</tag>``, stripped; None without such a pair."""
-    found = re.search(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
-    return found[1].strip() if found else None
+    inside, end, _ = text.partition(f"<{tag}>")[2].partition(f"</{tag}>")
+    return inside.strip() if end else None
 
 
 @dataclass(frozen=True)

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import math
 import os
 import re
 import signal
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from engine_core.marked_processes import MARK, kill_marked
 from engine_core.temporary_folder import TemporaryFolder
 
 TAIL_BYTES = 16 * 1024
 """The part of an output that is kept: its end."""
 MESSAGE_CHARACTERS = 300
+MOST_BYTES = 128 * 1024 - 1
+"""Of one argument or variable of a process, by Linux."""
 PIPE_SECONDS = 1.0
 
 
@@ -25,7 +30,8 @@ async def run_command(
 ) -> dict[str, float] | None:
     """Run a command that talks to the policy endpoint, and return its reward.
 
-    The process and its children are killed when this function ends, also if it is cancelled.
+    The process and its children are killed when this function ends, also if it is cancelled. If the process has not
+    ended by then, so are those of its children that lead a session.
 
     Args:
         row: fills ``{column}`` in the arguments; the process reads it as JSON in ``EPISODE_ROW``.
@@ -35,7 +41,7 @@ async def run_command(
         reward: ``stdout``: the last line of the output is the reward; ``none``: ``[[reward]]`` judges.
 
     Raises:
-        RuntimeError: the process has failed, or its last line is no number.
+        RuntimeError: the process has failed, its last line is no number, or the row is too long for it.
         OSError: it cannot be started.
     """
     filled = [re.sub(r"\{(\w+)\}", lambda found: str(row.get(found[1], found[0])), part) for part in command]
@@ -45,17 +51,33 @@ async def run_command(
         "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": api_key,
-        "EPISODE_ROW": json.dumps(row, default=str),
+        # half of a surrogate pair becomes its escape
+        "EPISODE_ROW": json.dumps(row, default=str, ensure_ascii=False)
+        .encode("utf-8", "backslashreplace")
+        .decode(),
+        MARK: uuid.uuid4().hex,
+        **_without_proxy("127.0.0.1"),
     }
     folder = TemporaryFolder("episode-")
     output, errors = _Tail(), _Tail()
     try:
-        process = await _started(filled, folder.path, variables, output, errors)
+        try:
+            process = await _started(filled, folder.path, variables, output, errors)
+        except OSError as error:
+            if error.errno != errno.E2BIG:
+                raise
+            size = len(variables["EPISODE_ROW"].encode())
+            raise RuntimeError(
+                f"{command[0]} cannot be started: its row is too long. A variable and an argument have at most "
+                f"{MOST_BYTES} bytes each; EPISODE_ROW has {size}. Shorten the row, or use a Python harness"
+            ) from error
         try:
             await process.wait()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            if process.returncode is None:
+                await asyncio.to_thread(kill_marked, {variables[MARK]})
             await asyncio.wait({output.ended, errors.ended}, timeout=PIPE_SECONDS)
     finally:
         output.close()
@@ -73,6 +95,14 @@ async def run_command(
     raise RuntimeError(
         f"the last line of the output of {command[0]} must be a number, the reward; got {last!r:.60}"
     )
+
+
+def _without_proxy(host: str) -> dict[str, str]:
+    """Return the variables that make clients ask ``host`` directly, whatever proxies the environment has."""
+    hosts = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or host
+    if hosts not in ("*", host):
+        hosts += f",{host}"
+    return dict.fromkeys(("no_proxy", "NO_PROXY"), hosts)
 
 
 async def _started(

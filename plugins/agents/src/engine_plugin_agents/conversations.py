@@ -36,7 +36,7 @@ SHOWN = ("role", "content", "name")
 KEPT = 256
 """Turns and tool calls that ``RecentConversations`` remembers."""
 CALLS_BEGIN = re.compile(
-    r"<tool_call>|<function=|<｜tool▁calls?▁begin｜>|\[TOOL_CALLS\]|<\|python_tag\|>|```(?:json|tool_call)|\[?\s*\{\s*\"(?:name|type)\"\s*:"
+    r"<tool_call>|<function=|<｜tool▁calls?▁begin｜>|\[TOOL_CALLS\]|<\|python_tag\|>|```(?:json|tool_call)|(?:\[\s*)?\{\s*\"(?:name|type)\"\s*:"
 )
 """The beginning of calls in the text of a turn that has some; the text before it is the answer's content."""
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
@@ -149,6 +150,12 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
         """Refuse the redirect, which makes the answer an error."""
 
 
+def _opener(base_url: str) -> urllib.request.OpenerDirector:
+    """Return what opens requests: a server on this machine is not asked through a proxy of the environment."""
+    here = urllib.parse.urlsplit(base_url).hostname in ("127.0.0.1", "::1", "localhost")
+    return urllib.request.build_opener(_NoRedirect, *([urllib.request.ProxyHandler({})] if here else ()))
+
+
 def answer(base_url: str, key: str, messages: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the parts of the answer to a conversation.
 
@@ -159,7 +166,7 @@ def answer(base_url: str, key: str, messages: list[dict[str, Any]]) -> Iterator[
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{base_url}/chat/completions", body, headers)
     try:
-        with urllib.request.build_opener(_NoRedirect).open(request) as response:
+        with _opener(base_url).open(request) as response:
             begun = False
             for line in response:
                 field, _, data = line.decode().partition(":")

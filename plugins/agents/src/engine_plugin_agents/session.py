@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 LINGER_SECONDS = 0.005
 """With an idle sampler: turns that fast tools request so soon after others are sampled with them."""
+ENDING_SECONDS = 1.0  # of a cancelled episode
 ALIVE_SECONDS = 1.0  # between checks of a silent loop
 TRACE_CHARACTERS = 3000
 NOTHING_SAMPLED = (
@@ -262,8 +263,12 @@ class EpisodeSession:
             sampling = episode.policy.sampling_seconds
             between = max(time.perf_counter() - begun - sampling, 0.0)
             in_time = task.done()
-            task.cancel()  # a task that resists cancellation is abandoned
+            task.cancel()
             episode.policy.close()
+        if (
+            not in_time
+        ):  # what it has sampled is complete when it ends; one that resists cancellation is abandoned
+            await asyncio.wait({task}, timeout=ENDING_SECONDS)
         try:
             late = cut.result() if cut.done() else f"not over after {self.game.seconds:g} s"
             finished = self._ending(episode, task) if in_time else _late(episode, late)

@@ -27,13 +27,13 @@ def filled(template: str, sample: Mapping[str, Any]) -> str | None:
 
     Args:
         template: the question.
-        sample: the values by name; ``messages`` or ``prompt`` have the question of the user.
+        sample: the values by name. The question is the last message of the user in ``messages``, else ``prompt``.
     """
     values = {name: sample.get(name) for name in columns_of(template)}
     if any(value is None for value in values.values()):
         return None
     asked = [m["content"] for m in sample.get("messages") or () if m["role"] == "user"]
-    values[QUESTION] = sample.get(QUESTION) or (asked[-1] if asked else sample.get("prompt"))
+    values[QUESTION] = asked[-1] if asked else sample.get("prompt")
     return PLACEHOLDER.sub(lambda found: _shown(values[found[1]]), template)
 
 

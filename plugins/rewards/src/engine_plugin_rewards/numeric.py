@@ -15,6 +15,8 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
+_SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3}(?!\d))")
+"""A thousands separator in LaTeX: ``1{,}234``, ``1\\,234`` or ``1,\\!234``."""
 _FINAL = re.compile(r"#### (-?[0-9.,]+)")
 _FRACTION = re.compile(r"(?<=\w)(?=\\[dt]?frac)|\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 
@@ -27,7 +29,7 @@ def numeric(
 ) -> dict[str, float | str | None] | None:
     r"""Return 1 if both texts end in the same number, else 0; None for a row without answer. ``pred`` is the number.
 
-    Numbers may have thousands separators (``1,234.5``), an exponent, or be a ratio (``3/4``,
+    Numbers may have thousands separators (``1,234.5``, ``1{,}234.5``), an exponent, or be a ratio (``3/4``,
     ``\frac{3}{4}``).
 
     Args:
@@ -82,7 +84,8 @@ def _bare(number: str) -> str:
 
 def last_number(text: str) -> Decimal | None:
     """Return the last number of a text; None without one. A ratio with denominator 0 is no number."""
-    for found in reversed(_NUMBER.findall(_FRACTION.sub(_ratio, text))):
+    text = _SEPARATOR.sub(",", _FRACTION.sub(_ratio, text))
+    for found in reversed(_NUMBER.findall(text)):
         plain = re.sub(r"[\s,$+]", "", found).replace("\u2212", "-")
         upper, _, lower = plain.partition("/")
         if not lower:

@@ -155,9 +155,9 @@ class PythonOptions(Options):
     allow_local_code: bool = False
     """Permission to run the file. The file runs with your permissions. The reward requires the value ``true``."""
     conversational: bool = False
-    """Pass prompts and completions of conversations as lists of ``{role, content}``, as TRL does."""
+    """Pass prompts and completions as lists of ``{role, content}``, as TRL does. A prompt is the row's `messages`; without them, one message of the user."""
     arguments: dict[str, Any] = {}
-    """Additional arguments of the function."""
+    """Additional arguments of the function. They replace columns of the same name."""
 
     @model_validator(mode="after")
     def _allowed(self) -> Self:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engine_core.errors import ConfigError, did_you_mean
 from engine_core.plugins.modules import import_file
+
+ROLES = {"prompts": "user", "prompt": "user", "completions": "assistant", "completion": "assistant"}
+"""The role of the message that a text becomes, by argument."""
 
 
 def make_python(
@@ -42,23 +46,38 @@ def make_python(
         raise ConfigError(
             f"[reward.python] '{path}' has no function '{function}'.{did_you_mean(function, names)}"
         )
-    if arguments:
-        found = functools.partial(found, **arguments)
-    return as_conversations(found) if conversational else found
+    if conversational:
+        found = as_conversations(found)
+    return functools.partial(found, **arguments) if arguments else found
 
 
 def as_conversations(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``function`` so that texts become one-message conversations, as TRL gives them for chat data."""
-    roles = {"prompts": "user", "prompt": "user", "completions": "assistant", "completion": "assistant"}
+    """Wrap ``function`` so that it receives conversations, as TRL gives them for chat data.
+
+    A prompt is the row's ``messages``, if it has some. Other texts become conversations of one message.
+    """
+    signature = inspect.signature(function)
+    parameters = [*signature.parameters.values()]
+    takes = "messages" in signature.parameters or any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     @functools.wraps(function)
     def call(**given: Any) -> Any:
-        """Call the function with one-message conversations in place of texts."""
-        for name, role in roles.items():
-            if isinstance(given.get(name), str):
-                given[name] = [{"role": role, "content": given[name]}]
-            elif name in given:
-                given[name] = [[{"role": role, "content": text}] for text in given[name]]
+        """Call the function with conversations in place of texts."""
+        rows = given.get("messages") if takes else given.pop("messages", None)
+        for name, role in ROLES.items():
+            if name not in given:
+                continue
+            single = isinstance(given[name], str)
+            texts = [given[name]] if single else given[name]
+            asked = [None] * len(texts) if role != "user" or rows is None else [rows] if single else rows
+            made = [
+                messages or [{"role": role, "content": text}]
+                for text, messages in zip(texts, asked, strict=True)
+            ]
+            given[name] = made[0] if single else made
         return function(**given)
 
+    if not takes:
+        asking = inspect.Parameter("messages", inspect.Parameter.KEYWORD_ONLY, default=None)
+        call.__signature__ = signature.replace(parameters=[*parameters, asking])  # type: ignore[attr-defined]
     return call

@@ -1,6 +1,8 @@
 """Verdicts that a model writes: its questions, the number of votes, and how its answers are read."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,6 +87,17 @@ def test_tokens_of_an_engine_that_makes_no_text_are_made_text(asking, judge_fold
     judge.generate = lambda requests: [dataclasses.replace(made, text="") for made in generate(requests)]
     assert judge.score({"completion": WORDS}, len(WORDS)) == expected
     assert any(outcome.value is not None for outcome in expected)
+
+
+def test_an_answer_ends_at_the_end_tokens_of_the_judge(asking, judge_folder, tokenizer):
+    ends = sorted(set(range(300)) - {*tokenizer.all_special_ids})
+    (Path(judge_folder) / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    judge = asking("judge", judge_folder, prompt="{completion}", max_response_tokens=9)
+    generate, made = judge.generate, []
+    judge.generate = lambda requests: made.extend(generate(requests)) or made
+    judge.score({"completion": WORDS}, len(WORDS))
+    assert {rollout.finish_reason for rollout in made} == {"stop"}
+    assert {rollout.response_length for rollout in made} == {1}
 
 
 def test_an_answer_without_a_verdict_is_a_failure_that_quotes_it(asking, judge_folder, tokenizer):

@@ -35,10 +35,12 @@ def test_values_are_put_in_once_and_as_they_are(questions):
     assert one.text(sample) == '2+2?|{answer} {0}|{completion}|{"score": 1}{}'
 
 
-def test_the_question_of_plain_text_is_the_prompt_unless_the_data_has_a_column_of_that_name(questions):
+def test_the_question_is_the_last_message_or_the_prompt_whatever_columns_the_data_has(questions):
     one = questions("{question} {completion}")
-    assert one.text({"completion": "4", "prompt": "2+2="}) == "2+2= 4"
-    assert one.text({"completion": "4", "prompt": "2+2=", "question": "Two and two?"}) == "Two and two? 4"
+    assert "question" not in one.names
+    sample = {"completion": "4", "prompt": "2+2=", "question": "Two and two?"}
+    assert one.text(sample) == "2+2= 4"
+    assert one.text(sample | {"messages": CHAT}) == "2+2? 4"
 
 
 def test_values_that_are_no_text_are_shown_as_json_and_a_missing_one_asks_nothing(questions):

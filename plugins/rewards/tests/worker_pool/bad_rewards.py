@@ -65,6 +65,9 @@ def misbehave(completion):
         case ["spawn"]:
             subprocess.Popen(["sleep", "61"])
             time.sleep(60)
+        case ["session"]:
+            subprocess.Popen(["sleep", "62"], start_new_session=True)
+            time.sleep(60)
         case ["allocate"]:
             return float(len(bytearray(8 * 10**9)))
         case ["keep"]:

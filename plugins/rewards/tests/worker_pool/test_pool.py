@@ -107,10 +107,11 @@ def test_printing_and_forking_hurt_nobody(survivor, rollouts, what, capfd):
     assert capfd.readouterr().out == ""
 
 
-def test_what_a_killed_worker_forked_is_killed_too(runner, rollouts):
-    runner("misbehave", **SHORT).score(rollouts("spawn"), 1)
+@pytest.mark.parametrize(("text", "seconds"), [("spawn", "61"), ("session", "62")])
+def test_what_a_killed_worker_started_is_killed_too(runner, rollouts, text, seconds):
+    runner("misbehave", **SHORT).score(rollouts(text), 1)
     end = time.monotonic() + 30  # a process that was killed ends when it has a turn
-    while ["sleep", "61"] in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]:
+    while ["sleep", seconds] in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]:
         assert time.monotonic() < end
         time.sleep(0.05)
 

@@ -43,8 +43,8 @@ def advice(lines: Sequence[Mapping[str, Any]]) -> str:
     }
     if (reward := medians.get("time/reward", 0.0)) > medians["time/step"] / 2:
         return (
-            f"A step takes {medians['time/step']:.3g} s, {reward:.3g} of them for rewards. What would help are more processes for "
-            "them (workers in [[reward]]), or a quicker reward."
+            f"A step takes {medians['time/step']:.3g} s, {reward:.3g} of them for rewards. What would help is a quicker reward: of a "
+            "function with more processes (workers in [[reward]]), of a model with a smaller one or fewer tokens."
         )
     if any(line.get("environment/tool_calls") for line in usable):
         return "" if "time/sampling" in medians else _with_tools(medians)

@@ -72,29 +72,50 @@ def majority_at_k(answers: Sequence[str | None], passed: Sequence[bool], k: int)
             votes.setdefault(answer, []).append(is_right)
     counts = [len(rights) for rights in votes.values()]
     right = [sum(rights) / len(rights) for rights in votes.values()]
-    silent = samples - sum(counts)
+    # Each sample is drawn with probability k / n on its own; if k are drawn, every subset of k is equally probable.
+    drawn = [_drawn(count, k, samples) for count in counts]
+    silent = _drawn(samples - sum(counts), k, samples)
     total = sum(
-        _won_with(most, counts, right, silent, k) for most in range(1, min(k, max(counts, default=0)) + 1)
+        _won_with(most, drawn, right, silent, k) for most in range(1, min(k, max(counts, default=0)) + 1)
     )
-    return total / math.comb(samples, k)
+    return total / _drawn(samples, k, samples)[k]
 
 
-def _won_with(most: int, counts: Sequence[int], right: Sequence[float], silent: int, k: int) -> float:
-    """Return the sum of the winner's correctness over the subsets of k samples in which it has ``most`` votes."""
+def _drawn(count: int, k: int, samples: int) -> list[float]:
+    """Return the probability of each number of draws, from 0 to k, among ``count`` samples: a binomial distribution."""
+    return [  # whole numbers, which do not overflow
+        math.comb(count, taken) * k**taken * (samples - k) ** (count - taken) / samples**count
+        if taken <= count
+        else 0.0
+        for taken in range(k + 1)
+    ]
+
+
+def _won_with(
+    most: int, drawn: Sequence[Sequence[float]], right: Sequence[float], silent: Sequence[float], k: int
+) -> float:
+    """Return the sum of the winner's correctness over draws of k samples in which it has ``most`` votes, by probability.
+
+    Args:
+        most: votes of the winner.
+        drawn: of each answer, the probability of each number of votes, 0 to k.
+        right: correctness of each answer.
+        silent: the same as ``drawn``, of the samples without an answer.
+        k: number of samples in a draw.
+    """
     ties = k // most
-    # [votes so far, answers with `most` votes]: number of subsets, and the sum of the winners' correctness over them
+    # [votes so far, answers with `most` votes]: the probability, and the sum of the winners' correctness times it
     ways, sums = np.zeros((2, k + 1, ties + 1))
     ways[0, 0] = 1.0
-    for count, worth in zip(counts, right, strict=True):
+    for chances, worth in zip(drawn, right, strict=True):
         new_ways, new_sums = np.zeros_like(ways), np.zeros_like(sums)
-        for taken in range(min(count, most, k) + 1):
-            first, times = int(taken == most), float(math.comb(count, taken))
+        for taken, times in enumerate(chances[: most + 1]):
+            first = int(taken == most)
             rows, columns = k + 1 - taken, ties + 1 - first
             new_ways[taken:, first:] += times * ways[:rows, :columns]
             new_sums[taken:, first:] += times * (sums + first * worth * ways)[:rows, :columns]
         ways, sums = new_ways, new_sums
-    unvoted = np.array([math.comb(silent, k - used) for used in range(k + 1)], dtype=float)
-    return float((unvoted @ sums)[1:] @ (1.0 / np.arange(1, ties + 1)))
+    return float((np.array(silent[::-1]) @ sums)[1:] @ (1.0 / np.arange(1, ties + 1)))
 
 
 def _check_k(k: int, samples: int) -> None:

@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from engine_core.runs.tracking import RunFolder
 
 HELD = 16
-"""Queued calls of a tracker above which it receives no events: they hold the rollouts of a step."""
+"""Queued calls of a tracker above which it receives no events except the run's end: they hold the rollouts of a step."""
 MOST = 10_000
 """Queued calls of a tracker above which it receives no metrics either: one that hangs must not fill the memory."""
+
+ENDS = frozenset({"run_finished", "run_failed", "run_stopped"})
+"""Events of a run's end, after which a tracker stores files."""
 
 logger = logging.getLogger("engine")
 
@@ -105,7 +108,7 @@ class Trackers:
 
     def event(self, event: str, step: int, data: Mapping[str, Any]) -> None:
         """Queue an event."""
-        self._queue(HELD, "on_event", event, step, dict(data))
+        self._queue(MOST if event in ENDS else HELD, "on_event", event, step, dict(data))
 
     def _queue(self, most: int, method: str, *arguments: Any) -> None:
         for feeder in self.feeders:

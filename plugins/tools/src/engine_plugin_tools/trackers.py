@@ -19,6 +19,7 @@ from engine_core.config.read import key_text
 from engine_core.errors import EnvironmentProblem
 from engine_core.runs.tracking import RunFolder, Tracker
 from engine_plugin_tools.packages import require_package
+from engine_plugin_tools.tracker_threads import ENDS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -65,7 +66,7 @@ class DetailTracker(Tracker):
         elif event == "advantages_computed" and due:
             values = data["advantages"].numpy(force=True)
             self.histograms(step, {"advantage": values} if values.size else {})
-        elif event in ("run_finished", "run_failed", "run_stopped"):
+        elif event in ENDS:
             for pattern in getattr(self.options, "artifacts", ()):
                 for path in sorted(self._folder.glob(pattern)):
                     self.artifact(path)
@@ -232,7 +233,8 @@ class Mlflow(DetailTracker):
             )
             self._id = self._client.create_run(number, run_name=name).info.run_id
             id_file.write_text(f"{self._id} {name}")
-            params = [Param(key_text(path), str(value)[:500]) for path, value in leaves(dict(config))]
+            keys = {mlflow_name(key_text(path)): value for path, value in leaves(dict(config))}
+            params = [Param(key, str(value)[:500]) for key, value in keys.items()]
             for first in range(0, len(params), 100):  # the most that MLflow takes
                 self._client.log_batch(self._id, params=params[first : first + 100])
 
@@ -241,7 +243,8 @@ class Mlflow(DetailTracker):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, [Metric(name, value, now, step) for name, value in metrics.items()])
+        sent = [Metric(mlflow_name(name), value, now, step) for name, value in metrics.items()]
+        self._client.log_batch(self._id, sent)
 
     def histograms(self, step: int, values: Mapping[str, NDArray[Any]]) -> None:
         """Store counts and edges as JSON: MLflow draws no histograms."""
@@ -303,6 +306,11 @@ class Prometheus(DetailTracker):
         """Close the endpoint."""
         self._server.shutdown()
         self._server.server_close()
+
+
+def mlflow_name(name: str) -> str:
+    """Return the name of a metric or a key in MLflow, which refuses some characters: ``pass@4`` is ``pass_4``."""
+    return re.sub(r"[^\w/.\- ]", "_", name.replace('"', ""))
 
 
 def gauge_name(metric: str) -> str:

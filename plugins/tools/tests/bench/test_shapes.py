@@ -39,7 +39,7 @@ def test_sequences_cost_attention_to_themselves_only():
 
 def test_models_that_the_formula_does_not_fit_have_no_cost():
     assert Cost.of({"hidden_size": 8}) is None
-    assert Cost.of({**SHAPES["tiny"], "num_experts": 8}) is None
+    assert Cost.of({**SHAPES["tiny"], "n_routed_experts": 8}) is None
 
 
 @pytest.mark.parametrize(

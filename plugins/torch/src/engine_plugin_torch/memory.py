@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from engine_core.local.device_memory import device_bytes
+from engine_core.model_config import is_dense
 from engine_plugin_torch.sharded import here
 
 GIB = 1024**3
@@ -95,7 +96,7 @@ class Decoder:
             kind, vocabulary = text.model_type, text.vocab_size
         except AttributeError:
             return None
-        if getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None):
+        if not is_dense(text.to_dict()):
             return None
         size = getattr(text, "head_dim", None) or hidden // heads
         names = {name.rpartition(".")[2] for name, _ in module.named_modules()}

@@ -9,6 +9,9 @@ from typing import Any
 import gymnasium
 from gymnasium.spaces import Discrete, Text
 
+DIGITS = 18
+"""Of the longest number that is read: gymnasium compares numbers of 64 bits."""
+
 
 class World:
     """All environments of one id in this process.
@@ -52,7 +55,7 @@ class World:
         action: Any = text
         if isinstance(env.action_space, Discrete):
             numbers = re.findall(r"-?\d+", text)
-            action = int(numbers[-1]) if numbers else None
+            action = int(numbers[-1]) if numbers and len(numbers[-1]) <= DIGITS else None
             if action is None or not env.action_space.contains(action):
                 low = int(env.action_space.start)
                 most = low + int(env.action_space.n) - 1

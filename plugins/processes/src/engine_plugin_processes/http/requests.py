@@ -237,8 +237,9 @@ def _reason(error: Exception) -> str:
 
 
 def _pause_asked_for(response: Any) -> float | None:
-    """Return the seconds of ``Retry-After``; None if the header is missing, or neither a number nor a date."""
+    """Return the seconds of ``Retry-After``; None if the header is missing, or neither a number nor a date in range."""
     try:
-        return Retry().get_retry_after(response)
-    except InvalidHeader:
+        seconds = Retry().get_retry_after(response)
+        return None if seconds is None else float(seconds)
+    except (InvalidHeader, ValueError, OverflowError):
         return None

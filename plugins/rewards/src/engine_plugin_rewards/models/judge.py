@@ -34,13 +34,20 @@ class JudgeReward(AskingReward):
         limit: longest question and answer together, in tokens.
         config: votes, sampling, how a verdict is read.
         seed: the run's seed.
+        ends: ids that end an answer, besides the tokenizer's end of sequence.
     """
 
     def __init__(
-        self, questions: Questions, generate: Generate, limit: int, config: JudgeConfig, seed: int
+        self,
+        questions: Questions,
+        generate: Generate,
+        limit: int,
+        config: JudgeConfig,
+        seed: int,
+        ends: tuple[int, ...] = (),
     ) -> None:
         super().__init__(questions, limit - config.max_response_tokens)
-        self.generate, self.config, self.seed = generate, config, seed
+        self.generate, self.config, self.seed, self.ends = generate, config, seed, ends
         self.reader = VerdictReader(config)
 
     def answers(self, asked: Sequence[list[int]]) -> list[Outcome]:
@@ -76,5 +83,9 @@ class JudgeReward(AskingReward):
         seed = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
         config = self.config
         return Sampling(
-            config.temperature, max_response_tokens=config.max_response_tokens, seed=seed, log_probs=False
+            config.temperature,
+            max_response_tokens=config.max_response_tokens,
+            stop_token_ids=self.ends,
+            seed=seed,
+            log_probs=False,
         )

@@ -41,7 +41,7 @@ class Questions:
             )
         self.required = columns_of(table.prompt)
         asks = QUESTION in PLACEHOLDER.findall(table.prompt)
-        self.names = (*self.required, QUESTION, "prompt", "messages") if asks else self.required
+        self.names = (*self.required, "prompt", "messages") if asks else self.required
 
     def text(self, sample: Mapping[str, Any]) -> str | None:
         """Fill in the template, each value once and unchanged; return None if a value is missing.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.contracts.runtime import REWARD_PHASE as PHASE
 from engine_core.contracts.runtime import Role, WorkerGroup
 from engine_core.data import tokenizer_hash
+from engine_core.data.tokenizer import end_tokens
 from engine_core.errors import DataError
 from engine_plugin_rewards.models.classifier import ClassifierReward
 from engine_plugin_rewards.models.folders import check_classifier, longest, open_folder
@@ -73,7 +74,8 @@ def _model_reward(
 ) -> ModelReward:
     settings: Any = reward.own_model
     table = f"reward.{reward.name}.{kind}"
-    hf_config, own = open_folder(config.model_of(reward.role), table)
+    model = config.model_of(reward.role)
+    hf_config, own = open_folder(model, table)
     limit = longest(hf_config, settings.max_tokens)
 
     def infer(batch: Batch, outputs: tuple[str, ...]) -> Any:
@@ -102,7 +104,7 @@ def _model_reward(
             f"{table}.max_response_tokens: {settings.max_response_tokens} leaves no room for a question in the "
             f"{limit} tokens of its model."
         )
-    return JudgeReward(questions, generate, limit, settings, config.run.seed)
+    return JudgeReward(questions, generate, limit, settings, config.run.seed, end_tokens(model))
 
 
 class RewardModels:

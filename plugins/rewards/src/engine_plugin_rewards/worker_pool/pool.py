@@ -7,7 +7,6 @@ replacement, at most ``START_ATTEMPTS`` times in a row.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import math
@@ -20,10 +19,9 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-import psutil
-
 from engine_core import errors, timeline
 from engine_core.errors import DataError, PluginError
+from engine_core.marked_processes import MARK, kill_marked
 from engine_core.rewards.signatures import Outcome, Signature
 from engine_plugin_processes.child import KEPT_LINES, ChildProcess, python_command
 from engine_plugin_processes.json_channel import JsonChannel
@@ -38,8 +36,6 @@ WATCHDOG = "Timeout ("  # printed by faulthandler before it ends a worker
 SHOWN_CHARACTERS = 3000
 SAMPLES_PER_REQUEST = 32
 SAMPLES_AT_ONCE = 64  # of an asynchronous function in singular form
-MARK = "ENGINE_REWARD_POOL"
-"""Environment variable of the workers of a pool; processes that they start inherit it."""
 
 logger = logging.getLogger("engine")
 
@@ -80,12 +76,12 @@ class Worker(ChildProcess):
 
     Args:
         order: the first message to the worker.
-        mark: value of ``MARK``.
         attempt: number of this start, counted from the last success.
     """
 
-    def __init__(self, order: Mapping[str, Any], mark: str, attempt: int = 1) -> None:
+    def __init__(self, order: Mapping[str, Any], attempt: int = 1) -> None:
         self.attempt, self.ready = attempt, False
+        self.mark = uuid.uuid4().hex  # of what it starts
         self.starved = (
             False  # whether it ran out of memory, so that later samples could fail for what it has kept
         )
@@ -97,7 +93,7 @@ class Worker(ChildProcess):
             python_command("engine_plugin_rewards.worker_pool.worker:main"),
             ReplyChannel,
             take=self._take,
-            env={**os.environ, MARK: mark},
+            env={**os.environ, MARK: self.mark},
         )
         self.send(order)
 
@@ -126,7 +122,6 @@ class Pool:
 
     def __init__(self, name: str, order: Mapping[str, Any], size: int) -> None:
         self.name, self.order, self.size = name, order, size
-        self.mark = uuid.uuid4().hex
         self.timeout: float = order["timeout"]
         self.workers: list[Worker] = []
         self.signature: Signature | None = None
@@ -194,13 +189,12 @@ class Pool:
             if dead or self._late(worker):
                 self._bury(worker, on_failure)
             elif worker.starved and worker.job is None:
-                worker.kill()
-                self.workers.remove(worker)
+                self._kill([worker])
                 self.restarts += 1
             elif worker.ready and worker.job is None and self.queue:
                 self._give(worker, self.queue.popleft())
         while len(self.workers) < self.size:
-            self.workers.append(Worker(self.order, self.mark))
+            self.workers.append(Worker(self.order))
 
     def _late(self, worker: Worker) -> bool:
         limit = self.timeout + GRACE_SECONDS if worker.ready else STARTUP_SECONDS
@@ -243,8 +237,7 @@ class Pool:
     def _bury(self, worker: Worker, on_failure: OnFailure) -> None:
         if not (late := self._late(worker)):
             worker.ended(GRACE_SECONDS)  # a process that exits closes its connection first
-        worker.kill()
-        self.workers.remove(worker)
+        self._kill([worker])
         self.restarts += 1
         if not worker.ready:
             self._start_again(worker, late)
@@ -271,7 +264,7 @@ class Pool:
         logger.warning(
             "A worker of reward '%s' %s while it started. Started again.", self.name, worker.ending()
         )
-        self.workers.append(Worker(self.order, self.mark, worker.attempt + 1))
+        self.workers.append(Worker(self.order, worker.attempt + 1))
 
     def _blame(self, worker: Worker, outcome: Outcome, on_failure: OnFailure) -> None:
         """Fail the sample at which a request failed; if it is unknown, send each sample again in its own request."""
@@ -299,19 +292,19 @@ class Pool:
         """Discard unfinished samples; a worker with a request is killed."""
         self.queue.clear()
         self.outcomes = []
-        for worker in [worker for worker in self.workers if worker.job is not None]:
-            worker.kill()
-            self.workers.remove(worker)
+        self._kill([worker for worker in self.workers if worker.job is not None])
 
     def close(self) -> None:
         """End the workers, and what they started in other sessions."""
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):  # it has ended, or is of another user
-                if process.environ().get(MARK) == self.mark:
-                    process.kill()
-        for worker in self.workers:
+        self._kill(self.workers)
+
+    def _kill(self, workers: Sequence[Worker]) -> None:
+        """Kill and remove workers, and what they started in other sessions."""
+        for worker in workers:
             worker.kill()
-        self.workers = []
+        if workers:
+            kill_marked({worker.mark for worker in workers})
+        self.workers = [worker for worker in self.workers if worker not in workers]
 
 
 def wait(pools: Sequence[Pool], seconds: float) -> None:

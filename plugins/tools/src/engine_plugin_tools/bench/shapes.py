@@ -82,7 +82,9 @@ class Cost:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Cost | None:
         """Return the cost of a model by its config; None if it is not a dense decoder of the usual kind."""
-        if config.get("num_experts") or config.get("num_local_experts"):
+        from engine_core.model_config import is_dense  # brings transformers
+
+        if not is_dense(config):
             return None
         try:
             hidden, layers = config["hidden_size"], config["num_hidden_layers"]
