@@ -73,9 +73,9 @@ class AdaptiveKL:
 
     It changes after each step, in proportion to n, the number of the step's rollouts (section 2.2 of the paper).
 
-    Formula: ``coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)``
+    Formula: ``coef <- coef (1 + clip(kl / target - 1, -0.2, 0.2) min(n / horizon, 1))``
     Paper: https://arxiv.org/abs/1909.08593
-    Differs: the target is of the mean KL of a token; the paper's is of a whole response
+    Differs: the target is of the mean KL of a token, the paper's is of a whole response; n counts as at most the horizon
 
     Args:
         coef: start value, above 0 (a coefficient of 0 stays 0).
@@ -86,7 +86,7 @@ class AdaptiveKL:
     def update(self, kl: float, target: float, horizon: float, num_rollouts: int) -> None:
         """Change the coefficient after a step with mean KL ``kl``."""
         error = min(max(kl / target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * num_rollouts / horizon
+        self.coef *= 1 + error * min(num_rollouts / horizon, 1.0)
 
 
 @dataclass

@@ -129,7 +129,7 @@ class AlgorithmConfig(Table):
     ref_refresh_steps: NonNegativeInt = 0
     """Update the reference with the actor's weights after every n steps; 0: never."""
     ref_refresh_mix: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the actor in the updated reference. 1: a copy of the actor. Below 1: a moving average."""
+    """Share of the actor in the updated reference. 1: a copy of the actor. Below 1: a moving average, for which the reference needs float32 weights."""
     mask_truncated: bool = False
     """Learn nothing from responses that were cut at `rollout.max_response_tokens`. Their rewards still count in their group."""
     entropy_coef: float = 0.0

@@ -55,6 +55,8 @@ class WorkerContext:
     deterministic: bool = False  #: `[run] deterministic`: torch's deterministic algorithms only
     #: the run never changes the weights: they are not trained, refreshed or exported
     frozen: bool = False
+    #: the run mixes shares of the actor's weights into this role's (`ref_refresh_mix` below 1)
+    mixed: bool = False
     actor: str = ""  #: for the run's sampler: backend of the actor, whose plugin may build the model
 
 

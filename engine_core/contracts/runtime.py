@@ -33,6 +33,7 @@ class Role:
     kind: str  #: "train" or "rollout"
     trainable: bool = True  #: a train role with an optimizer
     refreshed: bool = False  #: not trained, but its weights change (a reference that follows the actor)
+    mixed: bool = False  #: refreshed by shares of the actor's weights, not by copies
     idle_steps: int = 0  #: number of the run's optimizer steps in which it is not trained
     engine_role: str = ""  #: the role's name for its engine and hooks; "": its own name
     phase: str = ""  #: the only phase in which it is used and needs device memory

@@ -237,7 +237,7 @@ class EngineHost:
 
     def _train_context(self, name: str, role: Role, total_steps: int) -> WorkerContext:
         context = self._context(name, max(total_steps - role.idle_steps, 0), role.engine_role)
-        return dataclasses.replace(context, frozen=total_steps > 0 and not role.saved)
+        return dataclasses.replace(context, frozen=total_steps > 0 and not role.saved, mixed=role.mixed)
 
     def _train_class(self, name: str) -> type[TrainEngine]:
         found: type[TrainEngine] = self.plugins.resolve("train_engines", self.config.role(name).backend)

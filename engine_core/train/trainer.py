@@ -70,8 +70,7 @@ class Trainer(SampledRun):
         """Return the roles that the algorithm needs: actor and rollout, perhaps ref, teacher and critic."""
         if not training:
             return {"actor": Role("train", trainable=False), "rollout": Role("rollout")}
-        ref = {"ref": Role("train", trainable=False, refreshed=self.policy.refreshes_ref)}
-        ref = ref if self.policy.plan.needs("ref") else {}
+        ref = {"ref": self.policy.ref_role} if self.policy.plan.needs("ref") else {}
         idle = self.critic.warmup_steps * self.policy.plan.updates_per_step
         actor = Role("train", idle_steps=idle)
         teacher = {"teacher": Role("train", trainable=False)} if self.policy.plan.needs("teacher") else {}

@@ -68,7 +68,9 @@ class PolicyUpdate:
         producers = requirements.producers_of(plugins, advantage, self.loss)
         self.plan = requirements.plan_run(config, advantage, self.loss, producers)
         steps = [config_at(config, step).algorithm for step in boundaries(config)]
-        self.refreshes_ref = any(each.ref_refresh_steps > 0 for each in steps)
+        shares = [each.ref_refresh_mix for each in steps if each.ref_refresh_steps > 0]
+        mixed = any(share < 1 for share in shares)
+        self.ref_role = Role("train", trainable=False, refreshed=bool(shares), mixed=mixed)
         adapts_kl = any(each.kl_target is not None for each in steps)
         adapts_entropy = any(each.entropy_target is not None for each in steps)
         self.adaptive_kl = AdaptiveKL(algorithm.kl_coef) if adapts_kl else None

@@ -239,6 +239,7 @@ def test_the_weight_of_the_kl_adapts_from_step_to_step(trainer):
 def test_the_reference_follows_the_actor(trainer, mix):
     run = trainer(algorithm__kl_coef=0.1, algorithm__ref_refresh_steps=2, algorithm__ref_refresh_mix=mix)
     run.setup(training=True)
+    assert run.runtime.engines["ref"].context.mixed == (mix < 1)
     start = {name: tensor.clone() for name, tensor in run.runtime.engines["ref"].named_weights()}
     run.train()
     actor = dict(run.runtime.engines["actor"].named_weights())

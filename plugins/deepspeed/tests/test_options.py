@@ -1,7 +1,14 @@
+import contextlib
+
 import pytest
 from pydantic import ValidationError
 
+from engine_core.config import RoleConfig
+from engine_core.contracts.engines import WorkerContext
+from engine_core.errors import ConfigError
+from engine_core.plugins.plugin_set import PluginSet
 from engine_plugin_deepspeed import library as told
+from engine_plugin_deepspeed.engine import DeepSpeedEngine
 from engine_plugin_deepspeed.library import managed, settings, zero
 from engine_plugin_deepspeed.options import DeepSpeedOptions
 
@@ -48,6 +55,26 @@ def test_gradients_are_summed_beside_the_backward_pass_where_deepspeed_can():
     assert [managed(DeepSpeedOptions(stage=stage)) for stage in range(4)] == [True, False, False, True]
     assert not managed(offloaded)
     assert zero(offloaded, gpu)["offload_optimizer"] == {"device": "cpu", "pin_memory": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        ({"compute_dtype": "bf16"}, True),
+        ({"compute_dtype": "fp32"}, False),
+        ({"compute_dtype": "bf16", "stage": 2}, False),
+    ],
+    ids=str,
+)
+def test_shares_of_the_actor_are_not_mixed_into_the_parts_of_16_bits_of_stage_3(options, refused):
+    import torch
+
+    plugins, cpu = PluginSet.load({}), torch.device("cpu")
+    config = RoleConfig(backend="deepspeed", options=DeepSpeedOptions(**options))
+    told = pytest.raises(ConfigError, match=r"below 1, .* Set ref\.deepspeed\.compute_dtype = 'fp32'")
+    with told if refused else contextlib.nullcontext():
+        DeepSpeedEngine.check(config, WorkerContext(plugins, "ref", cpu, mixed=True), trainable=False)
+    DeepSpeedEngine.check(config, WorkerContext(plugins, "ref", cpu), trainable=False)
 
 
 def test_doctor_says_the_version():

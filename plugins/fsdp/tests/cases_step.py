@@ -66,6 +66,23 @@ def parts_are_freed_with_their_owner(bench):
         gc.enable()
 
 
+def forward_passes_leave_no_record(bench):
+    """FSDP holds nothing of the forward passes of ``infer``, with a frozen role and with one that is trained."""
+    import gc
+
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    for trainable in (False, True):
+        engine = bench.engine(trainable=trainable)
+        bench.infer(engine, bench.batch())
+        context = engine._sharded[0]._get_fsdp_state()._comm_ctx
+        groups = [one for one in gc.get_objects() if isinstance(one, FSDPParamGroup)]
+        own = [group for group in groups if group.comm_ctx is context]
+        assert len(own) == 1 + len(engine.module.model.layers)
+        assert not any(group._post_forward_indices for group in own)
+        assert not context.post_forward_order
+
+
 def gathered_once_or_twice(bench):
     """Messages of one step that gather weights: of each unit and the rest in the forward pass, of all units but the last anew."""
     from torch.distributed.tensor.debug import CommDebugMode

@@ -118,6 +118,10 @@ def test_nothing_stays_gathered(ranks, sharding):
     ranks(2, "nothing_stays_gathered", {"sharding": sharding})
 
 
+def test_a_role_that_only_infers_does_not_grow(ranks):
+    ranks(2, "cases_step.py:forward_passes_leave_no_record")
+
+
 def test_a_rank_without_sequences_takes_part(ranks):
     ranks(2, "a_rank_without_sequences_takes_part")
 

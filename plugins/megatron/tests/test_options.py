@@ -33,10 +33,8 @@ def test_options_that_contradict_each_other_are_refused(table, told):
         MegatronOptions(**table)
 
 
-def refused(options=None, **role):
-    context = WorkerContext(
-        plugins=PluginSet.load({}), role="actor", device=torch.device("cpu"), rank=0, world_size=2
-    )
+def refused(options=None, name="actor", mixed=False, **role):
+    context = WorkerContext(PluginSet.load({}), name, torch.device("cpu"), world_size=2, mixed=mixed)
     config = RoleConfig(backend="megatron", options=MegatronOptions(**(options or {})), **role)
     with pytest.raises(ConfigError) as raised:
         MegatronEngine.check(config, context)
@@ -50,6 +48,12 @@ def test_a_layout_is_refused_before_the_machine_is_looked_at():
 def test_adapters_are_refused_with_what_trains_them():
     told = refused(lora={"rank": 4})
     assert "[actor.lora]: 'megatron' trains no adapters yet: peft's are of transformers' layers" in told
+
+
+def test_shares_of_the_actor_are_not_mixed_into_weights_of_16_bits():
+    told = refused({"compute_dtype": "bf16", "cpu_emulation": True}, "ref", mixed=True)
+    assert "ref_refresh_mix is below 1, and the weights of the role 'ref' are bf16" in told
+    assert "Set ref.megatron.compute_dtype = 'fp32', or algorithm.ref_refresh_mix = 1." in told
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")

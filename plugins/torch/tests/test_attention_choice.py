@@ -12,8 +12,10 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    Phi3Config,
     PretrainedConfig,
     Qwen3Config,
     Qwen3NextConfig,
@@ -49,6 +51,19 @@ def capability(monkeypatch):
         (BloomConfig(), "eager", "no fused attention"),
         (MambaConfig(), "eager", "no fused attention"),
         (OwnConfig(), "sdpa", "not known"),
+        (Llama4TextConfig(), "sdpa", "attention in chunks"),
+        (
+            Phi3Config(
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "original_max_position_embeddings": 16,
+                }
+                | {"short_factor": [1.0] * 48, "long_factor": [4.0] * 48}
+            ),
+            "sdpa",
+            "longrope",
+        ),
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )

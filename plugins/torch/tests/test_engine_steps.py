@@ -366,6 +366,16 @@ SCHEDULERS = {
         [torch.optim.lr_scheduler.LinearLR(o, 0.3), torch.optim.lr_scheduler.ExponentialLR(o, 0.7)],
         [3],
     ),
+    "at steps": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 5], gamma=0.3),
+    "at steps in turn": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [
+            torch.optim.lr_scheduler.ConstantLR(o, 1.0),
+            torch.optim.lr_scheduler.MultiStepLR(o, [2], gamma=0.3),
+        ],
+        [4],
+    ),
+    "factors": lambda o: torch.optim.lr_scheduler.MultiplicativeLR(o, lambda step: 0.9),
 }
 
 

@@ -229,11 +229,31 @@ def test_a_folder_that_is_no_adapter_of_lora_is_refused(make_engine, folder, tmp
     for change, message in (
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"bias": "all"}, "bias 'all'"),
-        ({"rank_pattern": {"q_proj": 2}}, "'rank_pattern' is set, which is not supported"),
+        ({"rank_pattern": {"q_proj": 2}}, r"'rank_pattern' is \{'q_proj': 2\}, which is not supported"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'init_lora_weights' is 'pissa_niter_4', which is not supp"),
+        ({"init_lora_weights": "OLoRA"}, "'init_lora_weights' is 'OLoRA', which is not supported"),
+        (
+            {"alora_invocation_tokens": [5, 6]},
+            r"'alora_invocation_tokens' is \[5, 6\], which is not supported",
+        ),
     ):
         config.write_text(json.dumps(values | change))
         with pytest.raises(DataError, match=message):
             make_engine("llama", lora={"path": str(folder[0])})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"r": 4', "adapter_config.json is no JSON file: Expecting .*Write the adapter again"),
+        ("[4]", "adapter_config.json holds a list, not a table"),
+        ('{"peft_type": "LORA", "r": "four"}', "adapter_config.json: .*rank"),
+    ],
+)
+def test_a_damaged_config_of_an_adapter_is_refused_with_its_file(make_engine, folder, text, message):
+    (folder[0] / "adapter_config.json").write_text(text)
+    with pytest.raises(DataError, match=f"(?s){message}"):
+        make_engine("llama", lora={"path": str(folder[0])})
 
 
 def test_an_adapter_of_another_shape_is_refused(make_engine, folder):

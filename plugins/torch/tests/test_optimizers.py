@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR, SequentialLR
 
 from engine_core.config import OptimConfig
 from engine_core.errors import ConfigError
@@ -83,6 +84,31 @@ def test_the_same_peak_again_changes_no_bit_of_the_rate(peak):
         assert [group["lr"] for group in optimizer.param_groups] == before
         optimizer.step()
         scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("build", "factors"),
+    [
+        (lambda o: MultiplicativeLR(o, lambda step: 0.9), [1, 0.9, 0.81, 0.729]),
+        (
+            lambda o: SequentialLR(
+                o, [LambdaLR(o, lambda step: 1.0), LambdaLR(o, lambda step: 0.5**step)], [2]
+            ),
+            [1, 1, 1, 0.5],
+        ),
+    ],
+    ids=["factors of one step", "in turn"],
+)
+def test_a_new_peak_scales_the_rates_of_a_plugins_schedule(build, factors):
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1.0)
+    scheduler, used = build(optimizer), []
+    for peak in (1.0, 1.0, 0.1, 0.1):
+        set_peak_lr(optimizer, scheduler, peak)
+        used.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    expected = [factor * peak for factor, peak in zip(factors, (1, 1, 0.1, 0.1), strict=True)]
+    assert used == pytest.approx(expected)
 
 
 def test_a_new_peak_without_a_schedule_is_the_rate():

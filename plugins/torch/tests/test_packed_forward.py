@@ -9,13 +9,17 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    HunYuanDenseV1Config,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
     NanoChatConfig,
+    Phi3Config,
     PreTrainedModel,
 )
 from transformers.modeling_outputs import CausalLMOutput
 
+from engine_core.errors import ConfigError
 from engine_core.types import Batch, LossCall
 from engine_plugin_torch import packed_forward
 from engine_plugin_torch.log_probs import find_head
@@ -116,6 +120,79 @@ def test_a_recurrent_model_is_never_packed(make_engine, batch, tmp_path):
         found = engine.infer(alone, ["log_probs"])["log_probs"]
         torch.testing.assert_close(found, whole[start : start + len(found)])
     assert engine.forward_backward(batch, LossCall("nll")).loss > 0
+
+
+SHAPE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture
+def engine_of(make_engine, tmp_path):
+    """Builds an engine over random weights of a config: ``engine_of(config, **model)``."""
+
+    def build(config, **model):
+        config.save_pretrained(tmp_path / config.model_type)
+        return make_engine(model={"path": str(tmp_path / config.model_type), **model})
+
+    return build
+
+
+def test_frequencies_of_longrope_are_those_of_each_sequence_alone(engine_of, batch_of):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    config = Phi3Config(**SHAPE, original_max_position_embeddings=16, rope_parameters={**rope, **factors})
+    engine = engine_of(config)
+    batch = batch_of([10, 30])
+    found = engine.infer(batch, ["log_probs"])["log_probs"]
+    for ids, log_probs in zip(batch.token_ids.split([10, 30]), found.split([10, 30]), strict=True):
+        with torch.no_grad():
+            logits = engine.module(ids[None]).logits[0, :-1].double()
+        expected = logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+        torch.testing.assert_close(log_probs[2:].double(), expected[1:], rtol=1e-5, atol=1e-5)
+
+
+def test_a_token_does_not_see_an_earlier_chunk(engine_of, batch_of):
+    shape = {**SHAPE, "head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 1}
+    engine = engine_of(Llama4TextConfig(**shape, attention_chunk_size=4, no_rope_layers=[1, 1]))
+    assert set(engine.module.config.layer_types) == {"chunked_attention"}
+    batch, other = batch_of([12]), batch_of([12])
+    other.token_ids[:4] = other.token_ids[:4] % 96 + 1  # the first chunk
+    one, two = (engine.infer(each, ["log_probs"])["log_probs"] for each in (batch, other))
+    assert torch.equal(one[5:], two[5:])
+    assert not torch.equal(one[:4], two[:4])
+
+
+def test_frequencies_that_depend_on_earlier_sequences_are_refused(engine_of, batch_of):
+    config = LlamaConfig(
+        **SHAPE,
+        max_position_embeddings=16,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"rope_type is 'dynamic'.* Up to 16 tokens it equals 'default': set model\.override\.rope_type = 'default'",
+    ):
+        engine_of(config)
+    engine, batch = engine_of(config, override={"rope_type": "default"}), batch_of([16])
+    own = AutoModelForCausalLM.from_config(config)
+    own.load_state_dict(engine.module.state_dict())
+    with torch.no_grad():
+        logits = own(batch.token_ids[None]).logits[0, :-1].log_softmax(-1)
+    found = engine.infer(batch, ["log_probs"])["log_probs"]
+    torch.testing.assert_close(found[2:], logits.gather(1, batch.token_ids[1:, None])[1:, 0])
+
+
+def test_dynamic_frequencies_that_alpha_fixes_are_those_of_a_pack(engine_of):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 1000.0, "factor": 1.0}
+    assert engine_of(HunYuanDenseV1Config(**SHAPE, head_dim=8, rope_parameters=rope)).forward.packs
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from engine_core.config import RoleConfig
 from engine_core.contracts.engines import WorkerContext
 from engine_core.errors import ConfigError
 from engine_plugin_torch import engine as torch_engine
@@ -122,6 +123,18 @@ def test_the_check_of_an_engine_looks_at_the_device_of_its_table(make_engine):
     config.options = config.options.model_copy(update={"device": "toaster"})
     with pytest.raises(ConfigError, match=r"^actor\.torch\.device: 'toaster' cannot be used here"):
         TorchEngine.check(config, WorkerContext(plugins=None, role="actor", device=CPU))
+
+
+def test_shares_of_the_actor_are_mixed_into_float32_only(make_engine):
+    config, context = RoleConfig(options=TorchOptions(param_dtype="bf16")), make_engine().context
+    TorchEngine.check(config, context)
+    mixed = dataclasses.replace(context, role="ref", mixed=True)
+    TorchEngine.check(RoleConfig(options=TorchOptions(compute_dtype="bf16")), mixed, trainable=False)
+    with pytest.raises(
+        ConfigError,
+        match=r"ref_refresh_mix is below 1, and the weights of the role 'ref' are bf16, .*Set ref\.torch\.param_dtype = 'fp32'",
+    ):
+        TorchEngine.check(config, mixed, trainable=False)
 
 
 def test_a_precision_says_what_it_is():

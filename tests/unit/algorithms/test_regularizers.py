@@ -93,6 +93,13 @@ def test_the_coefficient_follows_ziegler(kl, error):
     assert held.coef == pytest.approx(0.5 * (1 + error * 64 / 1000))
 
 
+@pytest.mark.parametrize(("kl", "coef"), [(0.0, 0.4), (5.0, 0.6)])
+def test_a_step_of_more_rollouts_than_the_horizon_changes_the_coefficient_by_a_fifth(kl, coef):
+    held = AdaptiveKL(0.5)
+    held.update(kl, target=0.1, horizon=100.0, num_rollouts=1024)
+    assert held.coef == pytest.approx(coef)
+
+
 def test_the_weight_rises_under_the_target_falls_over_it_and_never_below_0():
     held = AdaptiveEntropy(0.0)
     seen = []

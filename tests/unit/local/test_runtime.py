@@ -123,7 +123,14 @@ def test_only_a_training_run_has_roles_whose_weights_never_change():
     roles = {"actor": Role("train", trainable=False)}
     assert not runtime.start(roles, total_steps=0)["actor"].engine.context.frozen  # it may be exported
     roles = {"actor": Role("train"), "ref": Role("train", trainable=False, refreshed=True)}
-    assert not runtime.start(roles, total_steps=7)["ref"].engine.context.frozen
+    context = runtime.start(roles, total_steps=7)["ref"].engine.context
+    assert (context.frozen, context.mixed) == (False, False)
+
+
+def test_a_reference_into_which_shares_are_mixed_is_told_so():
+    roles = {"ref": Role("train", trainable=False, refreshed=True, mixed=True)}
+    engine = LocalRuntime(EngineConfig(), Plugins(), {}).start(roles, total_steps=7)["ref"].engine
+    assert engine.context.mixed
 
 
 def test_a_critic_is_built_from_its_own_table_and_sleeps_and_wakes_with_the_trainers():

@@ -28,6 +28,7 @@ from engine_plugin_torch.checkpoint import PARTS
 from engine_plugin_torch.data_parallel import DataParallelEngine, Root
 from engine_plugin_torch.folder_parts import check_folder
 from engine_plugin_torch.loss_scale import LossScale
+from engine_plugin_torch.precision import check_mixed, choose, find_device
 from engine_plugin_torch.rank_group import RankGroup
 from engine_plugin_torch.skeleton import Skeleton
 from engine_plugin_torch.weights import published_weights, take_weights, to_own_names
@@ -65,9 +66,15 @@ class DeepSpeedEngine(DataParallelEngine):
 
     @classmethod
     def check(cls, config: RoleConfig, context: WorkerContext, *, trainable: bool = True) -> None:
-        """Also refuse a type that DeepSpeed lacks on this device."""
+        """Also refuse a type that DeepSpeed lacks on this device, or into which the run cannot mix weights."""
         super().check(config, context, trainable=trainable)
-        library.check_type(cls._options(config), context.device, f"{context.role}.{config.backend}")
+        options, table = cls._options(config), f"{context.role}.{config.backend}"
+        library.check_type(options, context.device, table)
+        if (
+            options.stage == 3
+        ):  # which keeps the weights of a role that is not trained in the compute type alone
+            compute = choose(options, find_device(options.device, context.device, table), table).compute
+            check_mixed(context, compute, f"{table}.compute_dtype")
 
     def _prepare(self) -> None:
         self.root, self.zero, self.skeleton = None, None, None

@@ -27,6 +27,7 @@ from engine_plugin_fsdp.options import FSDPOptions
 from engine_plugin_fsdp.ranks import Ranks, mesh_shape
 from engine_plugin_fsdp.sharding import (
     check,
+    forget_forwards,
     offload_activations,
     shard,
     sharded_modules,
@@ -249,8 +250,10 @@ class FSDPEngine(DataParallelEngine):
             part.set_requires_gradient_sync(wanted, recurse=False)
 
     def _reshard(self) -> None:
+        """End forward passes that no backward pass follows."""
         for part in self._sharded:
             part.reshard()
+            forget_forwards(part)
 
     # -- weights ------------------------------------------------------------
 

@@ -160,6 +160,14 @@ def sharded_modules(root: nn.Module) -> list[FSDPModule]:
     return [part for part in root.modules() if isinstance(part, FSDPModule)]
 
 
+def forget_forwards(part: FSDPModule) -> None:
+    """Clear FSDP's record of forward passes, which only a backward pass clears: without one it grows."""
+    order = part._get_fsdp_state()._comm_ctx.post_forward_order
+    for group in order:
+        group._post_forward_indices.clear()
+    order.clear()
+
+
 def offload_activations(module: nn.Module, units: Sequence[str], pin: bool) -> None:
     """Keep the activations that units save for their backward pass in host memory, pinned if ``pin``."""
 

@@ -31,7 +31,7 @@ from engine_plugin_torch.checkpoint import PARTS
 from engine_plugin_torch.data_parallel import DataParallelEngine, SharedBudget, filler
 from engine_plugin_torch.log_probs import zero_outputs
 from engine_plugin_torch.optimizers import build_schedule
-from engine_plugin_torch.precision import NAMED, Precision, find_device, has_bf16
+from engine_plugin_torch.precision import NAMED, Precision, check_mixed, find_device, has_bf16
 from engine_plugin_torch.transfer import numbers, send_batch
 from engine_plugin_torch.value_models import VALUE_ROLES
 
@@ -102,7 +102,7 @@ class MegatronEngine(DataParallelEngine):
 
         Raises:
             ConfigError: the ranks do not fit the layout, the role has an adapter, the machine has no CUDA device, or
-                the device lacks bfloat16.
+                the device lacks bfloat16, or the run mixes weights into bfloat16.
         """
         options, table = cls._options(config), f"{context.role}.{config.backend}"
         layout_of(options, context.world_size, context.role)
@@ -112,6 +112,7 @@ class MegatronEngine(DataParallelEngine):
             raise ConfigError(
                 f"{table}.compute_dtype: 'bf16', but {device} has no bfloat16. Set it to 'fp32'."
             )
+        check_mixed(context, _compute_type(options, device), f"{table}.compute_dtype")
         if options.cpu_emulation and device.type != "cpu":
             raise ConfigError(
                 f"{table}.cpu_emulation: true, but the device is {device}. Take the key out to use it."
@@ -141,10 +142,7 @@ class MegatronEngine(DataParallelEngine):
     @functools.cached_property
     def precision(self) -> Precision:
         """The types of the optimizer's weights and of the forward pass."""
-        named = self.options.compute_dtype
-        if named == "auto":
-            named = "bf16" if self.device.type != "cpu" and has_bf16(self.device) else "fp32"
-        compute = NAMED[named]
+        compute = _compute_type(self.options, self.device)
         return Precision(torch.float32 if self.trainable else compute, compute)
 
     def _prepare(self) -> None:
@@ -425,6 +423,14 @@ class MegatronEngine(DataParallelEngine):
         self.steps, self.chunks, self.models = None, [], []
         self.__dict__.pop("pipeline", None)
         self.ranks.close()
+
+
+def _compute_type(options: MegatronOptions, device: torch.device) -> torch.dtype:
+    """Return the type of the forward pass; of a role that is not trained, also that of its weights."""
+    named = options.compute_dtype
+    if named == "auto":
+        named = "bf16" if device.type != "cpu" and has_bf16(device) else "fp32"
+    return NAMED[named]
 
 
 def _recomputation(how: str) -> dict[str, Any]:

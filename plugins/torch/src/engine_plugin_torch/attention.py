@@ -17,7 +17,7 @@ mask included. Sliding windows and score soft-capping are supported; attention s
 | model | ``auto`` |
 |---|---|
 | attends through transformers' interface, no recurrent layers | ``varlen``; on a CUDA device without torch's kernel ``sdpa`` |
-| recurrent layers: sequences go through it one at a time | ``sdpa`` |
+| recurrent layers, attention in chunks, longrope: sequences go through it one at a time | ``sdpa`` |
 | custom attention code | ``sdpa``, or ``eager`` where it has none |
 | no fused attention at all (attention sinks) | ``eager`` |
 
@@ -64,7 +64,8 @@ PACKABLE = frozenset(
 """Values of ``[model] attention`` that keep packed sequences apart: by ``cu_seq_lens_q``, or because
 transformers sees positions that begin again (only without an attention mask and without a cache)."""
 
-ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+"""Types of layers that ``varlen`` computes."""
 PACKAGES = {
     "flash_attention_2": "flash-attn",
     "flash_attention_3": "flash-attn-3",
@@ -397,8 +398,9 @@ def choose_attention(name: str, config: PretrainedConfig | None, device: torch.d
         return ("sdpa" if config is not None else "varlen"), "the model's class is not known here"
     if not kind._supports_sdpa:
         return "eager", f"{kind.__name__} has no fused attention (attention sinks, or custom code)"
-    if getattr(kind, "_is_stateful", False) or not attends_only(config):
-        return "sdpa", "recurrent layers: one sequence at a time, nothing is packed"
+    if getattr(kind, "_is_stateful", False) or not can_pack(config):
+        reason = "recurrent layers, attention in chunks or longrope"
+        return "sdpa", f"{reason}: one sequence at a time, nothing is packed"
     if not kind._supports_attention_backend:
         return "sdpa", f"{kind.__name__} has custom attention code"
     if device.type != "cuda":
@@ -414,10 +416,36 @@ def with_attention(model: ModelConfig, config: PretrainedConfig | None, device: 
     return model if name == model.attention else model.model_copy(update={"attention": name})
 
 
-def attends_only(config: Any) -> bool:
-    """Return whether a config has attention layers only: recurrent state would run across packed sequences."""
+def can_pack(config: Any) -> bool:
+    """Return whether a model computes each sequence of a pack as it does the sequence alone, as far as its config says.
+
+    Recurrent state runs across sequences, ``varlen`` has no mask for chunks, and longrope chooses the frequencies of all
+    positions by the longest sequence.
+    """
     layers = getattr(config.get_text_config(decoder=True), "layer_types", None) or []
-    return set(layers) <= ATTENTION_LAYERS
+    return set(layers) <= ATTENTION_LAYERS and "longrope" not in _rope_tables(config)
+
+
+def check_rope(config: Any) -> None:
+    """Refuse frequencies that depend on earlier sequences: the log-probs of a sequence would change.
+
+    Raises:
+        ConfigError: the type is ``dynamic``, and no ``alpha`` fixes the frequencies (Hunyuan).
+    """
+    rope = _rope_tables(config).get("dynamic")
+    if rope is not None and not rope.get("alpha"):
+        longest = config.get_text_config(decoder=True).max_position_embeddings
+        raise ConfigError(
+            "This model's rope_type is 'dynamic', whose frequencies depend on the longest sequence so far, so log-probs are not "
+            f"reproducible. Up to {longest} tokens it equals 'default': set model.override.rope_type = 'default'."
+        )
+
+
+def _rope_tables(config: Any) -> dict[str, dict[str, Any]]:
+    """Return the tables of the rotary embeddings of a config by their types; types of layers may have separate ones."""
+    rope = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    tables = [table for table in (rope, *rope.values()) if isinstance(table, dict)]
+    return {table["rope_type"]: table for table in tables if "rope_type" in table}
 
 
 def _no_kernel(config: Any, device: torch.device) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -124,7 +125,8 @@ class StateStore:
         """Load the values of ``_scalars`` and the random state."""
         with state_files.reading(folder / state_files.STATE):
             if self.engine.lr_scheduler is not None:
-                self.engine.lr_scheduler.load_state_dict(scalars["lr_scheduler"])
+                scheduler = self.engine.lr_scheduler
+                scheduler.load_state_dict(_with_keys_of(scheduler.state_dict(), scalars["lr_scheduler"]))
                 saved = scalars["optimizer"]["groups"]  # some schedulers compute a rate from the last one
                 for group, was in zip(self.engine._trained().param_groups, saved, strict=True):
                     group.update({key: was[key] for key in ("lr", "initial_lr") if key in was})
@@ -251,3 +253,19 @@ def check_parts(names: Iterable[str]) -> None:
     for name in names:
         if name not in PARTS:
             raise ValueError(f"Unknown part '{name}' of a train engine." + did_you_mean(name, PARTS))
+
+
+def _with_keys_of(present: Any, saved: Any) -> Any:
+    """Return a state read from JSON, whose keys are text, with the type of keys that the present state has.
+
+    ``MultiStepLR`` has a ``Counter`` of steps, also where ``SequentialLR`` contains it.
+    """
+    if isinstance(present, dict) and isinstance(saved, dict):
+        kinds = {type(key) for key in present}
+        kind = kinds.pop() if len(kinds) == 1 else str
+        found = {kind(key): value for key, value in saved.items()}
+        found = {key: _with_keys_of(present.get(key), value) for key, value in found.items()}
+        return Counter(found) if isinstance(present, Counter) else found
+    if isinstance(present, list) and isinstance(saved, list) and len(present) == len(saved):
+        return [_with_keys_of(*pair) for pair in zip(present, saved, strict=True)]
+    return saved

@@ -41,7 +41,7 @@ from engine_plugin_torch.memory_need import memory_need
 from engine_plugin_torch.optimizers import build_optimizer, check_groups, optimizer_problem, set_peak_lr
 from engine_plugin_torch.options import TorchOptions
 from engine_plugin_torch.packed_forward import PackedForward, ValueForward
-from engine_plugin_torch.precision import Precision, choose, find_device
+from engine_plugin_torch.precision import Precision, check_mixed, choose, find_device
 from engine_plugin_torch.quantize_model import Change, check_quantized
 from engine_plugin_torch.skeleton import blank_model
 from engine_plugin_torch.transfer import Fetched, numbers, on_host, send_batch
@@ -87,7 +87,7 @@ class TorchEngine(TrainEngine):
         """Check device, precision and quantization of the role's options."""
         options, table = cls._options(config), f"{context.role}.{config.backend}"
         device = find_device(options.device, context.device, table)
-        choose(options, device, table)
+        check_mixed(context, choose(options, device, table).param, f"{table}.param_dtype")
         frozen = config.lora is not None or not trainable
         check_quantized(getattr(options, "quantize", None), device, table, frozen)
 

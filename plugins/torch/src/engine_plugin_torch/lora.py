@@ -15,8 +15,9 @@ import copy
 import json
 import logging
 import re
+import reprlib
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,8 +50,21 @@ FROM_FOLDER = {
     "modules_to_save": "modules_to_save",
 }
 """Key of ours -> key of an adapter folder's config."""
-UNSUPPORTED = ("rank_pattern", "alpha_pattern", "target_parameters", "layers_to_transform", "lora_bias")
+UNSUPPORTED = (
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+    "layers_to_transform",
+    "lora_bias",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "velora_config",
+    "monteclora_config",
+)
 """Keys of an adapter folder that must be empty."""
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of initializations (``init_lora_weights`` of an adapter folder) that change the base's own weights."""
 # modules that ``attach`` changed; one given from Python is also the base of other roles, see ``base_copy``
 _ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -286,15 +300,7 @@ def _as_in_folder(lora: LoRAConfig, role: str) -> LoRAConfig:
             f"{role}.lora.path: '{path}' is no adapter folder. Expected adapter_config.json and "
             "adapter_model.safetensors, as peft and `engine export --adapter` write them."
         )
-    values: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    if values.get("peft_type") != "LORA" or values.get("bias", "none") != "none":
-        raise DataError(
-            f"{file}: peft_type {values.get('peft_type')!r}, bias {values.get('bias')!r}; expected 'LORA' and 'none'."
-        )
-    if odd := [key for key in UNSUPPORTED if values.get(key)]:
-        raise DataError(
-            f"{file}: '{odd[0]}' is set, which is not supported here. Merge this adapter into its base."
-        )
+    values = _supported(file)
     defaults, found = type(lora)(), {}
     for key, theirs in FROM_FOLDER.items():
         value = values.get(theirs)
@@ -308,6 +314,29 @@ def _as_in_folder(lora: LoRAConfig, role: str) -> LoRAConfig:
         return type(lora)(**{**lora.model_dump(), **found})
     except ValueError as error:
         raise DataError(f"{file}: {error}") from error
+
+
+def _supported(file: Path) -> dict[str, Any]:
+    """Return the values of an ``adapter_config.json``; refuse one that is damaged, or of an adapter not supported here."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{file} is no JSON file: {error}. Write the adapter again.") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{file} holds a {type(values).__name__}, not a table. Write the adapter again.")
+    if values.get("peft_type") != "LORA" or values.get("bias", "none") != "none":
+        raise DataError(
+            f"{file}: peft_type {values.get('peft_type')!r}, bias {values.get('bias')!r}; expected 'LORA' and 'none'."
+        )
+    odd = [key for key in UNSUPPORTED if values.get(key)]
+    if str(values.get("init_lora_weights")).lower().startswith(CHANGES_BASE):
+        odd.append("init_lora_weights")
+    if odd:
+        raise DataError(
+            f"{file}: '{odd[0]}' is {reprlib.repr(values[odd[0]])}, which is not supported here. Merge this adapter "
+            "into its base."
+        )
+    return values
 
 
 def _same(mine: Any, theirs: Any) -> bool:

@@ -139,9 +139,11 @@ def set_peak_lr(optimizer: torch.optim.Optimizer, scheduler: Any, lr: float) -> 
     bases = [float(base) for base in bases]
     # divide first: lr * base / base is not always lr, and a resumed run must have the rate of an uninterrupted one
     peaks = [lr * (base / max(bases)) if max(bases) else lr for base in bases]
-    if hasattr(scheduler, "base_lrs"):
-        scheduler.base_lrs = peaks
-    factors = getattr(scheduler, "lr_lambdas", None)
+    for each in (scheduler, *getattr(scheduler, "_schedulers", ())):  # those that SequentialLR contains
+        if hasattr(each, "base_lrs"):
+            each.base_lrs = peaks
+    # the lr_lambdas of MultiplicativeLR are factors of one step
+    factors = scheduler.lr_lambdas if isinstance(scheduler, LambdaLR) else None
     for index, group in enumerate(groups):
         if factors is not None:
             group["lr"] = peaks[index] * factors[index](scheduler.last_epoch)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from engine_core.errors import PluginError
 from engine_core.model_config import VALUE_HEAD as HEAD
-from engine_plugin_torch.attention import attends_only, find_prefixes, packed, packed_arguments
+from engine_plugin_torch.attention import can_pack, check_rope, find_prefixes, packed, packed_arguments
 from engine_plugin_torch.log_probs import OUTPUTS, Head, columns_at, find_head, gather_outputs, zero_outputs
 from engine_plugin_torch.model_loading import accepts
 from engine_plugin_torch.transfer import on_host, predicted, send
@@ -78,7 +78,7 @@ class PackedForward:
         self.compile, self.recompute = compile, recompute
         self.compute_dtype = compute_dtype
         self.head: Head | None = find_head(module) if accepts(module, "use_cache") else None
-        self.packs = bool(getattr(module, "packs_sequences", _attends_only(module)))
+        self.packs = bool(getattr(module, "packs_sequences", _can_pack(module)))
         self.shares = share and device.type == "cpu" and _attention(module) == "varlen"
         self._tried = False
 
@@ -236,11 +236,12 @@ class PackedForward:
         return int(self.module.config.get_text_config().vocab_size)  # type: ignore
 
 
-def _attends_only(module: nn.Module) -> bool:
-    """Return whether a module mixes tokens only in attention layers: recurrent state runs across packed sequences."""
-    if not accepts(module, "use_cache") or getattr(module, "_is_stateful", False):
+def _can_pack(module: nn.Module) -> bool:
+    """Return whether a module may compute several sequences as one; refuse one that depends on earlier sequences."""
+    if not accepts(module, "use_cache"):
         return False
-    return attends_only(module.config)
+    check_rope(module.config)
+    return not getattr(module, "_is_stateful", False) and can_pack(module.config)
 
 
 def mixes(module: nn.Module) -> None:

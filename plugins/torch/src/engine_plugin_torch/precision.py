@@ -14,12 +14,15 @@ because few CPUs compute faster in it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine_core.errors import ConfigError
 from engine_plugin_torch.options import TorchOptions
+
+if TYPE_CHECKING:
+    from engine_core.contracts.engines import WorkerContext
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 NAMED = {**DTYPES, "fp16": torch.float16}
@@ -79,6 +82,24 @@ def resolved(options: Any, frozen: bool, fast: bool = True, accelerator: bool = 
     if compute == "auto":
         compute = "bf16" if fast or param == "bf16" else "fp32"
     return Precision(NAMED[param], NAMED[compute])
+
+
+def check_mixed(context: WorkerContext, held: torch.dtype, key: str) -> None:
+    """Refuse to mix shares of the actor's weights into weights of 16 bits, where small changes are rounded away.
+
+    Args:
+        context: the role's surroundings.
+        held: type of the role's weights.
+        key: the option that decides it, for the message: ``ref.torch.param_dtype``.
+
+    Raises:
+        ConfigError: the run would do so.
+    """
+    if context.mixed and held.itemsize < 4:
+        raise ConfigError(
+            f"algorithm.ref_refresh_mix is below 1, and the weights of the role '{context.role}' are {_NAMES[held]}, in which small "
+            f"changes are rounded away. Set {key} = 'fp32', or algorithm.ref_refresh_mix = 1."
+        )
 
 
 def find_device(name: str, default: torch.device, table: str) -> torch.device:

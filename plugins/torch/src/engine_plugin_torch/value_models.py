@@ -60,7 +60,6 @@ def load_value_model(
         device: the device of the model.
         dtype: type of the parameters, including the head's.
         live: a model given from Python; its decoder is copied.
-        placing: as for ``load_model``; the folder must then have the head.
 
     Raises:
         ConfigError: transformers knows no decoder of the family.
