@@ -226,7 +226,7 @@ class StageState:
     continues to change (``dataclasses.replace(rollout)``; the tensors may be shared).
     """
 
-    values: dict[str, Any] = field(default_factory=dict)  #: plain values that JSON can hold
+    values: dict[str, Any] = field(default_factory=dict)  #: plain values that JSON can hold; keys are text
     rollouts: Sequence[Rollout] = ()  #: rollouts that the stage keeps
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 STATE = "state.json"
 FORMAT = 1
 """Of the files that the reference engine and those that shard it write, each of which reads those of the others."""
+PLAIN = frozenset({int, float, bool, str, type(None)})
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -63,18 +64,28 @@ def plain_state(owner: str, state: Mapping[str, Any]) -> dict[str, Any]:
         state: values by name.
 
     Raises:
-        PluginError: JSON cannot hold one of the values; the message has its name.
+        PluginError: JSON cannot hold one of the values, or gives another back; the message has its name.
     """
     copied = {}
     for name, value in state.items():
         try:
+            if not _has_text_keys(value):
+                raise TypeError("a dict has keys that are no text, and would have other keys after a resume")
             copied[name] = json.loads(json.dumps(value))
         except (TypeError, ValueError) as exc:
             raise PluginError(
                 f"{owner}: state() gives '{name}' = {reprlib.repr(value)}, which cannot be written as JSON: {exc}. "
-                "Return numbers, texts, lists and dicts."
+                "Return numbers, texts, lists, and dicts with keys of text."
             ) from exc
     return copied
+
+
+def _has_text_keys(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _has_text_keys(entry) for key, entry in value.items())
+    if isinstance(value, list | tuple) and not set(map(type, value)) <= PLAIN:
+        return all(map(_has_text_keys, value))
+    return True
 
 
 def save_json(path: Path, values: Mapping[str, Any]) -> None:

@@ -248,6 +248,7 @@ def test_a_stage_of_ones_own_remembers_too(replay, tmp_path, monkeypatch):
         (PLUGIN.format(state=STATE.strip()).replace("__init__(self)", "__init__(self, size)"), r"must be made as Count\(\)"),
         (PLUGIN.format(state=STATE.strip()).replace("StageState({", "dict({"), r"state\(\) must return a StageState with a dict of values, got dict"),
         (PLUGIN.format(state=STATE.strip()).replace('{"seen": self.seen}', '{"seen": {self.seen}}'), r"Stage 'count': state\(\) gives 'seen' = \{0\}, which cannot be written as JSON"),
+        (PLUGIN.format(state=STATE.strip()).replace('{"seen": self.seen}', '{"seen": [{1: self.seen}]}'), "a dict has keys that are no text"),
         (PLUGIN.format(state=STATE.strip()).replace('{"seen": float(self.seen)}', '{"seen": "many"}'), "Stage 'count': metric 'seen' must be a number, got 'many'"),
         (PLUGIN.format(state=STATE.strip()).replace("return StageState({", "raise KeyError({"), r"stage 'count' failed: KeyError: .*count.py:\d+: raise KeyError"),
     ],

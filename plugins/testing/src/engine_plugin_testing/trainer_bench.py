@@ -128,8 +128,10 @@ class EnvironmentBench(TrainerBench):
             "max_failure_share": 1.0,
             **({self.name: dict(options)} if options else {}),
         }
-        chat = {"data.chat_template": True} if self.settings["chat"] else {}
-        return {"environment": table, "rollout.group_size": 2, "rollout.max_response_tokens": 24, **chat}
+        keys: dict[str, Any] = {"data.chat_template": True} if self.settings["chat"] else {}
+        keys |= {"rollout.group_size": 2, "rollout.max_response_tokens": 24}
+        keys["rollout.hf.batch_size"] = 1  # rounding must not depend on when a turn is sampled
+        return {"environment": table, **keys}
 
     def model(self) -> str:
         """Return the folder of a random model; with ``chat`` its tokenizer has a chat template."""
