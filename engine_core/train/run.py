@@ -209,9 +209,13 @@ class TrainingRun(abc.ABC):
                 log.info("%s", remark)
         self.source = self.given.arrange(self.make_source())
         self._cleanup.callback(self.source.close)
-        if self.config.eval.during_training and any(each.source for each in held_out_sets(self.config)):
-            self.held_out()  # rows that cannot be used are refused now, not at the first evaluation
         self.guarded(self.prepare)()
+        reads = type(self).source_of is not TrainingRun.source_of
+        if reads and self.config.eval.during_training and held_out_sets(self.config):
+            for held_out in self.held_out():
+                self.held_items(
+                    held_out
+                )  # rows that cannot be used are refused now, not at the first evaluation
 
     @property
     def total_steps(self) -> int:
@@ -473,7 +477,8 @@ class TrainingRun(abc.ABC):
         return self._held_items[held_out.name]
 
     def check_held_out(self, source: Any, data: DataConfig, held_out: HeldOut) -> None:
-        """Refuse the opened source of a held-out set that cannot be evaluated."""
+        """Refuse the opened source of a held-out set that cannot be evaluated, because none of its rows is usable."""
+        source.columns()
 
     def derived(self) -> list[str]:
         """Return the numbers derived from the run file, as parts of a line that is logged at the start."""
