@@ -89,7 +89,9 @@ class TrainingRun(abc.ABC):
         self.trained = False  #: whether ``train`` has begun
         self.training = False  #: whether it is set up with optimizers, or about to be
         self._restores = False
-        self.weights_changed = False  # an optimizer step was done in this step, so the step must finish
+        self.weights_changed = (
+            False  # an optimizer step was done in the step in work, so the step must finish
+        )
         self._cleanup = ExitStack()  # workers and data
 
     @property
@@ -212,10 +214,9 @@ class TrainingRun(abc.ABC):
         self.guarded(self.prepare)()
         reads = type(self).source_of is not TrainingRun.source_of
         if reads and self.config.eval.during_training and held_out_sets(self.config):
+            # rows that cannot be used are refused now, not at the first evaluation
             for held_out in self.held_out():
-                self.held_items(
-                    held_out
-                )  # rows that cannot be used are refused now, not at the first evaluation
+                self.held_items(held_out)
 
     @property
     def total_steps(self) -> int:
