@@ -25,7 +25,6 @@ from engine_core.tables import CUTTING
 
 if TYPE_CHECKING:
     from engine_core.config.models import EngineConfig
-    from engine_core.plugins.plugin_set import PluginSet
     from engine_core.specs import TrainerSpec
 
 

@@ -18,7 +18,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core.config.inputs import MAX_ROW_BYTES, BadRow, as_row, csv_reader, file_problem, files_of, json_row
+from engine_core.config.inputs import (
+    MAX_ROW_BYTES,
+    BadRow,
+    as_row,
+    csv_reader,
+    file_problem,
+    files_of,
+    json_row,
+)
 from engine_core.config.models import MixPart
 from engine_core.errors import DataError
 from engine_core.temporary_folder import TemporaryFolder

@@ -87,7 +87,9 @@ def test_the_end_of_the_context_undoes_it(run):
         assert sys.excepthook is not sys.__excepthook__
     log.info("afterwards")
     assert "afterwards" not in (run.attempt_dir / "run.log").read_text()
-    assert sys.excepthook is sys.__excepthook__
+    assert sys.excepthook is before
+    close_logging()
+    assert sys.excepthook is before
 
 
 def test_secrets_are_redacted_in_messages_and_tracebacks(run, capsys):
