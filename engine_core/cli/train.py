@@ -107,9 +107,11 @@ def _to_the_end(config: EngineConfig, resume: Resume | None = None) -> Path:
                 if not left or trainer.folder is None:
                     raise
                 try:
-                    resume = Resume.find(trainer.folder.path)
+                    newest = Resume.find(trainer.folder.path)
                 except DataError:  # nothing was saved
                     raise lost from None
+                if resume is None or newest.path != resume.path:  # else it keeps the keys of --force
+                    resume = newest
                 left -= 1
                 again = f"resuming from {resume.path.name} with new workers ({left} restarts left)"
                 print(without_secrets(f"engine: {lost}\nengine: {again}"), file=sys.stderr)
