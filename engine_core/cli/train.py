@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine_core.cli.loading import load_trainer, placing, print_unread, read, read_run
+from engine_core.cli.loading import check_secrets, load_trainer, placing, print_unread, read, read_run
 from engine_core.cli.options import AllowCode, Files, Run, Sets
 from engine_core.errors import DataError, WorkerLost
 from engine_core.redaction import without_secrets
@@ -70,6 +70,7 @@ def resume(
     """
     folder = RunFolder.open(run)
     config = read_run(folder, sets, steps)
+    check_secrets(config)
     from engine_core.train.checkpointing import Resume
 
     found = Resume.find(folder.path, strict, force or ())

@@ -76,6 +76,36 @@ def test_a_restart_from_the_checkpoint_of_the_resume_keeps_what_force_allows(
     assert [(resume.path.name, resume.force) for resume in tried[1:]] == [(f"step_{newest}", force)]
 
 
+def test_resume_asks_for_each_secret_again(engine, sft_run, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "geheimnis")
+    (sft_run.parent / "keyed.py").write_text(KEYED)
+    keys = ("plugins=['keyed.py']", "plugin.keyed.api_key=secret-of-toml", "plugin.keyed.place=at/geheimnis")
+    words = [word for key in keys for word in ("--set", key)]
+    assert engine("train", "run.toml", *words).code == 0
+    answer = engine("resume", "first", "--steps", "3")
+    assert answer.code == 2
+    for key in ("plugin.keyed.api_key", "plugin.keyed.place"):
+        assert (
+            f"{key}: the run's config has [redacted] for a secret. Set it again: --set {key}=..."
+            in answer.err
+        )
+    assert engine("resume", "first", "--steps", "3", *words[2:]).code == 0
+
+
+KEYED = """
+from engine_core import hookimpl
+from engine_core.specs import Options
+
+class Keyed(Options):
+    api_key: str = ""
+    place: str = ""
+
+@hookimpl
+def engine_options():
+    return Keyed
+"""
+
+
 def test_resume_of_a_finished_run_says_so_and_is_no_error(engine, sft_run):
     engine("train", "run.toml")
     answer = engine("resume", "latest")
