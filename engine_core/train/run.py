@@ -117,8 +117,12 @@ class TrainingRun(abc.ABC):
 
     @property
     def optimizer_steps_per_step(self) -> int:
-        """Optimizer steps in one step."""
+        """Maximum number of optimizer steps in one step."""
         return 1
+
+    def optimizer_steps(self, steps: int) -> int:
+        """Return the optimizer steps of the first ``steps`` steps."""
+        return steps * self.optimizer_steps_per_step
 
     def make_source(self) -> Any:
         """Build the source of training rows."""
@@ -184,7 +188,7 @@ class TrainingRun(abc.ABC):
         runtime = self.plugins.resolve("runtimes", self.config.runtime.backend)
         self.runtime = runtime(self.config, self.plugins, {**self.live, "tokenizer": self.tokenizer})
         self._cleanup.callback(self.runtime.close)
-        steps = self.total_steps * self.optimizer_steps_per_step if training else 0
+        steps = self.optimizer_steps(self.total_steps) if training else 0
         roles = self.roles(training)
         if "rollout" in roles:
             roles |= models.reward_roles(self.config, self.plugins)
@@ -214,8 +218,7 @@ class TrainingRun(abc.ABC):
         self.guarded(self.prepare)()
         reads = type(self).source_of is not TrainingRun.source_of
         if reads and self.config.eval.during_training and held_out_sets(self.config):
-            # rows that cannot be used are refused now, not at the first evaluation
-            for held_out in self.held_out():
+            for held_out in self.held_out():  # what cannot be used is refused before a model is built
                 self.held_items(held_out)
 
     @property
@@ -484,15 +487,12 @@ class TrainingRun(abc.ABC):
     def derived(self) -> list[str]:
         """Return the numbers derived from the run file, as parts of a line that is logged at the start."""
         data, group = self.config.data, self.config.rollout.group_size
-        each = (
-            f" x {group} responses = {data.prompts_per_step * group} rollouts"
-            if "rollout" in self.roles(training=True)
-            else ""
-        )
+        samples = "rollout" in self.roles(training=True)
+        each = f" x {group} responses = {data.prompts_per_step * group} rollouts" if samples else ""
         # counting usable rows reads them all, so it is done only where the number of steps depends on it
         rows = "" if self.config.run.steps else f" ({len(self.source)} rows in {self.given.place})"
         return [
             f"{self.total_steps} steps of {data.prompts_per_step} rows{each}{rows},",
-            f"{(n := self.optimizer_steps_per_step)} optimizer step(s) each, {self.total_steps * n} in all,",
+            f"{self.optimizer_steps_per_step} optimizer step(s) each, {self.optimizer_steps(self.total_steps)} in all,",
             self.config.actor.micro_batch,
         ]

@@ -39,3 +39,11 @@ def test_held_out_rows_are_not_read_where_nothing_is_evaluated(sft_run, tmp_path
     train.rename(tmp_path / "train.jsonl")
     train.write_text(json.dumps({"prompt": "1+1=", "response": ""}) + "\n")
     load_trainer(load_config(sft_run, overrides={"data.train": str(tmp_path / "train.jsonl")})).load_inputs()
+
+
+def test_learning_rates_are_planned_for_the_updates_that_the_schedule_gives(rl_run):
+    settings = {"run.steps": 4, "schedule": {"algorithm.epochs": [[4, 3]]}}
+    with closing(load_trainer(load_config(rl_run, overrides=settings, allow_code=True))) as trainer:
+        trainer.load_inputs()
+        assert trainer.optimizer_steps(trainer.total_steps) == 1 + 1 + 1 + 3
+        assert "3 optimizer step(s) each, 6 in all," in trainer.derived()
