@@ -466,7 +466,8 @@ def engine_on_event(event: str, step: int, data: Mapping[str, Any], plugin_optio
     :param data: the values of the event, from the list below.
     :param plugin_options: the plugin's options, ``[plugin.NAME]``, see ``engine_options``.
     :returns: None to continue. To end the run, return the reason as text from ``step_finished``: the text is logged, and the run ends
-        after this step with a checkpoint and exit code 0. Text for another event is ignored. Any other value is a failure.
+        after this step with a checkpoint and exit code 0; ``eval.at_end`` does not evaluate then, because the step is recorded.
+        Text for another event is ignored. Any other value is a failure.
 
     Events come in this order, with this data:
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.config.assemble import check_inputs, load_config, plugins_for
 from engine_core.config.completeness import check_complete
-from engine_core.config.read import RawConfig
+from engine_core.config.dump import as_data, leaves
+from engine_core.config.read import RawConfig, key_text
 from engine_core.config.wording import placed
 from engine_core.errors import (
     ConfigError,
@@ -21,6 +22,7 @@ from engine_core.errors import (
     errors_of,
     refuse,
 )
+from engine_core.redaction import REDACTED
 from engine_core.rewards.preflight import check_rewards
 from engine_core.rewards.signatures import check_function
 
@@ -55,6 +57,27 @@ def read_run(folder: RunFolder, sets: list[str] | None, steps: int | None = None
     config = read([file], sets=sets, steps=steps, allow_code=True)
     config._source.unread.clear()  # the file has every key, so a report of unread ones is useless
     return config
+
+
+def check_secrets(config: EngineConfig) -> None:
+    """Refuse the config of a run that has ``[redacted]`` in place of a secret which no option sets again.
+
+    Raises:
+        ConfigError: names each key.
+    """
+    origins = config._source.origins if config._source else {}
+    lost = [
+        key
+        for path, value in leaves(as_data(config))
+        if REDACTED in str(value) and (origin := origins.get(key := key_text(path))) and origin.file
+    ]
+    if lost:
+        raise ConfigError(
+            [
+                f"{key}: the run's config has {REDACTED} for a secret. Set it again: --set {key}=..."
+                for key in lost
+            ]
+        )
 
 
 def chosen_checkpoint(folder: RunFolder, step: str | None, config: EngineConfig) -> Path:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from engine_core.cli.loading import load_trainer, placing, print_unread, read, read_run
+from engine_core.cli.loading import check_secrets, load_trainer, placing, print_unread, read, read_run
 from engine_core.cli.options import AllowCode, Files, Run, Sets
 from engine_core.errors import DataError, WorkerLost
 from engine_core.redaction import without_secrets
@@ -70,6 +70,7 @@ def resume(
     """
     folder = RunFolder.open(run)
     config = read_run(folder, sets, steps)
+    check_secrets(config)
     from engine_core.train.checkpointing import Resume
 
     found = Resume.find(folder.path, strict, force or ())
@@ -107,9 +108,11 @@ def _to_the_end(config: EngineConfig, resume: Resume | None = None) -> Path:
                 if not left or trainer.folder is None:
                     raise
                 try:
-                    resume = Resume.find(trainer.folder.path)
+                    newest = Resume.find(trainer.folder.path)
                 except DataError:  # nothing was saved
                     raise lost from None
+                if resume is None or newest.path != resume.path:  # else it keeps the keys of --force
+                    resume = newest
                 left -= 1
                 again = f"resuming from {resume.path.name} with new workers ({left} restarts left)"
                 print(without_secrets(f"engine: {lost}\nengine: {again}"), file=sys.stderr)

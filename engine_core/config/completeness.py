@@ -19,7 +19,6 @@ from engine_core.config.requirements import GREEDY, plan_run, producers_of
 from engine_core.config.wording import placed
 from engine_core.errors import ConfigError, PluginError, did_you_mean
 from engine_core.plugins.metadata import unknown_name
-from engine_core.plugins.plugin_set import PluginSet
 from engine_core.specs import RefillOptions, resolve
 from engine_core.tables import CUTTING
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +19,14 @@ from engine_core.config.read import key_text
 from engine_core.errors import did_you_mean, near
 
 if TYPE_CHECKING:
+    from _csv import Reader as CSVReader
+
     from engine_core.config.evaluation import EvalSetConfig
 
 HEADER_BYTES = 100_000_000  # largest header of a safetensors file
+MAX_ROW_BYTES = (
+    8 * 2**20
+)  # limit of one line of JSONL or one value of Parquet and CSV; a longer one is a broken file
 SCAN_BYTES = 1_000_000  # of JSONL; about 50 ms a file
 SHOWN = 5  # problems reported for one file
 
@@ -184,8 +189,12 @@ def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[tuple[str
         yield key, problem
     elif path.suffix.lower() == ".csv":
         with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-            reader = csv.reader(file)
-            header, first = next(reader, []), next(reader, None)
+            reader = csv_reader(file)
+            try:
+                header, first = next(reader, []), next(reader, None)
+            except csv.Error as error:
+                yield "", f"{path}: not valid CSV ({error})."
+                return
         if first is None:
             yield "", f"{path}: no rows."
         elif problem := _column_problem(header, data):
@@ -200,6 +209,12 @@ def _file_problems(key: str, path: Path, data: DataConfig) -> Iterator[tuple[str
             yield from (("", problem) for problem in shown)
             if more := len(bad) - len(shown):
                 yield "", f"{path}: {more} more rows like these. data.max_bad_rows = N skips up to N of them."
+
+
+def csv_reader(file: Iterable[str]) -> CSVReader:
+    """Return a strict reader of CSV for values of up to ``MAX_ROW_BYTES`` characters; Python's own limit is 128 KiB."""
+    csv.field_size_limit(max(MAX_ROW_BYTES, csv.field_size_limit()))
+    return csv.reader(file, strict=True)
 
 
 def _bad_lines(path: Path, data: DataConfig) -> Iterator[str]:

@@ -7,6 +7,7 @@ the estimator. A column that nothing computes is refused here, by name.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -63,7 +64,7 @@ class Plan:
 
     columns: tuple[str, ...]  # to be made by `infer`, in the order of ``producers``
     outputs: tuple[str, ...]  # computed with gradient
-    updates_per_step: int  # optimizer steps for one batch of rollouts
+    updates_per_step: int  # optimizer steps for one batch of rollouts; of a whole run, their maximum
     greedy: bool = False  # one greedy response a prompt is sampled and scored
     measured: tuple[str, ...] = ()  # to be made for each mini-batch before its update
     derived: tuple[str, ...] = ()  # to be computed from other columns, each after those that it reads
@@ -80,8 +81,7 @@ class Plan:
         """
         if algorithm.correction.bypass:
             return tuple(column for column in self.columns if column != "old_log_probs")
-        groups = len(group_ids.unique())
-        updates = algorithm.epochs * -(-groups // (algorithm.mini_batch_prompts or max(groups, 1)))
+        updates = updates_in(algorithm, len(group_ids.unique()))
         added = updates > 1 and "old_log_probs" not in self.columns
         return (("old_log_probs",) if added else ()) + self.columns
 
@@ -157,6 +157,20 @@ def plan_run(
     )
 
 
+def updates_in(algorithm: AlgorithmConfig, groups: int) -> int:
+    """Return the optimizer steps for a batch of ``groups`` groups."""
+    return algorithm.epochs * -(-groups // (algorithm.mini_batch_prompts or max(groups, 1)))
+
+
+def optimizer_steps(config: EngineConfig, steps: int) -> int:
+    """Return the planned optimizer steps of the first ``steps`` steps of a run."""
+    starts = [*(start for start in boundaries(config) if start <= steps), steps + 1]
+    return sum(
+        (end - start) * updates_in(config_at(config, start).algorithm, config.data.prompts_per_step)
+        for start, end in itertools.pairwise(starts)
+    )
+
+
 def plan(
     algorithm: AlgorithmConfig,
     advantage: Advantage,
@@ -173,8 +187,7 @@ def plan(
     Raises:
         ConfigError: a column that nothing computes.
     """
-    mini = algorithm.mini_batch_prompts or prompts_per_step
-    updates = algorithm.epochs * -(-prompts_per_step // mini)
+    updates = updates_in(algorithm, prompts_per_step)
     needed = set(advantage.needs) | (set(loss.needs) - {"advantages"})
     if algorithm.kl_coef > 0:
         needed.add("ref_log_probs")

@@ -18,15 +18,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine_core.config.inputs import BadRow, as_row, file_problem, files_of, json_row
+from engine_core.config.inputs import (
+    MAX_ROW_BYTES,
+    BadRow,
+    as_row,
+    csv_reader,
+    file_problem,
+    files_of,
+    json_row,
+)
 from engine_core.config.models import MixPart
 from engine_core.errors import DataError
 from engine_core.temporary_folder import TemporaryFolder
 
 if TYPE_CHECKING:
     from engine_core.config.models import DataConfig
-
-MAX_ROW_BYTES = 8 * 2**20  # limit of one line of JSONL or one value of Parquet; a longer one is a broken file
 
 BATCH_ROWS = 1024  # rows of Parquet that are read at a time
 
@@ -268,7 +274,7 @@ def _open_csv(path: Path, arrow: Path) -> MemoryRows:
     line = 1
     # Undecodable bytes become lone surrogates, which encode() refuses at a known line.
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
-        reader = csv.reader(file, strict=True)
+        reader = csv_reader(file)
         try:
             for row in reader:
                 "".join(row).encode()

@@ -31,7 +31,7 @@ log = logging.getLogger("engine")
 MANIFEST = "manifest.json"
 STATE = "state.json"
 FORMAT = 2
-MAX_JSON_BYTES = 64 * 1024**2  # limit for the manifest and state.json, which are far smaller
+MAX_MANIFEST_BYTES = 64 * 1024**2  # a manifest is far smaller
 PICKLED = frozenset({".pkl", ".pickle", ".pt", ".pth", ".bin", ".ckpt", ".joblib", ".npy", ".npz"})
 """Suffixes of formats that can run code when read. We write none, so none belongs into a checkpoint."""
 
@@ -215,7 +215,9 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         DataError: the state cannot be read or is not a JSON object.
     """
-    state = _read_json(path / STATE)
+    state = _read_json(
+        path / STATE, most=None
+    )  # it grows with the data: the order of a curriculum's rows is in it
     if not isinstance(state, dict):
         raise DataError(f"{path / STATE} cannot be read: it is not the state of a checkpoint.")
     return state
@@ -289,10 +291,10 @@ def _unlisted(path: Path, files: Mapping[str, Any]) -> list[str]:
     return [f"{name} is not in the manifest" for name in sorted(present - files.keys() - {MANIFEST})]
 
 
-def _read_json(path: Path) -> Any:
-    """Return the value of a JSON file; None if it cannot be parsed or is larger than ``MAX_JSON_BYTES``."""
+def _read_json(path: Path, most: int | None = MAX_MANIFEST_BYTES) -> Any:
+    """Return the value of a JSON file; None if it cannot be parsed or has more than ``most`` bytes."""
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
+        if most is not None and path.stat().st_size > most:
             return None
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

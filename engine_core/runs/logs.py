@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from engine_core.errors import ConfigError, did_you_mean
 from engine_core.redaction import harmless
@@ -41,6 +41,7 @@ LOGGERS = ("engine", "engine_core")  # the run's messages, and loggers named aft
 MAX_BYTES, OLD_FILES = 20 * 1024**2, 3
 FILE_ONLY = {"file_only": True}
 """``extra=`` of what belongs into the file alone."""
+_hooks_before: list[tuple[Any, Any]] = []  # of the process, while logging is set up
 _FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
@@ -71,6 +72,7 @@ def setup_logging(run: RunFolder) -> contextlib.ExitStack:
         logger.setLevel(level)
         logger.addHandler(file)
         logger.addHandler(console)
+    _hooks_before.append((sys.excepthook, threading.excepthook))
     sys.excepthook = _log_uncaught
     threading.excepthook = lambda hook: _log_uncaught(hook.exc_type, hook.exc_value, hook.exc_traceback)
     undo = contextlib.ExitStack()
@@ -84,7 +86,8 @@ def close_logging() -> None:
         for handler in [h for h in logger.handlers if isinstance(h.formatter, _Formatter)]:
             logger.removeHandler(handler)
             handler.close()
-    sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
+    if _hooks_before:
+        sys.excepthook, threading.excepthook = _hooks_before.pop()
 
 
 def _log_uncaught(

@@ -19,7 +19,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +55,12 @@ LACKED = re.compile(rb'"(BF16|F8_\w+)"')
 def rollout_path(folder: Path, step: int) -> Path:
     """Return the file of one step in a folder of rollouts."""
     return folder / f"step_{step:06d}.parquet"
+
+
+def step_of(file: Path) -> int | None:
+    """Return the step of a file of ``rollout_path``; None for a file of another name."""
+    found = re.fullmatch(r"step_(\d+)\.parquet", file.name)
+    return int(found[1]) if found else None
 
 
 def write_rollouts(
@@ -103,8 +109,13 @@ def read_rollouts(path: Path, arrays: bool = False) -> list[Rollout]:
     Raises:
         DataError: the file is missing, is not Parquet, lacks a column or has another format.
     """
+    return with_branches(RolloutFile(path).rollouts(arrays=arrays))
+
+
+def with_branches(rows: Iterable[Rollout]) -> list[Rollout]:
+    """Return the rollouts of rows of a file; branches, which follow theirs, are put back into them."""
     found = list[Rollout]()
-    for rollout in RolloutFile(path).rollouts(arrays=arrays):
+    for rollout in rows:
         last = found[-1] if found else rollout
         is_branch = rollout.request_id == f"{last.request_id}/{len(last.branches) + 1}"
         (last.branches if is_branch else found).append(rollout)

@@ -34,7 +34,7 @@ from engine_core.errors import DataError, EnvironmentProblem, did_you_mean
 from engine_core.redaction import Redactor
 from engine_core.runs.folders import ATTEMPT, exists_already, folder_for, is_unused, replace_text, writing
 from engine_core.runs.machine import describe_environment
-from engine_core.runs.rollout_files import read_rollouts, rollout_path, write_rollouts
+from engine_core.runs.rollout_files import read_rollouts, rollout_path, step_of, write_rollouts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -163,7 +163,7 @@ class RunFolder:
         replace_text(self.metrics_file, "".join(kept))
         faults.point("resume.in_rewind")
         for file in self.rollouts_dir.rglob("step_*.parquet"):
-            if int(file.stem.removeprefix("step_")) > step:
+            if (step_of(file) or 0) > step:
                 file.unlink()
         self._describe(config, plugins)
         self._become_latest()

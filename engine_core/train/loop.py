@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine_core import faults, timeline
+from engine_core.config.dump import as_data
 from engine_core.errors import (
     ConfigError,
     EngineError,
@@ -27,6 +28,7 @@ from engine_core.errors import (
     lacks_memory,
 )
 from engine_core.plugins.modules import blamed
+from engine_core.redaction import Redactor
 from engine_core.runs import machine
 from engine_core.runs.logs import FILE_ONLY, Progress, setup_logging
 from engine_core.runs.tracking import RunFolder, TrackerHub
@@ -139,6 +141,7 @@ def start(run: TrainingRun, resume: Resume | None, attempt: ExitStack) -> Loop:
     """
     folder = run.folder = RunFolder.create(run.config, run.plugins) if resume is None else resume.claim()
     attempt.callback(folder.close)
+    folder.redactor = Redactor.of(as_data(run.config))
     attempt.enter_context(setup_logging(folder))
     if resume is not None:
         resume.compare(run.config, run.plugins)
@@ -293,6 +296,7 @@ class Loop:
             )
         metrics["plugins/observer_failures"] = float(run.plugins.observer_failures)
         self.point = run.resume_point(metrics, unfinished=metrics)
+        run.weights_changed = False  # since the point
         run.signals.check()
         return metrics
 
@@ -435,7 +439,8 @@ class Loop:
 
     def _throughput(self, metrics: Mapping[str, float]) -> dict[str, float]:
         found, times = {}, self.run.times
-        if times.get("generate") and "time/sampling" not in metrics:  # asynchronous sampling is no phase
+        # asynchronous sampling is no phase
+        if times.get("generate") and "tokens/generated" in metrics and "time/sampling" not in metrics:
             found["throughput/generated_tokens_per_second"] = metrics["tokens/generated"] / times["generate"]
         if times.get("train") and "tokens/total" in metrics:
             found["throughput/train_tokens_per_second"] = metrics["tokens/total"] / times["train"]

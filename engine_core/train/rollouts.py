@@ -23,6 +23,7 @@ from urllib.parse import quote
 
 from engine_core.errors import PluginError, TrainingFailed
 from engine_core.metrics import Sum
+from engine_core.rewards.runner import reward_statistics
 from engine_core.runs.rollout_files import read_rollouts, write_rollouts
 from engine_core.runs.state_files import plain_state
 from engine_core.specs import RefillOptions
@@ -133,9 +134,9 @@ class Sampler:
         return self.respond(requests, settled)
 
     def sample_greedy(self, prompts: Sequence[Prompt], step: int, first_group: int = 0) -> list[Rollout]:
-        """Return one greedy rollout for each prompt (temperature 0)."""
+        """Return one greedy rollout for each prompt (temperature 0), after `rollout.on_timeout`."""
         sampling = self.sampling_of(GREEDY, log_probs=False)
-        return self.respond(self.requests(prompts, step, first_group, 1, sampling))
+        return self.sample(self.requests(prompts, step, first_group, 1, sampling))
 
     def respond(self, requests: list[Request], seen: Seen | None = None) -> list[Rollout]:
         """Sample the requests, or run them as episodes of the environment; return rollouts in order of requests."""
@@ -214,6 +215,7 @@ class Rounds:
         self.sampled: list[Rollout] = []  # of all rounds
         self.kept: list[Rollout] = []
         self.scored: list[tuple[int, dict[str, float]]] = []
+        self.rewarded: dict[str, float] = {}  # statistics of the rewards of all rounds
         self.staged: dict[str, float] = {}
         self.greedy: dict[str, float] = {}  # metrics of greedy responses
         self.baselines: dict[int, float] = {}  # group -> reward of its greedy response
@@ -246,6 +248,7 @@ class Rounds:
         self.scored.append((len(rollouts), scored))
         self.overlapped += overlapped
         self.sampled += rollouts
+        self.rewarded = reward_statistics(self.sampled)  # before a stage changes rewards
         if greedy is not None:
             tokens = sum(rollout.response_length for rollout in greedy)
             self.baselines |= {r.group_id: r.reward for r in greedy if r.valid}
@@ -271,7 +274,7 @@ class Rounds:
         Args:
             described: metrics of ``sampled``.
         """
-        metrics = combined(self.scored) | dict(described) | self.staged | self.greedy
+        metrics = combined(self.scored) | self.rewarded | dict(described) | self.staged | self.greedy
         metrics["time/reward_overlap"] = self.overlapped
         metrics["tokens/total"] = float(sum(len(r.token_ids) for r in sequences_of(self.kept)))
         if self.greedy:
@@ -319,11 +322,6 @@ def combined(scored: Sequence[tuple[int, dict[str, float]]]) -> dict[str, float]
         total = sum(count for count, _ in parts)
         if isinstance(parts[0][1][name], Sum):
             metrics[name] = sum(noted[name] for _, noted in parts)
-        elif name == "reward/std" and len(parts) > 1:
-            # from the mean of squares, because the rounds' means differ
-            mean = sum(count * noted["reward/mean"] for count, noted in parts) / total
-            squares = sum(count * (noted[name] ** 2 + noted["reward/mean"] ** 2) for count, noted in parts)
-            metrics[name] = math.sqrt(max(squares / total - mean**2, 0.0))
         else:
             metrics[name] = sum(count * noted[name] for count, noted in parts) / total
     return metrics

@@ -89,7 +89,9 @@ class TrainingRun(abc.ABC):
         self.trained = False  #: whether ``train`` has begun
         self.training = False  #: whether it is set up with optimizers, or about to be
         self._restores = False
-        self.weights_changed = False  # an optimizer step was done in this step, so the step must finish
+        self.weights_changed = (
+            False  # an optimizer step was done in the step in work, so the step must finish
+        )
         self._cleanup = ExitStack()  # workers and data
 
     @property
@@ -115,8 +117,12 @@ class TrainingRun(abc.ABC):
 
     @property
     def optimizer_steps_per_step(self) -> int:
-        """Optimizer steps in one step."""
+        """Maximum number of optimizer steps in one step."""
         return 1
+
+    def optimizer_steps(self, steps: int) -> int:
+        """Return the optimizer steps of the first ``steps`` steps."""
+        return steps * self.optimizer_steps_per_step
 
     def make_source(self) -> Any:
         """Build the source of training rows."""
@@ -182,7 +188,7 @@ class TrainingRun(abc.ABC):
         runtime = self.plugins.resolve("runtimes", self.config.runtime.backend)
         self.runtime = runtime(self.config, self.plugins, {**self.live, "tokenizer": self.tokenizer})
         self._cleanup.callback(self.runtime.close)
-        steps = self.total_steps * self.optimizer_steps_per_step if training else 0
+        steps = self.optimizer_steps(self.total_steps) if training else 0
         roles = self.roles(training)
         if "rollout" in roles:
             roles |= models.reward_roles(self.config, self.plugins)
@@ -209,9 +215,11 @@ class TrainingRun(abc.ABC):
                 log.info("%s", remark)
         self.source = self.given.arrange(self.make_source())
         self._cleanup.callback(self.source.close)
-        if self.config.eval.during_training and any(each.source for each in held_out_sets(self.config)):
-            self.held_out()  # rows that cannot be used are refused now, not at the first evaluation
         self.guarded(self.prepare)()
+        reads = type(self).source_of is not TrainingRun.source_of
+        if reads and self.config.eval.during_training and held_out_sets(self.config):
+            for held_out in self.held_out():  # what cannot be used is refused before a model is built
+                self.held_items(held_out)
 
     @property
     def total_steps(self) -> int:
@@ -473,20 +481,18 @@ class TrainingRun(abc.ABC):
         return self._held_items[held_out.name]
 
     def check_held_out(self, source: Any, data: DataConfig, held_out: HeldOut) -> None:
-        """Refuse the opened source of a held-out set that cannot be evaluated."""
+        """Refuse the opened source of a held-out set that cannot be evaluated, because none of its rows is usable."""
+        source.columns()
 
     def derived(self) -> list[str]:
         """Return the numbers derived from the run file, as parts of a line that is logged at the start."""
         data, group = self.config.data, self.config.rollout.group_size
-        each = (
-            f" x {group} responses = {data.prompts_per_step * group} rollouts"
-            if "rollout" in self.roles(training=True)
-            else ""
-        )
+        samples = "rollout" in self.roles(training=True)
+        each = f" x {group} responses = {data.prompts_per_step * group} rollouts" if samples else ""
         # counting usable rows reads them all, so it is done only where the number of steps depends on it
         rows = "" if self.config.run.steps else f" ({len(self.source)} rows in {self.given.place})"
         return [
             f"{self.total_steps} steps of {data.prompts_per_step} rows{each}{rows},",
-            f"{(n := self.optimizer_steps_per_step)} optimizer step(s) each, {self.total_steps * n} in all,",
+            f"{self.optimizer_steps_per_step} optimizer step(s) each, {self.optimizer_steps(self.total_steps)} in all,",
             self.config.actor.micro_batch,
         ]

@@ -73,12 +73,12 @@ class SampledRun(TrainingRun):
     # set-up
 
     def prepare(self) -> None:
-        """Build stages, environment, rewards and sampler; refuse what cannot work; read the held-out sets.
+        """Build stages, environment, rewards and sampler; refuse what cannot work.
 
         Raises:
             PluginError: a stage cannot be called.
             ConfigError: the sampler, the environment or a reward cannot be used.
-            DataError: the data or a held-out set lacks a column that a reward needs.
+            DataError: the data lacks a column that a reward needs.
         """
         config = self.config
         if config.rollout.stream_update is True and not self.streams:
@@ -105,8 +105,6 @@ class SampledRun(TrainingRun):
         self.version = 0  # number of weight updates sent to the sampler
         self.recorded: Path | None = None  # a folder of stored rollouts, which steps read instead of sampling
         self._traded = 0.0  # the runtime's `traded_seconds` at the last update of the sampler
-        for held_out in self.held_out() if config.eval.during_training else ():
-            self.held_items(held_out)
 
     def roles(self, training: bool) -> dict[str, Role]:
         """Return the roles ``actor`` and ``rollout``."""

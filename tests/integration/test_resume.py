@@ -12,7 +12,7 @@ import torch
 from variants import variants
 
 from engine_core import Trainer, load_config
-from engine_core.errors import ConfigError, DataError, EnvironmentProblem
+from engine_core.errors import ConfigError, DataError, EnvironmentProblem, SamplerLost
 from engine_core.runs.checkpoint import Checkpoints, read_state
 from engine_core.train.checkpointing import Resume
 
@@ -139,6 +139,28 @@ def test_an_evaluation_that_was_stopped_is_done_under_the_settings_of_its_step(
         assert again.evaluate()["eval/response_length"] == straight[-1]["eval/response_length"]
     finally:
         again.close()
+
+
+def test_a_sampler_lost_in_an_evaluation_leaves_its_step_saved_and_the_resume_evaluates_it(
+    train, monkeypatch, tmp_path
+):
+    evaluate = Trainer.evaluate
+
+    def lost(trainer, out=None):
+        if trainer.step_done == 2:
+            raise SamplerLost("A sampler was lost.")
+        return evaluate(trainer, out)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "evaluate", lost)
+        with pytest.raises(SamplerLost):
+            train()
+    folder = tmp_path / "runs" / "r"
+    assert [path.name for path in folder.glob("checkpoints/step_*")] == ["step_00000002"]
+    train(resume=folder)
+    lines = lines_of(folder)
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    assert all("eval/reward_mean" in line for line in lines)
 
 
 def test_a_failure_names_the_step_that_it_happened_in(train, fault, caplog):
@@ -316,6 +338,23 @@ def test_another_reference_for_a_run_that_has_one_is_refused_also_where_it_was_t
             {"run.steps": 4, "algorithm.kl_coef": 0.1, "ref.path": str(tmp_path / "other")},
             resume=first.folder.path,
         )
+
+
+def test_a_secret_of_the_config_is_not_in_the_log_of_a_resume(train, monkeypatch, tmp_path):
+    step = Trainer.step
+
+    def telling(trainer, number):
+        logging.getLogger("engine").warning("The password is geheimnis.")
+        return step(trainer, number)
+
+    monkeypatch.setattr(Trainer, "step", telling)
+    changes = {"rollout.stop": ["https://me:geheimnis@example.com/"], "checkpoint.every_steps": 1}
+    train(changes | {"run.steps": 1})
+    train(changes | {"run.steps": 2}, resume=tmp_path / "runs" / "r")
+    for attempt in range(2):
+        text = (tmp_path / "runs" / "r" / "logs" / f"attempt_{attempt}" / "run.log").read_text()
+        assert "The password is [redacted]." in text
+        assert "geheimnis" not in text
 
 
 def test_an_export_does_not_care_for_the_rows_of_the_data(train, small, world, tmp_path):

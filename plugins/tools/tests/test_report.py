@@ -139,6 +139,15 @@ def test_histograms_are_of_all_rollouts_with_the_same_bins_in_each_step(tmp_path
     assert second["advantage"][12] == 1
 
 
+def test_files_that_are_not_of_a_step_are_left_out(tmp_path):
+    run = make_run(tmp_path, RL)
+    write_rollouts(run, 1, [rollout("a", 1.0)])
+    for file in ("step_000001_good.parquet", "eval/step_000001_good.parquet"):
+        write_rollouts(run.rollouts_dir / file, 1, [rollout("b", 0.0)])
+    (training,) = run_of(run)["sets"]
+    assert [step["step"] for step in training["steps"]] == [1]
+
+
 def test_ends_have_all_completions_and_steps_between_a_sample_over_the_rewards(tmp_path, monkeypatch):
     monkeypatch.setattr(stored_rollouts, "STEPS", 3)
     monkeypatch.setattr(stored_rollouts, "SAMPLE", 3)

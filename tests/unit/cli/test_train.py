@@ -7,10 +7,14 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from engine_core.cli import train as command
+from engine_core.errors import WorkerLost
 from engine_core.plugins import metadata
+from engine_core.train.checkpointing import Resume
 
 
 def steps_of(path):
@@ -51,6 +55,55 @@ def test_resume_goes_on_to_the_step_that_is_asked_for(engine, sft_run):
     assert answer.out == f"{folder}\n"
     assert steps_of(folder) == [1, 2, 3, 4]
     assert "Not read" not in answer.err  # a resolved config holds every key
+
+
+@pytest.mark.parametrize(("newest", "force"), [(2, ("model.path",)), (3, ())])
+def test_a_restart_from_the_checkpoint_of_the_resume_keeps_what_force_allows(
+    monkeypatch, tmp_path, newest, force
+):
+    tried = []
+
+    def train_from(resume):
+        tried.append(resume)
+        if len(tried) == 1:
+            raise WorkerLost("actor", 0, "here", "killed")
+
+    trainer = SimpleNamespace(folder=SimpleNamespace(path=tmp_path), train=train_from, close=lambda: None)
+    monkeypatch.setattr(command, "load_trainer", lambda config: trainer)
+    monkeypatch.setattr(Resume, "find", lambda run: Resume(run / f"step_{newest}", {}))
+    config = SimpleNamespace(runtime=SimpleNamespace(options=SimpleNamespace(max_restarts=1)))
+    command._to_the_end(config, Resume(tmp_path / "step_2", {}, ("model.path",)))
+    assert [(resume.path.name, resume.force) for resume in tried[1:]] == [(f"step_{newest}", force)]
+
+
+def test_resume_asks_for_each_secret_again(engine, sft_run, monkeypatch):
+    monkeypatch.setenv("MY_TOKEN", "geheimnis")
+    (sft_run.parent / "keyed.py").write_text(KEYED)
+    keys = ("plugins=['keyed.py']", "plugin.keyed.api_key=secret-of-toml", "plugin.keyed.place=at/geheimnis")
+    words = [word for key in keys for word in ("--set", key)]
+    assert engine("train", "run.toml", *words).code == 0
+    answer = engine("resume", "first", "--steps", "3")
+    assert answer.code == 2
+    for key in ("plugin.keyed.api_key", "plugin.keyed.place"):
+        assert (
+            f"{key}: the run's config has [redacted] for a secret. Set it again: --set {key}=..."
+            in answer.err
+        )
+    assert engine("resume", "first", "--steps", "3", *words[2:]).code == 0
+
+
+KEYED = """
+from engine_core import hookimpl
+from engine_core.specs import Options
+
+class Keyed(Options):
+    api_key: str = ""
+    place: str = ""
+
+@hookimpl
+def engine_options():
+    return Keyed
+"""
 
 
 def test_resume_of_a_finished_run_says_so_and_is_no_error(engine, sft_run):

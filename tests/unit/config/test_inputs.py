@@ -28,6 +28,7 @@ def problems(tmp_path):
         ("a.jsonl", b'\xef\xbb\xbf{"prompt": "x"}', {}),
         ("a.json", '[{"prompt": "x"}]', {}),
         ("a.csv", 'prompt,answer\n"a\nb",2\n', {}),
+        ("a.csv", f"prompt,answer\n{'x ' * 100_000},2\n", {}),
         ("a.parquet", b"PAR1....PAR1", {}),
     ],
 )
@@ -54,6 +55,7 @@ def test_good_files_have_no_problems(problems, name, content, data):
         ("a.jsonl", "[" * 100_000, {}, ["a.jsonl:1: not valid JSON (nested too deeply)."]),
         ("a.jsonl", "\n\n", {}, ["a.jsonl: no rows."]),
         ("a.csv", "prompt,answer\n", {}, ["a.csv: no rows."]),
+        ("a.csv", 'prompt,answer\n"x,2\n', {}, ["a.csv: not valid CSV (unexpected end of data)."]),
         ("a.jsonl", "", {}, ["data.train 'a.jsonl' is empty (0 bytes). Expected at least one row."]),
         (
             "a.jsonl",

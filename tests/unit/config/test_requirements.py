@@ -3,7 +3,7 @@ import torch
 
 from engine_core.builtin import COLUMNS
 from engine_core.config import AlgorithmConfig, EngineConfig
-from engine_core.config.requirements import ROLLOUT_COLUMNS, plan, plan_run, producers_of
+from engine_core.config.requirements import ROLLOUT_COLUMNS, optimizer_steps, plan, plan_run, producers_of
 from engine_core.errors import ConfigError, PluginError
 from engine_core.specs import Advantage, Column, Loss
 
@@ -89,6 +89,16 @@ def test_a_schedule_is_planned_for_all_its_steps():
     assert made.columns == ("old_log_probs", "ref_log_probs")
     assert made.outputs == ("log_probs", "entropy")
     assert made.updates_per_step == 2
+
+
+def test_optimizer_steps_are_those_that_the_schedule_gives_each_step():
+    config = EngineConfig(
+        data={"prompts_per_step": 8},
+        schedule={"algorithm.epochs": [(3, 2)], "algorithm.mini_batch_prompts": [(0, 8), (5, 3)]},
+    )
+    each = [1, 1, 2, 2, 6, 6]
+    assert [optimizer_steps(config, steps) for steps in range(7)] == [sum(each[:n]) for n in range(7)]
+    assert optimizer_steps(EngineConfig(algorithm={"epochs": 3}), 4) == 12
 
 
 def test_an_output_that_no_engine_computes_is_refused_by_name():

@@ -76,6 +76,12 @@ def test_a_broken_json_list_is_refused(tmp_path):
         Rows([write(tmp_path / "a.json", b'[{"a": 1}')])
 
 
+def test_a_csv_value_may_be_long(tmp_path):
+    long = "x " * 100_000
+    rows = Rows([write(tmp_path / "a.csv", f"prompt,answer\n{long},4\n".encode())])
+    assert rows.row(0) == {"prompt": long, "answer": "4"}
+
+
 def test_csv_values_stay_text(tmp_path):
     rows = Rows([write(tmp_path / "a.csv", b'q,answer\n"1,\n2",007\nx,NA\ny,\n')])
     assert [rows.row(i) for i in range(3)] == [

@@ -5,7 +5,7 @@ import pytest
 from engine_core import faults
 from engine_core.config.models import CheckpointConfig
 from engine_core.errors import DataError
-from engine_core.runs.checkpoint import MANIFEST, Checkpoints, problems, read_state
+from engine_core.runs.checkpoint import MANIFEST, MAX_MANIFEST_BYTES, Checkpoints, problems, read_state
 
 
 @pytest.fixture
@@ -31,6 +31,11 @@ def test_a_saved_checkpoint_verifies_and_gives_its_state_back(store):
 def test_a_state_comes_back_with_its_keys_in_order(store):
     state = read_state(store.save(3, writer(), {"sums": {"b": 1.0, "a": 2.0}}))
     assert list(state["sums"]) == ["b", "a"]
+
+
+def test_a_large_state_comes_back(store):
+    text = "x" * MAX_MANIFEST_BYTES
+    assert read_state(store.save(3, writer(), {"text": text}))["text"] == text
 
 
 def test_a_failure_while_writing_leaves_what_was_there_and_no_rubbish(store):

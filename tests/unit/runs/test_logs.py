@@ -82,12 +82,18 @@ def test_setting_up_again_writes_each_line_once(run, capsys):
     assert capsys.readouterr().err.count("once") == 1
 
 
-def test_the_end_of_the_context_undoes_it(run):
+def test_the_end_of_the_context_undoes_it(run, monkeypatch):
+    def before(*_):
+        """Stand for the hook of a program."""
+
+    monkeypatch.setattr(sys, "excepthook", before)
     with logs.setup_logging(run):
-        assert sys.excepthook is not sys.__excepthook__
+        assert sys.excepthook is not before
     log.info("afterwards")
     assert "afterwards" not in (run.attempt_dir / "run.log").read_text()
-    assert sys.excepthook is sys.__excepthook__
+    assert sys.excepthook is before
+    logs.close_logging()
+    assert sys.excepthook is before
 
 
 def test_secrets_are_redacted_in_messages_and_tracebacks(run, capsys):

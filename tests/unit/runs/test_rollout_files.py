@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from engine_core.errors import DataError
 from engine_core.runs import rollout_files
-from engine_core.runs.rollout_files import RolloutFile, read_rollouts, write_rollouts
+from engine_core.runs.rollout_files import RolloutFile, read_rollouts, rollout_path, step_of, write_rollouts
 from engine_core.types import Prompt, Rollout, sequences_of
 
 
@@ -168,6 +169,12 @@ def test_a_writing_that_fails_leaves_the_old_file(tmp_path):
     with pytest.raises(Exception, match="seven"):
         write_rollouts(tmp_path, 1, [rollout(1, reward="seven")])
     assert [r.index for r in read_rollouts(tmp_path / "step_000001.parquet")] == [0]
+
+
+def test_the_step_of_a_file_is_in_its_name_and_other_files_have_none():
+    assert step_of(rollout_path(Path("runs"), 12)) == 12
+    assert step_of(Path("step_1234567.parquet")) == 1234567
+    assert [step_of(Path(name)) for name in ("step_000012_good.parquet", "mine.parquet")] == [None, None]
 
 
 def test_branches_are_rows_of_a_file_and_return_to_their_rollouts(tmp_path):

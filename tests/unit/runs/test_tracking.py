@@ -153,6 +153,7 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path, run):
     for step in range(1, 6):
         hub.log(step, {"reward/mean": step / 10})
         run.rollout_file(step).touch()
+    (run.rollouts_dir / "step_000005_good.parquet").touch()  # of the user
     hub.close()
     with run.metrics_file.open("a") as file:
         file.write('{"step": 6, "rew')  # killed while writing
@@ -170,7 +171,8 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path, run):
         (4, 0.9),
     ]
     assert sorted(file.name for file in run.rollouts_dir.iterdir()) == [
-        f"step_{i:06d}.parquet" for i in (1, 2, 3)
+        *(f"step_{i:06d}.parquet" for i in (1, 2, 3)),
+        "step_000005_good.parquet",
     ]
     assert resumed.attempt_dir.name == "attempt_1"
     assert (resumed.attempt_dir / "config.resolved.toml").exists()

@@ -85,6 +85,14 @@ def test_the_loss_of_a_sampler_is_reported_whatever_its_save_raises(failing, cap
     assert caplog.messages == ["broken"]
 
 
+def test_a_trainer_may_sample_without_a_count_of_the_tokens():
+    loop = Loop.__new__(Loop)
+    loop.run = SimpleNamespace(times={"generate": 2.0})
+    assert loop._throughput({}) == {}
+    generated = "throughput/generated_tokens_per_second"
+    assert loop._throughput({"tokens/generated": 6.0}) == {generated: 3.0}
+
+
 @pytest.fixture
 def nothing_frozen():
     """Undo the freeze of conftest.py, as in a program of its own."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from engine_core.runs.rollout_files import RolloutFile
+from engine_core.runs.rollout_files import RolloutFile, step_of
 from engine_plugin_tools.transcripts import transcript
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def stored_rollouts(folder: Path) -> list[dict[str, Any]]:
 
 
 def _set(folder: Path, training: bool) -> dict[str, Any]:
-    files = sorted(folder.glob("step_*.parquet"))
+    files = sorted(file for file in folder.glob("step_*.parquet") if step_of(file) is not None)
     stride, chosen = 1, files
     while len(chosen) > STEPS:  # doubled, so that most steps stay when a running run stores more
         stride *= 2
@@ -98,7 +98,7 @@ def _step(path: Path, most: int) -> dict[str, Any]:
         if branches[main[i]]:
             shown["branches"] = branches[main[i]]
     return {
-        "step": int(path.stem.removeprefix("step_")),
+        "step": step_of(path),
         "count": len(main),
         "rows": rows,
         "reward": rewards,

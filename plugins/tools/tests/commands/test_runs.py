@@ -136,6 +136,9 @@ def test_held_out_rollouts_are_shown_and_their_absence_is_explained(engine, fini
     assert "Evaluated after the steps: none." in answer.err
     keys = ("run.name=held", "data.validation=rows.jsonl", "eval.every_steps=1")
     assert engine("train", "rl.toml", *(word for key in keys for word in ("--set", key))).code == 0
+    for folder in (Path("runs/held/rollouts"), Path("runs/held/rollouts/eval")):
+        (folder / "step_000009_good.parquet").touch()  # of the user
+    assert len(json.loads(engine("inspect", "rollouts", "held", "--json").out)) > 2
     last = json.loads(engine("inspect", "rollouts", "held", "--eval", "--json").out)
     assert last == json.loads(engine("inspect", "rollouts", "held", "--eval", "--step", "2", "--json").out)
     assert len(last) == 2  # eval.max_prompts

@@ -153,7 +153,7 @@ class OfflineTrainer(Trainer):
         config = self.config
         return [
             f"{self.total_steps} steps of {config.data.prompts_per_step} groups ({len(self.source)} in data.train),",
-            f"{(n := self.optimizer_steps_per_step)} optimizer step(s) each, {self.total_steps * n} in all,",
+            f"{self.optimizer_steps_per_step} optimizer step(s) each, {self.optimizer_steps(self.total_steps)} in all,",
             config.actor.micro_batch,
         ]
 

@@ -16,6 +16,7 @@ from engine_core.config.models import CheckpointConfig
 from engine_core.errors import DataError, did_you_mean
 from engine_core.redaction import harmless
 from engine_core.runs.checkpoint import Checkpoints
+from engine_core.runs.rollout_files import step_of
 from engine_core.runs.tracking import RunFolder, read_rollouts
 from engine_core.types import sequences_of
 from engine_plugin_tools.transcripts import transcript
@@ -154,7 +155,7 @@ def _turns(rollout: Rollout) -> str:
 def _rollout_file(folder: RunFolder, step: int | None) -> Path:
     if step is not None:
         return folder.rollout_file(step)
-    files = sorted(folder.rollouts_dir.glob("step_*.parquet"))
+    files = sorted(file for file in folder.rollouts_dir.glob("step_*.parquet") if step_of(file) is not None)
     if not files:
         every = (
             tomllib.loads(folder.config_file.read_text("utf-8"))
@@ -176,7 +177,8 @@ def _evaluation_files(folder: RunFolder, step: int | None) -> list[Path]:
     """
     by_step: dict[int, list[Path]] = {}
     for file in sorted((folder.rollouts_dir / "eval").rglob("step_*.parquet")):
-        by_step.setdefault(int(file.stem.removeprefix("step_")), []).append(file)
+        if (of := step_of(file)) is not None:
+            by_step.setdefault(of, []).append(file)
     if not by_step or step not in (None, *by_step):
         known = ", ".join(map(str, sorted(by_step))) or "none"
         raise DataError(f"{folder.path} holds no such evaluation. Evaluated after the steps: {known}.")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from engine_core.config.inputs import files_of, stored_files
 from engine_core.data.source import Outcome, Source
 from engine_core.errors import DataError
-from engine_core.runs.rollout_files import RolloutFile
+from engine_core.runs.rollout_files import RolloutFile, with_branches
 from engine_core.types import TENSORS
 
 if TYPE_CHECKING:
@@ -101,9 +101,9 @@ class _Rows:
         return len(self._places)
 
     def group(self, index: int) -> list[Rollout]:
-        """Read the rollouts of group number ``index``."""
+        """Read the rollouts of group number ``index``, with their branches."""
         path, rows = self._places[index]
-        return self._open(path).rollouts(rows)
+        return with_branches(self._open(path).rollouts(rows))
 
     def fingerprint(self) -> list[dict[str, Any]]:
         """Return name, number of groups and SHA-256 of each file."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from engine_core.train.trainer import _all_finite
+from engine_core.train.update import all_finite
 
 
 @pytest.mark.parametrize(
@@ -18,9 +18,9 @@ from engine_core.train.trainer import _all_finite
     ],
 )
 def test_a_column_is_finite_where_every_value_is(values, expected):
-    assert _all_finite(torch.tensor(values)) is expected
+    assert all_finite(torch.tensor(values)) is expected
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 def test_whole_numbers_are_finite(dtype):
-    assert _all_finite(torch.tensor([1, 0, 1], dtype=dtype))
+    assert all_finite(torch.tensor([1, 0, 1], dtype=dtype))
