@@ -24,9 +24,8 @@ if TYPE_CHECKING:
     from engine_core.config.evaluation import EvalSetConfig
 
 HEADER_BYTES = 100_000_000  # largest header of a safetensors file
-MAX_ROW_BYTES = (
-    8 * 2**20
-)  # limit of one line of JSONL or one value of Parquet and CSV; a longer one is a broken file
+MAX_ROW_BYTES = 8 * 2**20
+"""Limit of one line of JSONL or one value of Parquet and CSV; a longer one is a broken file."""
 SCAN_BYTES = 1_000_000  # of JSONL; about 50 ms a file
 SHOWN = 5  # problems reported for one file
 

@@ -215,9 +215,8 @@ def read_state(path: Path) -> dict[str, Any]:
     Raises:
         DataError: the state cannot be read or is not a JSON object.
     """
-    state = _read_json(
-        path / STATE, most=None
-    )  # it grows with the data: the order of a curriculum's rows is in it
+    # it grows with the data: the order of a curriculum's rows is in it
+    state = _read_json(path / STATE, most=None)
     if not isinstance(state, dict):
         raise DataError(f"{path / STATE} cannot be read: it is not the state of a checkpoint.")
     return state

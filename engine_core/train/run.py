@@ -89,9 +89,7 @@ class TrainingRun(abc.ABC):
         self.trained = False  #: whether ``train`` has begun
         self.training = False  #: whether it is set up with optimizers, or about to be
         self._restores = False
-        self.weights_changed = (
-            False  # an optimizer step was done in the step in work, so the step must finish
-        )
+        self.weights_changed = False  # by an optimizer step of the step in work, which must then finish
         self._cleanup = ExitStack()  # workers and data
 
     @property

@@ -1,10 +1,9 @@
 """Stopping a run on a signal without losing work, and the hint that says how it continues.
 
 The first SIGTERM, SIGUSR1 (which schedulers send before they end a job), SIGHUP (the terminal is gone) or SIGINT asks
-the run to stop. Inside a
-*window*, where nothing is half done, the signal raises ``Stop`` at once; elsewhere the stop waits for the next window
-or ``check``. A second signal ends the process at once, unless it follows within ``ONE_STOP`` seconds: ``timeout`` and job
-managers signal a process and then its group, so one stop arrives twice.
+the run to stop. Inside a *window*, where nothing is half done, the signal raises ``Stop`` at once; elsewhere the stop
+waits for the next window or ``check``. A second signal ends the process at once, unless it follows within ``ONE_STOP``
+seconds: ``timeout`` and job managers signal a process and then its group, so one stop arrives twice.
 
 Left out on purpose: only polling a flag between steps. A step may wait minutes for samples or rewards,
 and a scheduler's grace period is seconds.

@@ -265,9 +265,8 @@ class EpisodeSession:
             in_time = task.done()
             task.cancel()
             episode.policy.close()
-        if (
-            not in_time
-        ):  # what it has sampled is complete when it ends; one that resists cancellation is abandoned
+        if not in_time:
+            # what it has sampled is complete when it ends; one that resists cancellation is abandoned
             await asyncio.wait({task}, timeout=ENDING_SECONDS)
         try:
             late = cut.result() if cut.done() else f"not over after {self.game.seconds:g} s"

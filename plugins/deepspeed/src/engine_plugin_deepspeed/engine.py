@@ -70,9 +70,7 @@ class DeepSpeedEngine(DataParallelEngine):
         super().check(config, context, trainable=trainable)
         options, table = cls._options(config), f"{context.role}.{config.backend}"
         library.check_type(options, context.device, table)
-        if (
-            options.stage == 3
-        ):  # which keeps the weights of a role that is not trained in the compute type alone
+        if options.stage == 3:  # a role that is not trained has its weights in the compute type alone
             compute = choose(options, find_device(options.device, context.device, table), table).compute
             check_mixed(context, compute, f"{table}.compute_dtype")
 

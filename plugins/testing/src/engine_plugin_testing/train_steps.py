@@ -177,9 +177,8 @@ def gradients_add_up_over_calls(bench: TrainBench) -> None:
             bench.gradient_tolerance,
             "norm after a scaled step",
         )
-    for earlier in (
-        (False, True) if bench.place.world_size == 1 else ()
-    ):  # else other ranks wait for the one that fails
+    # on several ranks, the others would wait for the one that fails
+    for earlier in (False, True) if bench.place.world_size == 1 else ():
         engine, rest = bench.engine(optim={"lr": 0.0}, budget=24), batch
         if earlier:
             bench.forward_backward(engine, batch.select(range(4)))

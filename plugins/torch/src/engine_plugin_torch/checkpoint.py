@@ -179,9 +179,8 @@ class StateStore:
                 name: weight_at(place) for name, place in places(self.engine.module).items()
             }
         if hasattr(self.engine.module, "save_pretrained"):
-            with contextlib.redirect_stdout(
-                sys.stderr
-            ):  # save_pretrained imports accelerate and DeepSpeed, which prints at import
+            # save_pretrained imports accelerate and DeepSpeed, which prints at import
+            with contextlib.redirect_stdout(sys.stderr):
                 self.engine.module.save_pretrained(folder, **merged)  # type: ignore[operator]
             add_end_token(folder, (self.engine.context.live or {}).get("tokenizer"))
             return

@@ -100,7 +100,6 @@ def _write_config(folder: Path, module: nn.Module, dtype: torch.dtype) -> None:
     config.save_pretrained(folder)
     generation = getattr(module, "generation_config", None)
     if generation is not None and getattr(module, "can_generate", lambda: False)():
-        with contextlib.suppress(
-            ValueError
-        ):  # contradictory settings; the samplers of this project do not read the file
+        # of contradictory settings; the samplers of this project do not read the file
+        with contextlib.suppress(ValueError):
             generation.save_pretrained(folder)

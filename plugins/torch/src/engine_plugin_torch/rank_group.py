@@ -91,9 +91,8 @@ class RankGroup:
         if self._own:
             self._own = False
             _OWN_GROUP["users"] -= 1
-            if (
-                not _OWN_GROUP["users"] and dist.is_initialized()
-            ):  # vLLM in this process destroys it at its end
+            # vLLM in this process destroys the group at its end
+            if not _OWN_GROUP["users"] and dist.is_initialized():
                 dist.destroy_process_group()
 
     def _reduced(self, values: Tensor, kind: dist.ReduceOp.RedOpType) -> Tensor:
