@@ -57,7 +57,7 @@ setting of the backend. Otherwise a cell lists the settings by number:
 FEATURES_INTRO = """These features have no contract.
 
 - `tested`: the plugin's tests cover the feature, on CPUs.
-- `experimental`: a run file can select the feature, but this project has not run it.
+- `not run`: a run file can select the feature, but this project has not run it.
 - `refused`: the engine refuses the feature and names an alternative.
 - `no option`: no key of the run file selects it."""
 FEATURES = {
@@ -67,7 +67,7 @@ FEATURES = {
     "kernels of Transformer Engine and apex": [
         "no option",
         "no option",
-        "experimental: megatron-core uses their fused AdamW if installed, and none of their layers",
+        "not run: megatron-core uses their fused AdamW if installed, and none of their layers",
         "no option",
     ],
     "tokens of a sequence on several ranks": ["no option", "tested: `sp`", "tested: `cp`", "no option"],
