@@ -78,6 +78,18 @@ def test_the_exported_folder_is_plugged_in_and_its_score_rises(make):
     )
 
 
+def test_a_dry_run_names_the_model_of_a_reward_and_checks_its_engine(make):
+    run = make({"run.steps": 1})
+    assert "Roles in this process: actor, rollout, reward.helpful" in run.plugins.require("parts", "dry_run")(
+        run
+    )
+    absent = make({"run.steps": 1}, {"helpful": {"model": {"torch": {"device": "cuda:99"}}}})
+    with pytest.raises(
+        ConfigError, match=r"reward\.model\.torch\.device: 'cuda:99' cannot be used here"
+    ):
+        absent.plugins.require("parts", "dry_run")(absent)
+
+
 def test_the_rewards_of_a_run_are_transformers_scores_of_its_rollouts(make, scorer):
     run = make({"run.steps": 1})
     run.train()

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from engine_core.config.read import key_text
 from engine_core.errors import ConfigError, EnvironmentProblem, PluginError, errors_of, refuse
 from engine_core.runs.folders import exists_already, is_unused, writing_problem
+from engine_core.train.models import reward_roles
 from engine_core.types import Request, Sampling
 from engine_plugin_tools.tracker_threads import make_trackers
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
+    from engine_core.contracts.runtime import Role
     from engine_core.rewards import RewardRunner
     from engine_core.rewards.signatures import Outcome
     from engine_core.train.run import TrainingRun
@@ -65,7 +67,13 @@ def _check_machine(run: TrainingRun) -> None:
     """Check that the engines of this process can serve their options on this machine."""
     if run.config.runtime.backend == "local":
         runtime: Any = run.plugins.resolve("runtimes", "local")(run.config, run.plugins, run.live)
-        runtime.host.check(run.roles(training=True))
+        runtime.host.check(_roles(run))
+
+
+def _roles(run: TrainingRun) -> dict[str, Role]:
+    """Return the roles that training starts, with the models of rewards."""
+    roles = run.roles(training=True)
+    return roles | reward_roles(run.config, run.plugins) if "rollout" in roles else roles
 
 
 def check_engines(run: TrainingRun) -> None:
@@ -98,7 +106,7 @@ def check_engines(run: TrainingRun) -> None:
 def _layout(run: TrainingRun) -> list[str]:
     """Return which roles share which processes, as lines."""
     config = run.config
-    roles = run.roles(training=True)
+    roles = _roles(run)
     runtime: Any = run.plugins.spec("runtimes", config.runtime.backend)
     if runtime.in_process:
         return [f"Roles in this process: {', '.join(roles)}"]

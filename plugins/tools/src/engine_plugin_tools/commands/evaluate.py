@@ -134,7 +134,8 @@ def locate(target: str, model: bool) -> tuple[list[str], RunFolder | None]:
     is_folder = (path / "config.json").is_file()
     if is_folder and not model:
         raise ConfigError(
-            f"'{target}' is a model: name what to measure, --suite NAME ({', '.join(SUITES)}), or a run file."
+            f"'{target}' is a model: name what to measure, --suite NAME ({', '.join(SUITES)}), or a run file "
+            f"with [eval]: engine eval run.toml --set model.path={target}"
         )
     is_hub_name = target.count("/") == 1 and not path.exists() and not path.parent.is_dir()
     if is_folder or (model and is_hub_name):
