@@ -84,9 +84,7 @@ def test_a_dry_run_names_the_model_of_a_reward_and_checks_its_engine(make):
         run
     )
     absent = make({"run.steps": 1}, {"helpful": {"model": {"torch": {"device": "cuda:99"}}}})
-    with pytest.raises(
-        ConfigError, match=r"reward\.model\.torch\.device: 'cuda:99' cannot be used here"
-    ):
+    with pytest.raises(ConfigError, match=r"reward\.model\.torch\.device: 'cuda:99' cannot be used here"):
         absent.plugins.require("parts", "dry_run")(absent)
 
 

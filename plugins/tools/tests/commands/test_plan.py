@@ -53,6 +53,22 @@ def test_devices_that_the_run_file_leaves_unused_are_named(engine, rl_run):
     assert "devices used" not in engine("plan", "rl.toml", "--devices", "h200").out
 
 
+def test_pools_of_more_devices_than_exist_do_not_fit(engine, rl_run):
+    pools = ("--set", "runtime.backend=torchrun", "--set", "placement.pools={train=2, serve=2}")
+    roles = (
+        "--set",
+        "placement.actor=train",
+        "--set",
+        "placement.rollout=serve",
+        "--set",
+        "actor.backend=fsdp",
+    )
+    answer = engine("plan", "rl.toml", "--devices", "h200x3", *pools, *roles)
+    assert answer.code == 2, answer.err
+    assert "too few devices: the run uses 4, --devices names 3." in answer.out
+    assert engine("plan", "rl.toml", "--devices", "h200x4", *pools, *roles).code == 0
+
+
 def test_what_does_not_fit_names_the_phase_and_ends_with_2(engine, sft_run):
     answer = engine("plan", "run.toml", "--memory", "0.3")
     assert answer.code == 2

@@ -81,17 +81,21 @@ def plan(
             raise ConfigError("A plugin builds the model of this run, so its memory is unknown.")
         check_engines(trainer)
         found = plan_run(trainer, device, response)
+    used = sum(made.ranks for _, made, _ in found.pools)
+    too_few = devices is not None and used > device.count
     if as_json:
         print_json(found.as_json())
     else:
         found.show()
-        used = sum(made.ranks for _, made, _ in found.pools)
-        if devices and 0 < used < device.count:
+        if too_few:
+            print(f"too few devices: the run uses {used}, --devices names {device.count}.")
+        elif devices and 0 < used < device.count:
             print(
                 f"{used} of {device.count} devices used: [runtime] of the run file names the processes, and a backend such as "
                 "fsdp divides the model."
             )
-    return 0 if all(made.fits for _, made, _ in found.pools) else ConfigError.exit_code
+    fits = not too_few and all(made.fits for _, made, _ in found.pools)
+    return 0 if fits else ConfigError.exit_code
 
 
 @dataclass
