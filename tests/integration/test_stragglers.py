@@ -138,7 +138,7 @@ def test_wherever_samplers_are_a_step_has_whole_groups_and_no_token_of_another_p
         ] * PROMPTS
         assert {r.finish_reason for r in batch} <= {"stop", "length"}
         assert line["sampling/carried_groups"] == 3
-        assert line.get("mismatch/fresh_mean_abs", line["mismatch/mean_abs"]) < 1e-4
+        assert line.get("mismatch/fresh_abs", line["mismatch/mean_abs"]) < 1e-4
         mixed += sum(len(set(r.policy_versions[r.loss_mask].tolist())) > 1 for r in batch)
     assert mixed > 0
     assert max(line["correction/weight_max"] for line in lines[1:]) > 1.01  # old tokens are weighed
