@@ -140,7 +140,7 @@ def test_a_cancel_returns_what_there_is_of_requests_in_flight_and_forgets_queued
     session.results(timeout=0.01)  # in rounds the first has finished
     session.submit([request(9)])
     assert ids(session.cancel(["r2", "r9", "unknown"])) == ["r2"]
-    assert group.calls[-1] == {"stopped": ["r2"], "rounds": 0}
+    assert group.calls[-1] == {"dropped": [], "stopped": ["r2"], "rounds": 0}
     assert session.in_flight == (["r3"] if rounds else ["r1", "r3"])
 
 
@@ -151,7 +151,7 @@ def test_what_has_finished_meanwhile_is_part_of_a_cancel_and_not_stopped():
     session.results(timeout=0.01)
     group.made.tell([request(1).unsampled()])
     assert ids(session.cancel(["r1", "r2"])) == ["r1", "r2"]
-    assert group.calls == [{"stopped": ["r2"], "rounds": 0}]
+    assert group.calls == [{"dropped": [], "stopped": ["r2"], "rounds": 0}]
     assert session.idle
 
 
@@ -169,6 +169,18 @@ def test_dropped_requests_go_with_the_next_call_and_their_rollouts_are_not_resul
     if not rounds:
         group.made.tell([request(3).unsampled(), request(4).unsampled()])
         assert ids(session.results()) == ["r4"]
+
+
+def test_a_cancel_sends_what_was_dropped_before_it():
+    group = Samplers()
+    session = SamplerSession(group, rounds=True)
+    session.submit([request(number) for number in (1, 2, 3)])
+    session.results(timeout=0.01)
+    session.submit((), dropped=["r3"])
+    assert session.cancel(["r3"]) == []
+    assert group.calls[-1] == {"dropped": ["r3"], "stopped": [], "rounds": 0}
+    session.cancel(["r2"])
+    assert group.calls[-1] == {"dropped": [], "stopped": ["r2"], "rounds": 0}
 
 
 def test_nothing_is_sent_within_a_hold_and_what_was_queued_is_sent_after_it():

@@ -188,6 +188,26 @@ def test_a_cancel_returns_what_has_ended_and_leaves_no_turn_and_no_episode(envir
     assert session.results() == []
 
 
+def test_a_cancel_leaves_no_turn_of_an_episode_that_the_loop_has_already_cancelled(
+    environment, tokenizer, requests, monkeypatch
+):
+    engine = Letters(tokenizer)
+    source = "async def mine(episode):\n    await episode.sample()\n    return episode.rollout()"
+    session = environment(source).session(SamplerSession(LocalGroup(engine)))
+    session.submit(requests(2, max_response_tokens=90))
+    until(lambda: session.turns.results(0.001) == [] and len(engine.queue) == 2)
+    post = session.loop.post
+
+    def and_wait(function, *args):
+        post(function, *args)
+        until(lambda: not session._futures)
+
+    monkeypatch.setattr(session.loop, "post", and_wait)
+    session.cancel(["1:0:0", "1:0:1"])
+    assert not engine.queue
+    session.close()
+
+
 @pytest.mark.parametrize(("policy", "valid"), [("drop", False), ("zero", True)])
 def test_a_turn_out_of_time_ends_its_episode_by_the_episodes_policy(driven, requests, caplog, policy, valid):
     source = """

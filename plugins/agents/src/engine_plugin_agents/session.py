@@ -179,8 +179,9 @@ class EpisodeSession:
             for id in ids:
                 self._requests.pop(id, None)
             self._ended = [rollout for rollout in self._ended if rollout.request_id not in ids]
+        turns = [turn for turn in [*self._futures] if _episode(turn) in ids]  # before the loop forgets them
         self.loop.post(self._cancel, set(ids))
-        return [turn for turn in [*self._futures] if _episode(turn) in ids]
+        return turns
 
     # in the loop's thread
 
