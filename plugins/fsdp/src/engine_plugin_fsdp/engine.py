@@ -190,9 +190,8 @@ class FSDPEngine(DataParallelEngine):
         return module
 
     def _read_slices(self, module: nn.Module) -> None:
-        path, role = self.model_config.path, self.context.role
-        model = self.model_config.model_copy(update={"path": path})
-        read_together(lambda: read_slices(module, model, role), path, role, self.ranks)
+        model, role = self.model_config, self.context.role
+        read_together(lambda: read_slices(module, model, role), model.path, role, self.ranks)
 
     def _make_forward(self) -> PackedForward:
         if self.root is None:  # a plugin distributed the module already, or built its own optimizer

@@ -41,12 +41,8 @@ if TYPE_CHECKING:
 PAUSES = ("abort", "drain", "keep")
 FALLBACK_POSITIONS = 8192  # of a model whose config does not say
 STEPS = 8  # of vLLM in one ``step`` at most, where nothing finishes
-HELD_BACK = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGUSR1,
-    signal.SIGHUP,
-)  # while vLLM works out one token of each sequence
+HELD_BACK = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""The signals that wait while vLLM computes one token of each sequence."""
 
 
 @contextlib.contextmanager
