@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from pathlib import Path
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -67,6 +68,30 @@ def test_pools_of_more_devices_than_exist_do_not_fit(engine, rl_run):
     assert answer.code == 2, answer.err
     assert "too few devices: the run uses 4, --devices names 3." in answer.out
     assert engine("plan", "rl.toml", "--devices", "h200x4", *pools, *roles).code == 0
+
+
+def test_the_example_of_two_machines_fits_into_them_and_not_into_one(
+    engine, tiny_model, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    example = Path(__file__).parents[4] / "examples/cluster/qwen3_32b.toml"
+    (tmp_path / "run.toml").write_text(example.read_text())
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 128)
+    small = (
+        "--shape",
+        "qwen3-32b",
+        "--set",
+        f"model.tokenizer={tiny_model}",
+        "--set",
+        "data.chat_template=false",
+    )
+    answer = engine("plan", "run.toml", *small, "--devices", "h100x16", "--json")
+    assert answer.code == 0, answer.err
+    (found,) = json.loads(answer.out)["pools"]
+    assert found["fits"]
+    assert found["devices"] == 16
+    assert engine("plan", "run.toml", *small, "--devices", "h100x8").code == 2
 
 
 def test_what_does_not_fit_names_the_phase_and_ends_with_2(engine, sft_run):

@@ -48,6 +48,8 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, True),
     "qwen3-4b": _qwen3(2560, 9728, 36, 32, True),
     "qwen3-8b": _qwen3(4096, 12288, 36, 32, False),
+    "qwen3-14b": _qwen3(5120, 17408, 40, 40, False),
+    "qwen3-32b": _qwen3(5120, 25600, 64, 64, False),
 }
 """Published sizes of Qwen3, and a tiny one."""
 
