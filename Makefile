@@ -57,7 +57,7 @@ demo-control: .venv/.demo
 	$(BIN)/engine demo --control --folder demo-control
 
 test: install
-	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu"
+	$(PYTEST) -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not gpu and not site"
 
 # Most slow tests wait for each other's ranks or for a process that imports: a few files at a time. Those that use all cores
 # with threads, or look at memory over minutes, have the machine for themselves.
@@ -74,6 +74,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(PYTEST) -m site tests/integration/test_built_site.py
 
 docs: install
 	$(BIN)/python docs/references.py

@@ -320,6 +320,7 @@ LONG = {
     "conformance.md": "a pytest for each of its suites; tests/conformance runs them all",
     "reference/commands.md": "every command once; tests/unit/cli runs each",
     "fsdp.md": "runs of several processes; plugins/fsdp/tests/test_run.py",
+    "megatron.md": "processes that import megatron; plugins/megatron/tests/test_run.py",
     "precision.md": "a run for each type; plugins/torch/tests/test_precision.py",
     "custom_model.md": "a package and its kit; tests/conformance/test_custom_model.py",
     "custom_model_vllm.md": "runs with every sampler; tests/integration/test_custom_models.py",
