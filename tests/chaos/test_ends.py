@@ -40,7 +40,7 @@ def goes_on(engine, run, newest, patience=60.0, good=None):
 
 
 CAUSES = [
-    pytest.param("kill", {}, "killed by SIGKILL", id="killed"),
+    pytest.param("kill", {}, "killed by SIGKILL", id="killed", marks=pytest.mark.slow),
     pytest.param(
         "sleep",
         {"runtime.torchrun.command_timeout_minutes": 0.1},

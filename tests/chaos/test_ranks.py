@@ -13,8 +13,9 @@ pytestmark = pytest.mark.chaos
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)],
+    [(signal.SIGTERM, 75), (signal.SIGINT, 130)],
 )
+@pytest.mark.slow
 def test_a_run_that_is_stopped_and_then_loses_a_rank_ends_as_the_straight_one(
     engine, hurting, ranks, result, straight_ranks, number, code
 ):

@@ -74,6 +74,7 @@ def test_a_run_goes_on_without_a_trace_when_its_sampler_dies_while_it_samples(
     assert [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines] == straight
 
 
+@pytest.mark.slow
 def test_one_that_returns_rollouts_of_other_groups_ends_the_run_and_a_resume_loses_nothing(
     engine, tiny, tiny_plugin, metrics, tmp_path
 ):
@@ -90,6 +91,7 @@ def test_one_that_returns_rollouts_of_other_groups_ends_the_run_and_a_resume_los
     assert [line["step"] for line in metrics()] == [1, 2]
 
 
+@pytest.mark.slow
 def test_one_that_dies_again_and_again_ends_the_run_with_its_cause_and_a_checkpoint(
     engine, tiny, tiny_plugin, tmp_path
 ):

@@ -75,6 +75,7 @@ def run(folder: Path, *arguments, **environment):
     return folder / "demo-expressions", float(found[1]), float(found[2])
 
 
+@pytest.mark.slow
 def test_a_short_run_is_judged_by_tests(tmp_path):
     from engine_core.runs.rollout_files import read_rollouts
 

@@ -219,6 +219,7 @@ def test_asynchronous_rounds_use_the_rewards_known_when_their_first_row_is_taken
     assert set(made.means) == {row for rows in rows_of(run) for row in rows}
 
 
+@pytest.mark.slow
 def test_a_resumed_asynchronous_run_takes_the_rows_of_the_uninterrupted_one(make, tmp_path):
     changes = {"trainer": "async", "rollout.weights": "own", "async.order": "admitted", "data.mix": None}
     changes |= {"data.train": str(tmp_path / "rows.jsonl"), "data.curriculum": "weakest"}

@@ -114,6 +114,7 @@ def test_a_rank_ends_with_the_controllers_command_and_is_told_of_the_end_by_its_
     assert serve() == 0
 
 
+@pytest.mark.slow
 def test_a_rank_whose_store_ends_while_it_waits_ends_with_its_cause(rank_of, monkeypatch, capfd):
     code = "import sys, torch.distributed as d; s = d.TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False)"
     code += "; print(s.port, flush=True); sys.stdin.read()"

@@ -158,6 +158,7 @@ def test_a_calibration_takes_the_number_of_devices_from_the_run(engine, learned,
     assert "timeline.jsonl has no span" in refused.err
 
 
+@pytest.mark.slow
 def test_a_run_on_a_calibrated_device_logs_plan_and_measurement_at_its_end(engine, learned, tmp_path):
     log = tmp_path / "runs/first/logs/attempt_0/run.log"
     assert "Planned and measured" not in log.read_text()  # a CPU has no data sheet
