@@ -462,7 +462,7 @@ def engine_on_event(event: str, step: int, data: Mapping[str, Any], plugin_optio
     """Receive an event of the run (a callback): for dashboards, alerts, early stopping.
 
     :param event: the name of the event, from the list below.
-    :param step: the trainer's step, counted from 1; 0 before the first step. For ``checkpoint_saved``, the last finished step.
+    :param step: the trainer's step, counted from 1; 0 before the first step. For ``checkpoint_saved`` and ``checkpoint_failed``, the last finished step.
     :param data: the values of the event, from the list below.
     :param plugin_options: the plugin's options, ``[plugin.NAME]``, see ``engine_options``.
     :returns: None to continue. To end the run, return the reason as text from ``step_finished``: the text is logged, and the run ends
@@ -478,6 +478,7 @@ def engine_on_event(event: str, step: int, data: Mapping[str, Any], plugin_optio
     - ``evaluated``, after an evaluation: ``metrics``, a number for each name.
     - ``step_finished``: ``metrics``. They include those of an evaluation after the step (``eval/...``).
     - ``condition_found``, the first time that a condition of the run's health holds: ``name``, ``message``. ``checkpoint_saved``: ``path``.
+      ``checkpoint_failed``, of a save after which the run continues: ``failures``, how many failed in a row.
     - ``run_finished``: ``metrics``; or ``run_failed``: ``error`` (text); or ``run_stopped``, by a signal: ``signal`` (text).
 
     A trainer that samples nothing has no ``weights_synced`` and no ``rollouts_finished``.

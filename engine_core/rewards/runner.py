@@ -355,7 +355,6 @@ class RewardRunner:
                     scorer.runner.run(columns[scorer.config.name], count, on_failure)
 
     def _sum(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        metrics: dict[str, float] = {}
         totals: list[float] = [0.0] * len(rollouts)
         applied, dropped = [False] * len(rollouts), [False] * len(rollouts)
         values = {name: [r.rewards.get(name) for r in rollouts] for name in self.given}
@@ -367,8 +366,6 @@ class RewardRunner:
                     rollouts[i].answers[config.name] = outcome.answer
                 dropped[i] |= scorer.policy(outcome) == "drop" and config.weight != 0
         for name, weight, clipped in self.terms():
-            if known := [value for value in values[name] if value is not None]:
-                metrics[f"reward/{name}"] = statistics.fmean(known)
             for i, value in enumerate(values[name]):
                 rollouts[i].rewards[name] = value
                 if value is not None and weight != 0:
@@ -381,6 +378,11 @@ class RewardRunner:
                 rollout.rewards = dict.fromkeys(rollout.rewards, 0.0 if rollout.valid else None)
             rollout.reward = totals[i]
             rollout.valid = rollout.valid and not dropped[i] and (applied[i] or not weighed)
+        metrics: dict[str, float] = {}
+        for name, _, _ in self.terms():
+            counted = [value for r in rollouts if r.valid and (value := r.rewards[name]) is not None]
+            if counted:
+                metrics[f"reward/{name}"] = statistics.fmean(counted)
         unrewarded = sum(not a and not d for a, d in zip(applied, dropped, strict=True)) if weighed else 0
         return metrics | {"reward/unrewarded": Sum(unrewarded)}
 

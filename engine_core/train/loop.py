@@ -398,6 +398,8 @@ class Loop:
             path = self.saver.save(self.point, self._write, described, must)
         if path:
             run.plugins.emit("checkpoint_saved", self.point.step, {"path": str(path)})
+        else:
+            run.plugins.emit("checkpoint_failed", self.point.step, {"failures": self.saver.failures})
 
     def _write(self, folder: Path) -> None:
         """Write the workers' state after the metrics have come to the disk."""

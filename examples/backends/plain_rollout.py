@@ -1,10 +1,9 @@
 """A rollout engine: one request at a time, the whole sequence again for each token."""
 
-import hashlib
-
 import torch
 
 from engine_core import hookimpl
+from engine_core.contracts.checksum import Checksum
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.errors import DataError
 from engine_core.sampling import check_request
@@ -22,17 +21,10 @@ class PlainRollout(RolloutEngine):
         self.queue, self.whole = {}, True
 
     def update_weights(self, stream, version):
-        digest = hashlib.sha256()
-
-        def received():
-            for name, tensor in stream:
-                digest.update(name.encode() + tensor.detach().cpu().float().numpy().tobytes())
-                yield name, tensor
-
-        self.whole = False  # should the stream break, no mixture is sampled from
-        take_weights(self.module, to_own_names(self.module, received()))
+        checksum, self.whole = Checksum(), False  # should the stream break, no mixture is sampled from
+        take_weights(self.module, to_own_names(self.module, checksum.of(stream)))
         self.version, self.whole = version, True
-        return digest.hexdigest()
+        return checksum.result()
 
     def add(self, requests):
         config, taken = self.module.config, set(self.queue)

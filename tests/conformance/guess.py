@@ -1,6 +1,7 @@
 """A one-file plugin with an environment that keeps the contracts of the kit, and some that break one each."""
 
 import os
+import random
 
 import aiohttp
 
@@ -34,6 +35,11 @@ async def greedy_reader(episode):
 async def dice(episode):
     await episode.sample(max_tokens=4)
     return episode.rollout({"solved": os.urandom(1)[0] / 255})
+
+
+async def shared_dice(episode):
+    await episode.sample(max_tokens=4)
+    return episode.rollout({"solved": random.random()})
 
 
 async def twice(episode):
@@ -80,7 +86,14 @@ async def calculator(episode):
 
 @hookimpl
 def engine_environments():
-    made = {"guess": guess, "again": again, "greedy_reader": greedy_reader, "dice": dice, "counter": Counter}
+    made = {
+        "guess": guess,
+        "again": again,
+        "greedy_reader": greedy_reader,
+        "dice": dice,
+        "shared_dice": shared_dice,
+        "counter": Counter,
+    }
     made |= {"twice": twice, "agent": agent}
     offered = {name: Environment(load=load, rewards=frozenset({"solved"})) for name, load in made.items()}
     return {**offered, "calculator": Environment(load=calculator, tools=(SCHEMA,))}

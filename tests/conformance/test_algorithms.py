@@ -58,6 +58,18 @@ class TestPPOClip(LossSuite):
     ]
 
 
+class TestGSPO(LossSuite):
+    """The ratio of a response: exp of the mean log-ratio of its three tokens."""
+
+    name = "gspo"
+    options = {"clip_ratio_low": 0.9, "clip_ratio_high": 0.5}
+    examples = [
+        (([-1.0, -1.0, -2.0], -1.0, 2.0), [-2 * math.exp(-1 / 3)] * 3),
+        (([-1.0, -0.5, -0.2], [-2.0, -1.5, -0.2], -1.0), [math.exp(2 / 3)] * 3),
+        ((-0.5, -1.0, [1.0, 0.0, 2.0]), [-1.5, 0.0, -3.0]),  # clipped: exp(0.5) is above 1.5
+    ]
+
+
 class TestReinforce(LossSuite):
     name = "reinforce"
     examples = [((-1.5, -1.0, 2.0), 3.0)]

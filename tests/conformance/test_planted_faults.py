@@ -321,6 +321,7 @@ FAULTS = [
     (Trainers, "loose", "unknown options accepted", "unknown_options_are_refused"),
     (Environments, "greedy_reader", "a failure on a short turn", "short_responses_are_survived"),
     (Environments, "dice", "random numbers that ignore the episode's seed", "a_run_is_repeated_exactly"),
+    (Environments, "shared_dice", "random numbers of Python's global generator", "a_run_is_repeated_exactly"),
     (Environments, "counter", "state that outlives an episode", "a_resumed_run_ends_like_one_that_was_not_stopped"),
     (Environments, "twice", "a turn that is learned in two sequences", "each_turn_is_learned_once"),
     (Rewards, "loose", "unknown options accepted", "options_are_documented_and_checked"),

@@ -42,7 +42,9 @@ def train(small):
     """Train with these changes; the trainer, closed."""
 
     def run(changes=None, resume=None):
-        trainer = Trainer(load_config(overrides={**small, **(changes or {})}), rewards=[digits])
+        trainer = Trainer(
+            load_config(overrides={**small, **(changes or {})}, allow_code=True), rewards=[digits]
+        )
         try:
             trainer.train(resume=resume)
         finally:
@@ -199,6 +201,25 @@ def test_a_save_that_fails_is_a_warning_with_the_space_and_the_next_one_succeeds
     assert re.search(r"A checkpoint needs [\d.]+ MB, [\d,.]+ MB are free", said)
     assert "The checkpoint of step 1 is untouched. Training continues" in said
     assert list(run.folder.checkpoints.glob(".step_*")) == []
+
+
+OBSERVER = """
+from engine_core import hookimpl
+
+
+@hookimpl
+def engine_on_event(event, step, data):
+    if event.startswith("checkpoint_"):
+        print(event, step, data.get("failures"))
+"""
+
+
+def test_a_save_that_fails_is_an_event(train, fault, tmp_path, capsys):
+    (tmp_path / "observer.py").write_text(OBSERVER)
+    fault("checkpoint.after_role@2:nospace")
+    train({"checkpoint.every_steps": 1, "plugins": [str(tmp_path / "observer.py")]})
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoint_")]
+    assert said == ["checkpoint_saved 1 None", "checkpoint_failed 2 1", "checkpoint_saved 3 None"]
 
 
 def test_saves_that_keep_failing_end_the_run(train, fault, tmp_path):

@@ -171,6 +171,24 @@ def test_arguments_of_a_tool_are_the_tools_whatever_they_are_called(environment,
     assert rollout.messages[2]["content"].startswith("error: TypeError: max")
 
 
+def test_episodes_of_a_group_share_the_seed_of_their_row_alone(environment, scripted, requests, play):
+    source = """
+    async def mine(episode):
+        await episode.sample()
+        return episode.rollout({"row": float(episode.row_seed % 997), "own": float(episode.seed)})
+
+    SPEC = {"rewards": frozenset({"row", "own"})}
+    """
+    runner = environment(source)
+    found = play(runner, scripted(), requests(4, max_response_tokens=9))
+    rows = {rollout.prompt.id: set() for rollout in found}
+    for rollout in found:
+        rows[rollout.prompt.id].add(rollout.rewards["row"])
+    assert [len(seeds) for seeds in rows.values()] == [1, 1]
+    assert len(set.union(*rows.values())) == 2
+    assert len({rollout.rewards["own"] for rollout in found}) == 4
+
+
 def test_stops_and_lengths_of_a_turn_reach_the_sampler(environment, scripted, requests, play):
     engine = scripted()
     source = "await episode.sample(stop=['|'], stop_token_ids=[5], max_tokens=3); await episode.sample(max_tokens=9999)"

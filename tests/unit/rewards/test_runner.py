@@ -121,6 +121,14 @@ def test_a_dropped_sample_is_not_valid_and_counts_in_no_mean(runner, rollouts):
     assert metrics["reward/mean"] == metrics["reward/fragile"] == 2.0
 
 
+def test_the_means_of_all_rewards_are_of_the_same_samples(runner, rollouts):
+    scored = rollouts("aa", "raise", "bbb")
+    metrics = runner(config("fragile", on_error="drop"), live=[length]).score(scored, 1)
+    assert [r.rewards["length"] for r in scored] == [2.0, 5.0, 3.0]
+    assert metrics["reward/length"] == 2.5
+    assert metrics["reward/mean"] == metrics["reward/length"] + metrics["reward/fragile"]
+
+
 def test_a_failed_sample_may_be_given_zero(runner, rollouts):
     scored = rollouts("aa", "nan", "bb")
     metrics = runner(config("fragile", on_error="zero")).score(scored, 1)

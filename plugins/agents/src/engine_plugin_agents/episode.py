@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import re
 import time
@@ -79,8 +80,16 @@ class Episode:
 
     @property
     def seed(self) -> int:
-        """A seed of this episode, equal in a repeated or resumed run: ``random.Random(episode.seed)``."""
+        """A seed of this episode, equal in a repeated or resumed run: ``random.Random(episode.seed)``.
+
+        The episodes of a group have different seeds; see ``row_seed``.
+        """
         return self.policy.request.sampling.seed or 0
+
+    @property
+    def row_seed(self) -> int:
+        """A 63-bit seed of the row, equal in all its episodes: for a task that a group shares, such as a game's secret."""
+        return int.from_bytes(hashlib.sha256(self.prompt.id.encode()).digest()[:8], "big") >> 1
 
     @property
     def goes_on(self) -> bool:

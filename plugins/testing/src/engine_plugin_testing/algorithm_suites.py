@@ -51,7 +51,8 @@ class LossSuite(AlgorithmSuite, modules=(imports, loss_cases)):
     Attributes:
         name: the loss, as in ``algorithm.loss``.
         examples: pairs of ``(log_prob, old_log_prob, advantage)`` of one token and its loss:
-            ``((-1.0, -1.0, 2.0), -2.0)``.
+            ``((-1.0, -1.0, 2.0), -2.0)``. A list of three instead of a number has the tokens of a response, for a loss
+            that averages over them: ``(([-1.0, -1.0, -2.0], -1.0, 2.0), [-1.433063] * 3)``.
     """
 
     kind = "losses"

@@ -28,14 +28,18 @@ def _tokens(count: int = 4 * RESPONSE) -> tuple[Tensor, Tensor, Tensor]:
 
 @contract(catches=("a loss of half the size",))
 def values_are_right(bench: LossBench) -> None:
-    """The token of each example has the loss that the example gives."""
+    """The token, or the tokens of a response, of each example have the losses that the example gives."""
     for (log_prob, old, advantage), expected in bench.examples:
-        same = [torch.full((RESPONSE,), float(value)) for value in (log_prob, old, advantage)]
-        outputs, batch = bench.batch(*same)
-        losses, _ = bench.losses(outputs, batch)
-        found = losses[batch["loss_mask"]].detach()
-        what = f"Loss of a token with log-prob {log_prob}, old log-prob {old}, advantage {advantage}"
-        close(found, torch.full_like(found, expected), TOLERANCE, what)
+        values = [torch.as_tensor(value).float() for value in (log_prob, old, advantage, expected)]
+        assert all(value.shape in ((), (RESPONSE,)) for value in values), (
+            f"An example has {[value.numel() for value in values]} values; expected one each, or a list of "
+            f"{RESPONSE}, the tokens of a response."
+        )
+        log_probs, before, advantages, losses = (value.expand(RESPONSE) for value in values)
+        outputs, batch = bench.batch(log_probs, before, advantages)
+        found = bench.losses(outputs, batch)[0][batch["loss_mask"]].detach()
+        what = f"Loss with log-prob {log_prob}, old log-prob {old}, advantage {advantage}"
+        close(found, losses, TOLERANCE, what)
 
 
 @contract(catches=("advantages with the wrong sign",))

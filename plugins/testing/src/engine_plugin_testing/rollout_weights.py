@@ -193,7 +193,13 @@ def an_update_that_does_not_fit_is_refused(bench: RolloutBench) -> None:
             f"After {what} the version is {engine.version}; expected 0, the last whole one."
         )
         with contextlib.suppress(*REFUSALS):  # refusing to sample until a whole update is also correct
-            _check_policy(bench, engine, bench.reference(), 0, f"after {what} was refused")
+            _check_policy(
+                bench,
+                engine,
+                bench.reference(),
+                0,
+                f"after {what} was refused (until a whole update, `step` raises or the weights are the old ones)",
+            )
         engine.abort([request.id for request in bench.requests()])
         engine.update_weights(bench.stream(other), 4)
         _check_policy(bench, engine, bench.reference(other), 4, "after a whole update")

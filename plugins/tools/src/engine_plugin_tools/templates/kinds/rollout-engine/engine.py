@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from engine_core.contracts.checksum import Checksum
 from engine_core.contracts.engines import RolloutEngine, WorkerContext
 from engine_core.errors import DataError
 from engine_core.sampling import check_request
@@ -32,17 +32,10 @@ class TemplateName(RolloutEngine):
 
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Copy the weights and return their checksum."""
-        digest = hashlib.sha256()
-
-        def received() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in stream:
-                digest.update(name.encode() + tensor.detach().cpu().float().numpy().tobytes())
-                yield name, tensor
-
-        self.complete = False
-        take_weights(self.module, to_own_names(self.module, received()))
+        checksum, self.complete = Checksum(), False
+        take_weights(self.module, to_own_names(self.module, checksum.of(stream)))
         self.version, self.complete = version, True
-        return digest.hexdigest()
+        return checksum.result()
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests: all of them, or none if one is malformed."""
