@@ -1,4 +1,8 @@
-"""Arguments and options that several commands share."""
+"""Arguments and options that several commands share, as annotations: ``def mine(run: Run, step: Step = None)``.
+
+``File``: a run file. ``Files``: several. ``Run``: a run folder, its name below ``runs/``, or ``latest``. ``Sets``: ``--set``.
+``AllowCode``: ``--allow-code``. ``Json``: ``--json``. ``Step``: ``--step``, a number or ``best``.
+"""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ class Session:
     def _text(self, block: Block) -> None:
         pass
 
-    _toctree = _eval_rst = _text
+    _toctree = _eval_rst = _include = _text
 
     def _py(self, block: Block) -> None:
         ast.parse(block.text)
@@ -369,7 +369,7 @@ def test_every_exception_from_running_is_used_and_every_language_is_known():
     assert used == set(NOT_RUN_HERE.values())
     ours = {"bash", "console", "python", "toml", "json", "text"}
     assert set(LONG) < set(NAMES)
-    assert {block.language for block in blocks} <= ours | {"py", "sh", "{toctree}", "{eval-rst}"}
+    assert {block.language for block in blocks} <= ours | {"py", "sh", "{toctree}", "{eval-rst}", "{include}"}
 
 
 def test_a_wrong_page_is_caught(library, tmp_path, capsys, monkeypatch):

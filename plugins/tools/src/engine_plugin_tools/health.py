@@ -98,7 +98,8 @@ CONDITIONS = {
         _above(
             "reward/zero_variance_groups", 0.8, "{:.0%} of the groups have equal rewards and teach nothing."
         ),
-        "Take prompts that are neither solved nor hopeless, a larger rollout.group_size, or a finer reward.",
+        "Read some responses: does a right one get the reward? Then take prompts that are neither solved nor hopeless, a "
+        "larger rollout.group_size, or a finer reward.",
     ),
     "mismatch": Condition(
         _mismatch,

@@ -197,6 +197,9 @@ def plan_device(
 ) -> MemoryPlan:
     """Plan the memory of a device: the sampler's share first, then what is left for the micro-batch of each role.
 
+    With `offload_idle_roles` a chosen share is half of the device, because a resumed run loads the optimizer while the
+    sampler has its cache; it is more only if the smallest cache needs more.
+
     Args:
         config: of the run.
         plugins: of the run.
@@ -217,7 +220,8 @@ def plan_device(
     for kind in ("rollout", "train"):
         for name in (name for name, role in roles.items() if role.kind == kind and needs[name]):
             claimed = MemoryPlan(device_bytes, ranks, context, offload, together, roles, needs).claimed(name)
-            needs[name] = ask(name, max(0, device_bytes - claimed))
+            most = int(MOST_OFFLOADED * device_bytes) if offload and kind == "rollout" else device_bytes
+            needs[name] = ask(name, max(0, min(device_bytes - claimed, most)))
     return MemoryPlan(device_bytes, ranks, context, offload, together, roles, needs)
 
 
@@ -345,8 +349,7 @@ def planned(
 ) -> EngineConfig:
     """Log the plan of a device and return the config with the sampler's share; a part that a run calls.
 
-    The share stays as it is where a role has no estimate. With `offload_idle_roles` it is at most half of the device, because
-    a resumed run loads the optimizer while the sampler has its cache. Nothing is planned for an export.
+    The share stays as it is where a role has no estimate. Nothing is planned for an export.
 
     Args:
         config: of the run.
@@ -376,7 +379,6 @@ def planned(
     share = plan.chosen.get(f"rollout.{config.rollout.backend}.gpu_memory_utilization")
     if share is None or plan.unknown:
         return config
-    share = min(share, MOST_OFFLOADED) if plan.offload else share
     return _with(config, ("rollout", "options", "gpu_memory_utilization"), share)
 
 
