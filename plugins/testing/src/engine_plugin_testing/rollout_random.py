@@ -26,7 +26,7 @@ from engine_plugin_testing.rollout_verify import Verifier
 if TYPE_CHECKING:
     from torch import Tensor
 
-OPERATIONS = 70
+OPERATIONS = 80
 ALONE = 6  # responses that are sampled again, each alone
 MODELS = 3  # whose weights take turns
 OF_SPECIAL = "<>adepos"  # letters of special tokens, in which a sampler may find a stop string or not
@@ -57,7 +57,7 @@ class _Workload:
 
     def run(self) -> None:
         """Call ``OPERATIONS`` random operations, then finish all requests, and sample some again."""
-        weights = {self.add: 9, self.step: 12, self.abort: 3, self.refuse: 1, self.update: 3}
+        weights = {self.add: 10, self.step: 8, self.abort: 5, self.refuse: 1, self.update: 3}
         weights |= {self.pause: 4} if "pause" in self.can else {}
         chosen = self.draws.choices(list(weights), list(weights.values()), k=OPERATIONS)
         for number, operation in enumerate([*chosen, self.finish, self.repeat], 1):
@@ -91,7 +91,7 @@ class _Workload:
 
     def abort(self) -> None:
         """Stop some requests, which must come back; other ids are ignored."""
-        named = self.draws.sample(list(self.asked), min(len(self.asked), self.draws.randint(0, 3)))
+        named = self.draws.sample(list(self.asked), min(len(self.asked), self.draws.randint(1, 3)))
         for id in named:
             self.asked[id].may_stop = True
         done = [r.id for r, _ in self.answered[-1:] if r.id not in self.asked]
@@ -187,7 +187,7 @@ class _Workload:
             "temperature": draw((0.0, 0.4, 0.8, 1.0, 1.0, 1.7)),
             "top_p": draw((1.0, 1.0, 0.95, 0.6, 0.05)),
             "top_k": draw((0, 0, 1, 3, 20, 200)),
-            "max_response_tokens": draw((1, 2, 6, 12, 30, 200)),
+            "max_response_tokens": draw((1, 2, 12, 40, 40, 200)),
             "stop_token_ids": tuple(self.draws.sample(range(VOCABULARY), draw((0, 0, 1, 3)))),
             "stop": tuple(letters[at : at + draw((1, 2))] for at in starts),
         }
