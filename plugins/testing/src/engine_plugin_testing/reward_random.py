@@ -25,7 +25,8 @@ def _units(bench: RewardBench, draws: random.Random) -> list[list[Sample]]:
         found.append([])
         for row in draws.choice(bench.examples)[0]:
             text = "".join(draws.choices(pieces, k=draws.randint(0, 4))) * draws.choice((1, 1, 1, 200))
-            old = draws.choice((text, f" {old}", f"{old}\n", old.swapcase(), old[1:], old[::-1]))
+            text = draws.choice([text, old, *given[:1], *draws.sample(given, len(given))[:2]])
+            old = draws.choice((text, text, f" {text}", f"{text}\n", text.swapcase(), text[1:], text[::-1]))
             length, reason = draws.randrange(40), draws.choice(ENDS)
             found[-1].append(
                 {**row, "completion": old, "completion_ids": [7] * length, "finish_reason": reason}

@@ -367,7 +367,7 @@ def same_weights(found: Sequence[tuple[str, Tensor]], sent: Mapping[str, Tensor]
     assert names == list(sent), f"Weights {what}: got {names}; expected {list(sent)}, in this order."
     for name, tensor in found:
         expected = sent[name].cpu()
-        about = f"Weight '{name}' {what}"
+        about = f"Weight {name!r} {what}"
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), (
             f"{about} is {tensor.dtype} {list(tensor.shape)}; expected {expected.dtype} {list(expected.shape)}."
         )

@@ -17,7 +17,7 @@ from engine_plugin_testing.contracts import contract
 from engine_plugin_testing.transport_bench import TransportBench, same_weights
 from engine_plugin_testing.transport_values import FLOATS, INTEGERS
 
-SEED, LINKS, UPDATES = 1, 6, 4
+SEED, LINKS, UPDATES = 1, 6, 5
 TYPES = (*FLOATS, *INTEGERS, torch.uint8, torch.bool)
 SIZES = (0, 1, 2, 3, 5, 8, 40)
 LETTERS = ' ./ab\u00e9\U0001f600"\\\n\t\u0000'
@@ -60,7 +60,7 @@ def random_updates_arrive_bit_for_bit(bench: TransportBench) -> None:
     each link ends with a stream that fails. Sender and receivers change their tensors after an update.
     """
     draws, delays = random.Random(SEED), random.Random(bench.rank)
-    seeds = [0]
+    seeds, differences = [0], []
     for number in range(LINKS):
         members = draws.sample(bench.ranks, draws.randint(2, len(bench.ranks)))
         plan = [draws.choice((draws.getrandbits(30), seeds[-1])) for _ in range(UPDATES)]
@@ -72,12 +72,16 @@ def random_updates_arrive_bit_for_bit(bench: TransportBench) -> None:
             time.sleep(delays.choice((0.0, 0.0, 0.02)))
             weights = _weights(seed, bench.device)
             got = bench.whole(link, weights.items(), WeightUpdate(at, at + 3))
-            if link.endpoint.index:
-                what = f"of update {at} (seed {seed}) of link {number} over ranks {members}, seed {SEED},"
-                same_weights(got, weights, what)
-            for tensor in [t for _, t in got] if link.endpoint.index else weights.values():
+            received = got if link.endpoint.index else list(weights.items())
+            try:
+                same_weights(received, weights, f"of update {at} ({seed}) of link {number}, ranks {members}")
+            except AssertionError as error:
+                differences.append(error)
+            for _, tensor in received:
                 tensor.zero_()
         with contextlib.suppress(OSError, TrainingFailed):
             bench.update(link, _broken(bench.weights()), WeightUpdate(UPDATES + 1, 1))
         bench.exchange(f"failed{number}", True, members)
         link.close()
+    if differences:
+        raise differences[0]  # after the last link: its other ends have come to theirs
