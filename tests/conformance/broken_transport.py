@@ -185,7 +185,7 @@ class OrderOfMemory(TCP):
 class OneForShared(TCP):
     def send(self, stream, update):
         first = {}
-        pairs = ((name, first.setdefault(tensor.data_ptr(), tensor)) for name, tensor in stream)
+        pairs = ((name, first.setdefault(tensor.data_ptr() or name, tensor)) for name, tensor in stream)
         return super().send(pairs, update)
 
 

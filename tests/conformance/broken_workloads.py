@@ -12,7 +12,8 @@ PAD, EOS = 0, 1
 
 class MasksPad(Restored):
     def seen(self, prompt):
-        return dataclasses.replace(prompt, token_ids=[t for t in prompt.token_ids if t != PAD] or [PAD])
+        ids = [token for token in prompt.token_ids if token != PAD] or prompt.token_ids[:1]
+        return dataclasses.replace(prompt, token_ids=ids)
 
 
 class AfterEnd(Restored):
@@ -26,7 +27,8 @@ class AfterEnd(Restored):
 
 class CutsLongPrompts(Restored):
     def seen(self, prompt):
-        return dataclasses.replace(prompt, token_ids=prompt.token_ids[-112:])
+        fits = len(prompt.token_ids) < 128  # a longer one is refused
+        return dataclasses.replace(prompt, token_ids=prompt.token_ids[-112:]) if fits else prompt
 
 
 class AtOneLater(HFRolloutEngine):
