@@ -167,7 +167,8 @@ class _Workload:
     def _group(self) -> list[Request]:
         """Draw requests that share a prompt, perhaps behind the beginning of an older sequence; their ids may be used again."""
         most, number = self.draws.choice((1, 4, 20, 20, self.positions - 1)), next(self.numbers)
-        ids = [self.draws.randrange(VOCABULARY) for _ in range(self.draws.randint(1, most))]
+        ids = [self.draws.randrange(VOCABULARY) for _ in range(self.draws.randint(0, most - 1))]
+        ids.append(self.draws.randrange(2, VOCABULARY))  # padding alone may have equal logits
         if self.answered and self.draws.random() < 0.4:
             old: list[int] = self.draws.choice(self.answered)[1].token_ids.tolist()
             ids = [*old[: self.draws.randint(1, len(old))], *ids][: self.positions - 1]
