@@ -66,9 +66,9 @@ class _Workload:
                 found, expected = self.engine.num_unfinished, len(self.asked)
                 assert found == expected, f"num_unfinished is {found}; expected {expected}"
             except Exception as error:
-                told = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
+                text = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
                 where = f"Workload {self.seed}, operation {number} ({operation.__name__})"
-                raise AssertionError(f"{where}: {told}") from error
+                raise AssertionError(f"{where}: {text}") from error
         check_independent(self.verifier.drawn, f"of workload {self.seed}")
 
     def add(self) -> None:
@@ -184,7 +184,7 @@ class _Workload:
         texts = [plain_text(self.bench, response(rollout)) for _, rollout in self.answered[-3:]]
         letters = "".join(letter for letter in "".join(texts) if letter not in OF_SPECIAL)
         starts = self.draws.sample(range(len(letters)), min(len(letters), draw((0, 0, 3))))
-        options = {
+        options: dict[str, Any] = {
             "temperature": draw((0.0, 0.4, 0.8, 1.0, 1.0, 1.7)),
             "top_p": draw((1.0, 1.0, 0.95, 0.6, 0.05)),
             "top_k": draw((0, 0, 1, 3, 20, 200)),
