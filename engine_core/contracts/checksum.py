@@ -43,7 +43,7 @@ class Checksum:
             if tensor.is_floating_point():
                 by_type.setdefault(tensor.dtype, []).append(tensor.detach())
             else:  # integers: a config or a table, which is small
-                self._words.update(_bits(tensor.cpu(), torch.uint8).numpy().tobytes())
+                self._words.update(tensor.detach().cpu().numpy().tobytes())
         for dtype, tensors in by_type.items():
             whole = WHOLE[dtype.itemsize]
             sums = torch.stack([_bits(tensor, whole).sum(dtype=torch.int64) for tensor in tensors])

@@ -50,7 +50,7 @@ def engine_rollout_engines():
     abilities = frozenset({"share_module", "pause", "sleep", "support", "partial"})
     return {
         name: RolloutBackend(load=f"{module}:{name}", config=HFOptions, capabilities=abilities)
-        for module in ("broken_rollout", "broken_samplers", "broken_draws")
+        for module in ("broken_rollout", "broken_samplers", "broken_draws", "broken_workloads")
         for name in classes_of(module)
     }
 
@@ -93,6 +93,20 @@ def tires(completion, answer, scored=[]):  # noqa: B006 (it is the fault)
 
 def first_row(completions, answer):
     return [float(text == answer[0 if len(completions) > 8 else i]) for i, text in enumerate(completions)]
+
+
+def similar(completion, answer, known={}):  # noqa: B006 (it is the fault)
+    return known.setdefault((completion.strip().lower(), answer), float(completion == answer))
+
+
+def number_before(completion, answer, last=["0"]):  # noqa: B006 (it is the fault)
+    last[0] = (re.findall("[0-9]+", completion) or last)[-1]
+    return float(last[0] == answer)
+
+
+def by_length(completions, answer):
+    pairs = sorted(zip(completions, answer, strict=True), key=lambda pair: len(pair[0]))
+    return [float(text == answer) for text, answer in pairs]
 
 
 def locks(completion):
@@ -148,6 +162,9 @@ def engine_rewards():
         remembers,
         tires,
         first_row,
+        similar,
+        number_before,
+        by_length,
         locks,
         unbounded,
         reads_first,

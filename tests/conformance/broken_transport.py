@@ -164,6 +164,44 @@ class LeavesThread(TCP):
         return super().open()
 
 
+class StripsNames(Received):
+    def receive(self, update):
+        for name, tensor in super().receive(update):
+            yield name.strip(" "), tensor
+
+
+class OrderOfMemory(TCP):
+    """A tensor of four dimensions crosses in the order of its memory."""
+
+    def send(self, stream, update):
+        return super().send(((name, self.laid_out(tensor)) for name, tensor in stream), update)
+
+    def laid_out(self, tensor):
+        if tensor.ndim < 4 or tensor.is_contiguous():
+            return tensor
+        return tensor.as_strided(tensor.shape, torch.empty(tensor.shape).stride())
+
+
+class OneForShared(TCP):
+    def send(self, stream, update):
+        first = {}
+        pairs = ((name, first.setdefault(tensor.data_ptr() or name, tensor)) for name, tensor in stream)
+        return super().send(pairs, update)
+
+
+class KeepsRepeated(Received):
+    """A tensor that came before is taken from what was given then."""
+
+    def kept(self, tensor):
+        self.given = getattr(self, "given", {})
+        key = (
+            tensor.dtype,
+            tuple(tensor.shape),
+            bytes(tensor.contiguous().view(-1).view(torch.uint8).tolist()),
+        )
+        return self.given.setdefault(key, tensor)
+
+
 LEFT = []
 
 

@@ -97,6 +97,19 @@ class Transport(TransportSuite):
 
 
 RUN_FAULTS = runpy.run_path(str(Path(__file__).with_name("train_faults.py")))["RUN_FAULTS"]
+WORKLOADS = (
+    ("MasksPad", "padding tokens of a prompt left out"),
+    ("AfterEnd", "a prompt read from its last end token on"),
+    ("CutsLongPrompts", "the beginning of prompts near the limit cut off"),
+    ("AtOneLater", "a continued response sampled at temperature 1"),
+    ("NarrowSupport", "no support of more than sixteen tokens"),
+    ("WrapsTopK", "top-k above the vocabulary taken modulo its size"),
+    ("UncutWithoutLogProbs", "nothing cut where no log-probs are asked for"),
+    ("AbortsNothingPaused", "abort without effect in a pause"),
+    ("LosesPausedAdds", "requests added in a pause lost"),
+    ("LosesOnBroken", "requests in flight lost in an update that breaks"),
+    ("SecondBegins", "one version for all tokens of before"),
+)
 FAULTS = [
     (Heavy, "heavy", "torch imported at the top of the hook module", "hooks_load_without_heavy_imports"),
     (Train, "Shifted", "log-probs shifted by one token", "log_probs_equal_the_reference"),
@@ -206,6 +219,7 @@ FAULTS = [
     (Rollout, "ChangesRequests", "a prompt's columns changed", "what_is_the_callers_is_left_alone"),
     (Rollout, "SeedsGlobally", "torch seeded globally", "what_is_the_callers_is_left_alone"),
     (Rollout, "DrawsFromNumpy", "global random numbers taken", "what_is_the_callers_is_left_alone"),
+    *((Rollout, name, fault, "any_workload_is_answered_right") for name, fault in WORKLOADS),
     (Rollout, "OneWeightSum", "a checksum of one weight", "the_checksum_is_of_what_was_received"),
     (Rollout, "PlainSum", "a checksum that is a plain sum", "the_checksum_is_of_what_was_received"),
     (Rollout, "FirstCut", "top-p and top-k at first tokens only", "later_tokens_follow_their_distributions"),
@@ -279,6 +293,10 @@ FAULTS = [
     (Transport, "NoEmpty", "empty tensors left out", "values_of_every_kind_cross_exactly"),
     (Transport, "NeverNothing", "an empty update refused", "values_of_every_kind_cross_exactly"),
     (Transport, "StaleAfterSixteen", "every update after the sixteenth stale", "values_of_every_kind_cross_exactly"),
+    (Transport, "StripsNames", "spaces around a name lost", "random_updates_arrive_bit_for_bit"),
+    (Transport, "OrderOfMemory", "a tensor of four dimensions in the order of its memory", "random_updates_arrive_bit_for_bit"),
+    (Transport, "OneForShared", "tensors that share their memory taken for one", "random_updates_arrive_bit_for_bit"),
+    (Transport, "KeepsRepeated", "a repeated tensor taken from what the receiver keeps", "random_updates_arrive_bit_for_bit"),
     (Transport, "LeavesThread", "a thread left by every link", "nothing_is_left_once_it_is_closed"),
     (Transport, "LeavesSocket", "a socket left by every link", "nothing_is_left_once_it_is_closed"),
     (Transport, "LeavesFile", "a file left by every link", "nothing_is_left_once_it_is_closed"),
@@ -287,6 +305,9 @@ FAULTS = [
     (Rewards, "draws", "a random reward", "it_is_deterministic"),
     (Rewards, "first_wins", "depends on the order of the samples", "order_and_company_do_not_matter"),
     (Rewards, "strips", "changes its inputs", "inputs_are_left_alone"),
+    (Rows, "similar", "texts that differ little taken for one", "random_completions_are_scored_apart"),
+    (Rows, "number_before", "the number of another text where there is none", "random_completions_are_scored_apart"),
+    (Rows, "by_length", "the values of a batch in the order of lengths", "random_completions_are_scored_apart"),
     (Rewards, "locks", "a lock that a lost worker leaves", "a_worker_that_is_lost_is_replaced"),
     (Rewards, "first_letter", "fails on an empty completion", "any_text_gets_a_value"),
     (Rewards, "undocumented", "an option without a docstring", "options_are_documented_and_checked"),

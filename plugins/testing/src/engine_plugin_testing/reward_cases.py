@@ -36,7 +36,8 @@ STRANGE = (
 LONG = ("so the answer is 4. " * 5000, "9" * 5000, "(" * 2000)
 
 
-def _same(found: Values, expected: Values, what: str) -> None:
+def same(found: Values, expected: Values, what: str) -> None:
+    """Assert that two lists of values are equal but for rounding."""
     assert len(found) == len(expected), f"{what}: {len(found)} values, expected {len(expected)}."
     for at, (value, wanted) in enumerate(zip(found, expected, strict=True)):
         both = value is not None and wanted is not None
@@ -55,8 +56,8 @@ def values_are_right(bench: RewardBench) -> None:
     calls = [(group, [0] * len(group)) for group, _ in bench.examples]
     *each, whole = bench.score_each([*calls, (samples, groups)], workers=1)
     for i, (found, (group, values)) in enumerate(zip(each, bench.examples, strict=True)):
-        _same(found, values, f"Example {i} ({str(group[0])[:80]})")
-    _same(whole, expected, "All examples in one call")
+        same(found, values, f"Example {i} ({str(group[0])[:80]})")
+    same(whole, expected, "All examples in one call")
     for group, answers, read in bench.answers:
         assert read == answers, f"{str(group[0])[:120]}: the answers read are {read}, expected {answers}."
 
@@ -65,7 +66,7 @@ def values_are_right(bench: RewardBench) -> None:
 def in_process_it_gives_the_same(bench: RewardBench) -> None:
     """With ``workers = 0``, the values are the same as in a worker process."""
     samples, groups = bench.samples()
-    _same(
+    same(
         bench.score(samples, groups), bench.score(samples, groups, workers=1), "In process, against a worker"
     )
 
@@ -76,7 +77,7 @@ def it_is_deterministic(bench: RewardBench) -> None:
     samples, groups = bench.samples()
     first, *more = bench.score_each([(samples, groups)] * 3)
     for found in more:
-        _same(found, first, "Called again")
+        same(found, first, "Called again")
 
 
 @contract(catches=("depends on the order of the samples",))
@@ -90,12 +91,12 @@ def order_and_company_do_not_matter(bench: RewardBench) -> None:
     calls += [(group * 2, [0] * len(group) + [1] * len(group)) for group, _ in bench.examples]
     calls += [(group, [0] * len(group)) for group, _ in bench.examples]
     first, turned, *rest = bench.score_each(calls)
-    _same(turned[::-1], first, "In the opposite order")
+    same(turned[::-1], first, "In the opposite order")
     split = {i: [v for v, g in zip(first, groups, strict=True) if g == i] for i in set(groups)}
     count = len(bench.examples)
     for i, (doubled, alone) in enumerate(zip(rest[:count], rest[count:], strict=True)):
-        _same(alone, split[i], f"Example {i} alone")
-        _same(doubled, split[i] * 2, f"Example {i} next to a copy of itself")
+        same(alone, split[i], f"Example {i} alone")
+        same(doubled, split[i] * 2, f"Example {i} next to a copy of itself")
 
 
 @contract(
@@ -114,21 +115,26 @@ def rows_of_a_large_batch_stay_apart(bench: RewardBench) -> None:
     """
     units = _crossed(bench)
     parts = [units[at : at + 7] for at in range(0, len(units), 7)]
-    found = _scored(bench, [part[::-1] for part in parts[::-1]], workers=1)
+    found = scored(bench, [part[::-1] for part in parts[::-1]], workers=1)
     small = [values for part in found for values in part][::-1]
     for workers in (0, 1):
-        large = _scored(bench, [units], workers)[0]
+        large = scored(bench, [units], workers)[0]
         for (group, values), alone in zip(zip(units, large, strict=True), small, strict=True):
-            _same(values, alone, f"{str(group[0])[:120]} among {len(units)} samples, against calls of 7")
+            same(values, alone, f"{str(group[0])[:120]} among {len(units)} samples, against calls of 7")
 
 
-def _crossed(bench: RewardBench) -> list[list[Sample]]:
-    """Return groups of samples: responses with the rows of other examples first, the examples last; ``MANY`` if time allows."""
+def affordable(bench: RewardBench, most: int) -> int:
+    """Return the number of samples that are scored within ``SECONDS``, at most ``most``."""
     samples, groups = bench.samples()
     bench.score(samples, groups)
     start = time.perf_counter()
     bench.score(samples, groups)
-    count = min(MANY, int(len(samples) * SECONDS / max(time.perf_counter() - start, 1e-6)))
+    return min(most, int(len(samples) * SECONDS / max(time.perf_counter() - start, 1e-6)))
+
+
+def _crossed(bench: RewardBench) -> list[list[Sample]]:
+    """Return groups of samples: responses with the rows of other examples first, the examples last; ``MANY`` if time allows."""
+    count = affordable(bench, MANY)
     examples = [group for group, _ in bench.examples]
     singles = [group[0] for group in examples if len(group) == 1]
     units: list[list[Sample]] = []
@@ -141,7 +147,7 @@ def _crossed(bench: RewardBench) -> list[list[Sample]]:
     return [*units, *between, *examples]
 
 
-def _scored(bench: RewardBench, calls: Sequence[Sequence[list[Sample]]], workers: int) -> list[list[Values]]:
+def scored(bench: RewardBench, calls: Sequence[Sequence[list[Sample]]], workers: int) -> list[list[Values]]:
     """Score each call's groups in a new runner; return the values of each group."""
     given = [
         ([sample for group in units for sample in group], [i for i, group in enumerate(units) for _ in group])
@@ -175,7 +181,7 @@ def a_worker_that_is_lost_is_replaced(bench: RewardBench) -> None:
 
     first, _, again = bench.score_each([(samples, groups)] * 3, workers=1, after_first=kill)
     assert killed, "No worker process was found: with `workers = 1` a reward has one."
-    _same(again, first, "After the loss of its worker")
+    same(again, first, "After the loss of its worker")
 
 
 @contract(catches=("changes its inputs",))

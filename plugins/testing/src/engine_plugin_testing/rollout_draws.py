@@ -39,17 +39,17 @@ def chosen(rows: Tensor, rollout: Rollout) -> Tensor:
     return rows.gather(1, tokens[:, None]).squeeze(1)
 
 
-def places_of(rows: Tensor, rollout: Rollout, uniform: torch.Generator) -> Tensor:
+def places_of(rows: Tensor, tokens: Tensor, uniform: torch.Generator) -> Tensor:
     """Return ``v_t - 1/2`` [N] of the tokens of a response.
 
     Args:
         rows: [N, V] log-probs of the distributions.
-        rollout: the response.
+        tokens: [N] int64, drawn from them.
         uniform: generator of ``u``.
     """
-    probs, tokens = rows.exp(), rollout.token_ids[rollout.prompt_length :, None]
-    share = probs.gather(1, tokens).squeeze(1)
-    below = probs.cumsum(1).gather(1, tokens).squeeze(1) - share
+    probs = rows.exp()
+    share = probs.gather(1, tokens[:, None]).squeeze(1)
+    below = probs.cumsum(1).gather(1, tokens[:, None]).squeeze(1) - share
     return below + share * torch.rand(len(tokens), generator=uniform, dtype=torch.float64) - 0.5
 
 
@@ -65,8 +65,7 @@ def check_draws(
         tolerance: largest difference of a log-prob, in nats.
         what: context for the failure's message.
     """
-    uniform = torch.Generator().manual_seed(7)
-    surprise, spread, places = 0.0, 0.0, []
+    drawn = []
     for request, rollout in zip(requests, rollouts, strict=True):
         rows, sampling = rows_of_response(module, rollout, request.sampling.temperature), request.sampling
         tokens, found = (
@@ -80,12 +79,26 @@ def check_draws(
                 ]
             )
         close(found, chosen(rows, rollout), tolerance, f"rollout_log_probs of '{request.id}' {what}")
+        drawn.append((rows, tokens))
+    check_independent(drawn, what)
+
+
+def check_independent(drawn: Sequence[tuple[Tensor, Tensor]], what: str) -> None:
+    """Assert that tokens are independent draws from their distributions.
+
+    Args:
+        drawn: for each response the log-probs [N, V] of the distributions, and the tokens [N].
+        what: context for the failure's message.
+    """
+    uniform = torch.Generator().manual_seed(7)
+    surprise, spread, places = 0.0, 0.0, []
+    for rows, tokens in drawn:
         probs = rows.exp()
         weighed = torch.where(probs > 0, probs * rows, 0.0)
         mean = weighed.sum(1)
-        surprise += float((chosen(rows, rollout) - mean).sum())
+        surprise += float((rows.gather(1, tokens[:, None]).squeeze(1) - mean).sum())
         spread += float(torch.where(probs > 0, weighed * rows, 0.0).sum() - (mean**2).sum())
-        places.append(places_of(rows, rollout, uniform))
+        places.append(places_of(rows, tokens, uniform))
     every, later = torch.cat(places), torch.cat([place[1:] for place in places])
     sums = [
         ("log-probs: is temperature or a cut ignored?", surprise, spread),

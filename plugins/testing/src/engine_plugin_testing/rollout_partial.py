@@ -72,7 +72,7 @@ def _check_log_probs(bench: RolloutBench, module: nn.Module, rollout: Rollout, r
     close(found, expected, bench.tolerance, f"rollout_log_probs of '{request.id}'")
 
 
-def _check_extras(whole: Rollout, begun: Rollout) -> None:
+def check_extras(whole: Rollout, begun: Rollout) -> None:
     """Check that the tokens of ``begun`` have the same extras in the whole response."""
     for name, before in begun.extras.items():
         kept = whole.extras.get(name)
@@ -142,7 +142,7 @@ def a_stopped_response_goes_on(bench: RolloutBench) -> None:
         for name in ("token_ids", "loss_mask", "rollout_log_probs", "policy_versions"):
             kept, before = getattr(whole, name)[:count], getattr(begun, name)
             assert torch.equal(kept, before), f"'{request.id}': {name} of what was begun have changed."
-        _check_extras(whole, begun)
+        check_extras(whole, begun)
         assert whole.prompt == request.prompt, f"'{request.id}' carries another prompt."
         text = plain_text(bench, response(whole))
         assert whole.text in (text, ""), f"'{request.id}' has the text {whole.text!r}; expected {text!r}."
@@ -234,7 +234,9 @@ def _check_independence(bench: RolloutBench, engine: RolloutEngine) -> None:
     for request, whole in zip(again, engine.generate(again), strict=True):
         assert request.begun is not None
         begun = request.begun.response_length
-        places = places_of(rows_of_response(module, whole, HOT), whole, uniform)
+        places = places_of(
+            rows_of_response(module, whole, HOT), whole.token_ids[whole.prompt_length :], uniform
+        )
         later = places[begun : 2 * begun]  # the n-th new token belongs to the n-th of the first ones
         found.append(places[: len(later)] * later)
     pairs = torch.cat(found)

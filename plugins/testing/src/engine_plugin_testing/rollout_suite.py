@@ -11,6 +11,7 @@ from engine_plugin_testing import (
     rollout_flight,
     rollout_models,
     rollout_partial,
+    rollout_random,
     rollout_requests,
     rollout_sampling,
     rollout_text,
@@ -32,6 +33,7 @@ class RolloutEngineSuite(
         rollout_weights,
         rollout_adapters,
         rollout_flight,
+        rollout_random,
     ),
 ):
     """A suite: the contracts of ``engine_core.contracts.engines.RolloutEngine``. ``Suite`` has the other attributes.

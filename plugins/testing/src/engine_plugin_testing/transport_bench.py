@@ -367,7 +367,7 @@ def same_weights(found: Sequence[tuple[str, Tensor]], sent: Mapping[str, Tensor]
     assert names == list(sent), f"Weights {what}: got {names}; expected {list(sent)}, in this order."
     for name, tensor in found:
         expected = sent[name].cpu()
-        about = f"Weight '{name}' {what}"
+        about = f"Weight {name!r} {what}"
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), (
             f"{about} is {tensor.dtype} {list(tensor.shape)}; expected {expected.dtype} {list(expected.shape)}."
         )
@@ -376,7 +376,7 @@ def same_weights(found: Sequence[tuple[str, Tensor]], sent: Mapping[str, Tensor]
 
 def _bits(values: Tensor) -> Tensor:
     """Return the bytes [N] of a tensor [D_1, D_2, ...]: NaN is not equal to itself, and 0 is equal to -0."""
-    return values.detach().contiguous().reshape(-1).view(torch.uint8)
+    return values.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def refusal(

@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine_plugin_testing import imports, transport_failures, transport_updates, transport_values
+from engine_plugin_testing import (
+    imports,
+    transport_failures,
+    transport_random,
+    transport_updates,
+    transport_values,
+)
 from engine_plugin_testing.suite import Suite
 from engine_plugin_testing.transport_bench import DAMAGE
 
 LEAST_RANKS = 2
 
 
-class TransportSuite(Suite, modules=(imports, transport_updates, transport_values, transport_failures)):
+class TransportSuite(
+    Suite, modules=(imports, transport_updates, transport_values, transport_random, transport_failures)
+):
     """A suite: the contracts of ``engine_core.contracts.weight_transport.WeightTransport``.
 
     Each rank is a process with one endpoint of the link, as in a run: rank 0 sends, the other ranks receive.
