@@ -82,6 +82,13 @@ def with_columns_of(batch: Batch, draws: Random, names: Sequence[str], support: 
     return batch.with_columns(columns)
 
 
+def learned(batch: Batch) -> Tensor:
+    """Return [T] bool: the loss tokens that have a token before them."""
+    mask = batch["loss_mask"].clone()
+    mask[batch.offsets[:-1]] = False
+    return mask
+
+
 def expected_outputs(module: nn.Module, batch: Batch, names: Collection[str]) -> dict[str, Tensor]:
     """Return the reference's outputs by name: [T] or [T, K], 0 where nothing is learned."""
     if isinstance(module, ValueReference):
@@ -91,16 +98,19 @@ def expected_outputs(module: nn.Module, batch: Batch, names: Collection[str]) ->
 
 def expected_top(module: nn.Module, batch: Batch) -> dict[str, Tensor]:
     """Return the reference's ``top_log_probs`` [T, K] and ``top_log_rest`` [T]."""
-    learned = batch["loss_mask"].clone()
-    learned[batch.offsets[:-1]] = False
+    mask = learned(batch)
     rows = rows_of(module, batch).sort(-1, descending=True).values
     first, rest = rows[:, : batch.top_k], rows[:, batch.top_k :].logsumexp(-1)
-    return {"top_log_probs": first * learned[:, None], "top_log_rest": rest * learned}
+    return {"top_log_probs": first * mask[:, None], "top_log_rest": rest * mask}
 
 
-def random_case(bench: TrainBench, draws: Random, module: nn.Module, role: str) -> Case:
-    """Draw a loss on a random batch: ``nll``, ``policy`` or ``value`` with random options, or the kit's probe of outputs."""
-    kind = draws.choice(("nll", "policy", PROBE, PROBE) if role == "actor" else ("value", PROBE))
+LOSSES = {"actor": ("nll", "policy", PROBE, PROBE), "critic": ("value", PROBE)}
+"""Objectives by role."""
+
+
+def random_case(bench: TrainBench, draws: Random, module: nn.Module, role: str, *kinds: str) -> Case:
+    """Draw a loss on a random batch: an objective of ``kinds``, by default of all of the role's, with random options."""
+    kind = draws.choice(kinds or LOSSES[role])
     pool = {"nll": ("log_probs",), "policy": ("log_probs", "entropy"), "value": ("values",)}.get(kind)
     names = pool or draws.sample(POOLS[role], draws.randint(1, min(3, len(POOLS[role]))))
     batch = random_batch(bench, draws, ("prompt", "all", "some"))

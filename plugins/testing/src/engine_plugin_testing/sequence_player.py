@@ -16,6 +16,7 @@ import torch
 from engine_core.contracts.engines import TrainEngine
 from engine_plugin_testing import reference, sequence_cases
 from engine_plugin_testing.contracts import close, identical, near, same_direction
+from engine_plugin_testing.probes import PROBE
 from engine_plugin_testing.train_adapters import PREFIX, A, B, adapted, adapter_of
 from engine_plugin_testing.train_bench import rounding
 from engine_plugin_testing.train_runs import compare_moves
@@ -258,9 +259,9 @@ class Player:
 
     def skip(self) -> None:
         """Add a loss that is not finite, perhaps scale the gradients, and take a step, which is skipped."""
-        case = sequence_cases.random_case(self.bench, self.draws, self.module, self.role)
+        case = sequence_cases.random_case(self.bench, self.draws, self.module, self.role, PROBE)
         column = case.batch[case.scales[0]].clone()
-        column[case.batch["loss_mask"].nonzero()[-1]] = math.inf
+        column[sequence_cases.learned(case.batch).nonzero()[-1]] = math.inf
         self.bench.forward_backward(self.engine, case.batch.with_columns({case.scales[0]: column}), case.call)
         if "late_scale" in self.bench.capabilities and self.draws.random() < 0.5:
             self.engine.scale_gradients(2.0)
