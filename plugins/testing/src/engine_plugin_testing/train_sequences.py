@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from engine_plugin_testing.train_bench import TrainBench
 
 SEEDS = (1, 2)
-CALLS = ("infer", "save", "load", "sleep", "mix", "set_token_budget", "read")
+CALLS = ("infer", "save", "load", "sleep", "sleep", "mix", "set_token_budget", "read")
 DECK = (
-    *("infer", "backward", "backward", "step", "set_token_budget", "sleep", "load") * 2,
-    *("infer", "backward", "step", "skip", "save", "save", "mark", "mix", "set_lr", "scale", "read"),
+    *("infer", "backward", "backward", "step", "set_token_budget", "sleep", "load", "save") * 2,
+    *("step", "skip", "sleep", "save", "load", "mark", "mix", "set_lr", "scale", "read"),
 )
 """Calls of an engine that is not trained, and of one that is; each in a random order."""
 
