@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine_core.types import Batch
     from engine_plugin_testing.train_bench import TrainBench
 
-SIZES = ((7, 23, 1, 12, 5, 12, 2, 9), (33, 1, 64, 2), (16, 17, 15, 3), (3,), (40, 5, 8, 31, 1, 1))
+SIZES = ((7, 23, 1, 12, 5, 12, 2, 9), (33, 1, 64, 2), (16, 17, 15, 3), (9,), (40, 5, 8, 31, 1, 1))
 POOLS = {
     "actor": ("log_probs", "entropy", "sum_pi_squared", "log_probs_at", "log_rest"),
     "critic": ("values",),

@@ -171,7 +171,7 @@ class Player:
         """Sleep with random parts kept, and wake; gradients of a step that has begun are kept."""
         if "sleep" not in self.bench.capabilities:
             return
-        parts = [part for part in ("weights", "optimizer", "gradients") if self.draws.random() < 0.4]
+        parts = [part for part in ("weights", "optimizer", "gradients") if self.draws.random() < 0.25]
         kept = {*parts, "gradients"} if self.pending else {*parts}
         self.engine.sleep(keep=sorted(kept))
         if self.draws.random() < 0.5:

@@ -17,11 +17,11 @@ from engine_plugin_testing.train_adapters import LORA, takes_adapters
 if TYPE_CHECKING:
     from engine_plugin_testing.train_bench import TrainBench
 
-SEEDS = (1, 2)
+SEEDS = (4, 8, 3)  # with several ranks the first one alone
 CALLS = ("infer", "save", "load", "sleep", "sleep", "mix", "set_token_budget", "read")
 DECK = (
-    *("infer", "backward", "backward", "step", "set_token_budget", "sleep", "load", "save") * 2,
-    *("step", "skip", "sleep", "save", "load", "mark", "mix", "set_lr", "scale", "read"),
+    *("infer", "backward", "step", "set_token_budget", "sleep", "load", "save") * 3,
+    *("backward", "skip", "sleep", "mark", "mix", "set_lr", "scale", "read"),
 )
 """Calls of an engine that is not trained, and of one that is; each in a random order."""
 
@@ -33,7 +33,7 @@ def _optim(bench: TrainBench, draws: Random) -> dict[str, Any]:
         return found
     return found | {
         "betas": draws.choice(((0.8, 0.95), (0.9, 0.999), (0.5, 0.9))),
-        "eps": draws.choice((1e-8, 1e-3)),
+        "eps": draws.choice((1e-6, 1e-3)),
         "weight_decay": draws.choice((0.1, 0.5)),
         "schedule": draws.choice(("constant", "linear", "cosine")),
         "warmup_steps": draws.choice((0, 2)),
@@ -78,7 +78,7 @@ def random_sequences_of_calls_equal_the_reference(bench: TrainBench) -> None:
     Two engines that train and a frozen one take turns: they infer, add gradients of random losses, step, skip, save, load,
     sleep, take weights, and change rates and budgets. The two load each other's states.
     """
-    for seed in SEEDS:
+    for seed in SEEDS if bench.place.world_size == 1 else SEEDS[:1]:
         game = Game(bench, seed, Random(seed), bench.reference())
         optim = _optim(bench, game.draws)
         first = Player(game, "first", optim=optim)
