@@ -76,8 +76,8 @@ class Player:
         for name in ("infer", "forward_backward"):
             setattr(self.engine, name, _guarded(getattr(self.engine, name)))
         self.lora = self.engine.config.lora
-        own = dict(self.bench.reference(built.get("path")).named_parameters()) if self.lora else {}
-        self.base = reference.as_published(inner, {name: value.detach() for name, value in own.items()})
+        own = self.bench.reference(built.get("path")).state_dict() if self.lora else {}
+        self.base = reference.as_published(inner, own)
         self.optim = {"max_grad_norm": 1.0, **built.get("optim", {})}
         self.peak: Any = self.optim.get("lr")
         adam = self.bench.settings["optimizer"] == "adamw"

@@ -56,6 +56,7 @@ def gradients_of_other_outputs_equal_the_reference(bench: TrainBench) -> None:
     """
     _compare_gradients(bench, ("entropy", "sum_pi_squared"))
     _compare_gradients(bench, ("log_probs",), watched=("entropy",))
+    _compare_gradients(bench, ("entropy",), watched=("log_probs",))
 
 
 @contract(
