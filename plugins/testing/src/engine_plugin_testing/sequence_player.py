@@ -206,7 +206,8 @@ class Player:
         """Load a state, perhaps an old one or that of another engine; return the random state that it must bring back."""
         states = [saved for saved in self.game.saved if saved.trained == self.engine.trainable]
         if not states:
-            return self.save()
+            self.save()
+            return None
         self._end()
         chosen = self.draws.choice(states)
         for saved in states:
@@ -250,8 +251,8 @@ class Player:
             self.pending[name] = self.pending.get(name, 0.0) + size * value
         what = f"of {case.call.name} {case.call.parameters or case.call.outputs}"
         close(torch.tensor(found.loss), case.loss, case.bound(self.bench.tolerance), f"loss {what}")
-        for name, value in case.metrics.items():
-            near(found.metrics[name], value, max(1e-4, 50 * self.bench.tolerance), f"metric {name} {what}")
+        for name, metric in case.metrics.items():
+            near(found.metrics[name], metric, max(1e-4, 50 * self.bench.tolerance), f"metric {name} {what}")
         plan = (tuple(case.batch.lengths.tolist()), self.budget)
         count = self.game.counts.setdefault(plan, found.num_micro_batches)
         assert count == found.num_micro_batches, (
