@@ -15,13 +15,11 @@ from engine_core.runs.state_files import load_json, load_tensors, save_json, sav
 from engine_core.specs import TrainBackend
 from engine_core.types import StepOutput, TrainOutput
 from engine_plugin_torch.export import write_model
-from engine_plugin_torch.log_probs import columns_at, gather_outputs, zero_outputs
+from engine_plugin_torch.log_probs import OUTPUTS, columns_at, gather_outputs, zero_outputs
 from engine_plugin_torch.model_loading import load_model
 from engine_plugin_torch.optimizers import build_optimizer, set_peak_lr
 from engine_plugin_torch.state import load_optimizer_state, optimizer_state
 from engine_plugin_torch.weights import published_weights, take_weights, to_own_names
-
-OUTPUTS = {"log_probs", "entropy", "log_probs_at", "log_rest", "top_ids", "top_log_probs", "top_log_rest"}
 
 
 class PlainTrain(TrainEngine):
@@ -72,7 +70,7 @@ class PlainTrain(TrainEngine):
 
     @torch.no_grad()
     def infer(self, batch, outputs, adapter=True):
-        if unknown := set(outputs) - OUTPUTS:
+        if unknown := set(outputs) - set(OUTPUTS):
             raise ValueError(f"Unknown outputs {sorted(unknown)}. Known: {sorted(OUTPUTS)}.")
         return {name: value.cpu() for name, value in self.outputs(batch, (), outputs).items()}
 

@@ -17,7 +17,15 @@ from engine_plugin_processes.transports.table import TCPOptions
 from engine_plugin_torch.options import TorchOptions
 
 HERE = Path(__file__).parent
-TRAIN = ("broken_train", "broken_runs", "broken_steps", "broken_shares", "broken_states", "broken_adapters")
+TRAIN = (
+    "broken_train",
+    "broken_runs",
+    "broken_steps",
+    "broken_shares",
+    "broken_states",
+    "broken_adapters",
+    "broken_sequences",
+)
 HELD = []
 sys.path.insert(0, str(HERE))
 

@@ -158,6 +158,8 @@ class Partitions:
         """
         from deepspeed.utils import safe_set_full_optimizer_state
 
+        if not names and self.plain is not None:  # saved before the first step
+            self.plain.state.clear()
         self._allocate(names, read)
         numbers: dict[tuple[int, str], float] = {}
         for name, keys in names.items():

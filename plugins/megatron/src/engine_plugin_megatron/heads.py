@@ -151,7 +151,7 @@ class TokenHead(Head):
             name: self.together(zeros[name].index_put((targets,), values if learns else 0 * values))
             for name, values in gathered.items()
         }
-        return {name: v if name in (*grad, "log_probs") else v.detach() for name, v in found.items()}
+        return {name: v.detach() if name in watched and name not in grad else v for name, v in found.items()}
 
 
 class ValueHead(Head):

@@ -56,6 +56,7 @@ def gradients_of_other_outputs_equal_the_reference(bench: TrainBench) -> None:
     """
     _compare_gradients(bench, ("entropy", "sum_pi_squared"))
     _compare_gradients(bench, ("log_probs",), watched=("entropy",))
+    _compare_gradients(bench, ("entropy",), watched=("log_probs",))
 
 
 @contract(
@@ -156,10 +157,10 @@ def _compare_steps(bench: TrainBench, optim: dict[str, Any], steps: int) -> None
         near(step.lr, rate, 1e-5, f"lr of step {number + 1}")
         before, weights = weights, bench.weights(engine)
         moved = before, weights, expected
-        _compare_moves(bench, moved, gradient, slopes, rate, f"step {number + 1}")
+        compare_moves(bench, moved, gradient, slopes, rate, f"step {number + 1}")
 
 
-def _compare_moves(
+def compare_moves(
     bench: TrainBench,
     moved: tuple[Mapping[str, Tensor], Mapping[str, Tensor], Mapping[str, Tensor]],
     gradient: Mapping[str, Tensor],

@@ -11,6 +11,7 @@ from engine_plugin_testing import (
     train_outputs,
     train_roles,
     train_runs,
+    train_sequences,
     train_shares,
     train_state,
     train_steps,
@@ -28,6 +29,7 @@ MODULES = (
     train_state,
     train_roles,
     train_adapters,
+    train_sequences,
 )
 
 

@@ -215,7 +215,7 @@ def gather_outputs(
         made = kind(logits, target, dict(zip(read, values, strict=True)), top_k)
         found = []
         for name in names:
-            wanted = name == "log_probs" or name in grad
+            wanted = name in grad or name not in watched  # log-probs are always included
             with torch.set_grad_enabled(torch.is_grad_enabled() and wanted):
                 found.append(_OF_DISTRIBUTION[name](made))
         return tuple(found)

@@ -103,7 +103,7 @@ class PackedForward:
             gathered = self._gather(pack, rows, targets, grad, watched)
         zeros = zero_outputs(gathered, pack, self.device)
         found = {name: zeros[name].index_put((targets,), values) for name, values in gathered.items()}
-        return {name: v if name in (*grad, "log_probs") else v.detach() for name, v in found.items()}
+        return {name: v.detach() if name in watched and name not in grad else v for name, v in found.items()}
 
     def _gather(
         self, pack: Batch, rows: Tensor, targets: Tensor, grad: Collection[str], watched: Collection[str]

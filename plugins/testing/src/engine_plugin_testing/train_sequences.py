@@ -1,0 +1,111 @@
+"""Contracts of random sequences of calls: after each call, everything visible is that of a float64 reference.
+
+The other contracts name a fault each. These find faults that show only after certain calls in a certain order. Sequences come
+from a fixed list of seeds, so a failure is repeated exactly; its message has the seed and all calls so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from engine_plugin_testing.contracts import contract
+from engine_plugin_testing.sequence_player import Game, Player
+from engine_plugin_testing.train_adapters import LORA, takes_adapters
+
+if TYPE_CHECKING:
+    from engine_plugin_testing.train_bench import TrainBench
+
+SEEDS = (4, 8, 3)  # with several ranks the first one alone
+CALLS = ("infer", "save", "load", "sleep", "sleep", "mix", "set_token_budget", "read")
+DECK = (
+    *("infer", "backward", "step", "set_token_budget", "sleep", "load", "save") * 3,
+    *("backward", "skip", "sleep", "mark", "mix", "set_lr", "scale", "read"),
+)
+"""Calls of an engine that is not trained, and of one that is; each in a random order."""
+
+
+def _optim(bench: TrainBench, draws: Random) -> dict[str, Any]:
+    """Draw the options of an optimizer; those of SGD have a rate and clipping alone."""
+    found: dict[str, Any] = {"lr": 1e-2, "max_grad_norm": draws.choice((0.0, 0.5, 1.0))}
+    if bench.settings["optimizer"] != "adamw" or bench.settings["gradients"]:
+        return found
+    return found | {
+        "betas": draws.choice(((0.8, 0.95), (0.9, 0.999), (0.5, 0.9))),
+        "eps": draws.choice((1e-6, 1e-3)),
+        "weight_decay": draws.choice((0.1, 0.5)),
+        "schedule": draws.choice(("constant", "linear", "cosine")),
+        "warmup_steps": draws.choice((0, 2)),
+        "decay_steps": draws.choice((0, 5)),
+        "min_lr_ratio": draws.choice((0.1, 0.5)),
+    }
+
+
+def _play(game: Game, players: Mapping[Player, tuple[str, ...]]) -> None:
+    """Play the calls of each player in a random order, then a step of those that train."""
+    turns = [(player, name) for player, deck in players.items() for name in deck]
+    game.draws.shuffle(turns)
+    turns += [(player, "step" if player.engine.trainable else "infer") for player in players]
+    calls: list[str] = []
+    for player, name in turns:
+        calls.append(f"{player.title}.{name}")
+        try:
+            player.play(name)
+        except Exception as error:
+            kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
+            text = f"Seed {game.seed}, call {len(calls)} ({calls[-1]}): {kind}{error}\nCalls: {', '.join(calls)}."
+            raise AssertionError(text).with_traceback(error.__traceback__) from error
+
+
+@contract(
+    catches=(
+        "weight decay in a skipped step",
+        "a late scale kept after a skipped step",
+        "a copy of the weights that only a step replaces",
+        "the temperature of the last infer in training",
+        "a frozen engine that shares the weights of one that trains",
+        "a wake that undoes a load",
+        "moments saved as they were in the last sleep",
+        "the token budget of the saved run brought back",
+        "moments cleared by set_lr",
+        "the loss mask of an earlier batch of the same lengths",
+    )
+)
+def random_sequences_of_calls_equal_the_reference(bench: TrainBench) -> None:
+    """In random sequences of calls, weights, outputs, losses, norms and random state are always those of a float64 reference.
+
+    Two engines that train and a frozen one take turns: they infer, add gradients of random losses, step, skip, save, load,
+    sleep, take weights, and change rates and budgets. The two load each other's states.
+    """
+    for seed in SEEDS if bench.place.world_size == 1 else SEEDS[:1]:
+        game = Game(bench, seed, Random(seed), bench.reference())
+        optim = _optim(bench, game.draws)
+        first = Player(game, "first", optim=optim)
+        path = None if first.lora else bench.model(seed=1)  # a state of an adapter needs its base
+        other = {**optim, "lr": 2 * optim["lr"], **({"weight_decay": 0.0} if "weight_decay" in optim else {})}
+        second = Player(game, "second", optim=other, path=path, seed=1)
+        frozen = Player(game, "frozen", trainable=False, role="ref")
+        _play(game, {first: DECK, second: DECK, frozen: CALLS})
+
+
+@contract(role="critic", catches=("values divided by the temperature",))
+def random_sequences_of_a_critic_equal_the_reference(bench: TrainBench) -> None:
+    """In a random sequence of calls, values, losses, norms and weights of a critic are always those of a float64 reference."""
+    module = bench.value_reference(bench.weights(bench.engine(role="critic")))
+    if module is not None:
+        game = Game(bench, SEEDS[0], Random(SEEDS[0]), module)
+        _play(game, {Player(game, "critic", role="critic", optim=_optim(bench, game.draws)): DECK})
+
+
+@contract(capability="lora", package="peft", catches=("merged weights from before an adapter was loaded",))
+def random_sequences_of_an_adapter_equal_the_reference(bench: TrainBench) -> None:
+    """In a random sequence of calls, an adapter, its merged weights, outputs and norms are always those of a float64 reference.
+
+    The base, which outputs without the adapter show, does not change.
+    """
+    if takes_adapters(bench):
+        game = Game(bench, SEEDS[0], Random(SEEDS[0]), bench.reference())
+        optim = _optim(bench, game.draws)
+        players = [Player(game, name, optim=optim, lora=LORA, seed=len(name)) for name in ("one", "other")]
+        _play(game, dict.fromkeys(players, DECK))
