@@ -143,10 +143,8 @@ class SamplerSession:
             with self._changed:
                 self._new = [request for request in self._new if request.id not in ids]
                 running = sorted(self._running.keys() & set(ids))
-                dropped, self._dropped = (
-                    self._dropped,
-                    [],
-                )  # their ids may be among these, dropped in another thread
+                # another thread may have dropped some of these, which the engines do not know yet
+                dropped, self._dropped = self._dropped, []
             found: list[Rollout] = []
             if running or dropped:  # rounds = 0: the other requests continue at the next call of results
                 found = self.group.call("advance", dropped=dropped, stopped=running, rounds=0).result()
