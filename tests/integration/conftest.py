@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from engine_core import load_config
 from engine_core.config.assemble import plugins_for
@@ -133,13 +134,24 @@ def run_demo():
 
 
 @pytest.fixture(scope="session")
-def demo(run_demo, tmp_path_factory):
-    """A folder with ``examples/`` and the ``demo/`` that a short run of the demo leaves, and what it printed."""
-    root = tmp_path_factory.mktemp("demo")
-    shutil.copytree(ROOT / "examples", root / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    done = run_demo(root, "--sft-steps", 3, "--steps", 10)
-    assert done.returncode == 0, done.stderr
-    return root, done.stdout
+def demo(run_demo, tmp_path_factory, worker_id):
+    """A folder with ``examples/`` and the ``demo/`` that a short run of the demo leaves, and what it printed.
+
+    The first process of the tests that asks makes it for all.
+    """
+    shared = (
+        tmp_path_factory.getbasetemp().parent if worker_id != "master" else tmp_path_factory.mktemp("demo")
+    )
+    root = shared / "demo-of-all"
+    with FileLock(shared / "demo-of-all.lock"):
+        if not (root / "printed.txt").exists():
+            shutil.copytree(
+                ROOT / "examples", root / "examples", ignore=shutil.ignore_patterns("__pycache__")
+            )
+            done = run_demo(root, "--sft-steps", 3, "--steps", 10)
+            assert done.returncode == 0, done.stderr
+            (root / "printed.txt").write_text(done.stdout)
+    return root, (root / "printed.txt").read_text()
 
 
 @pytest.fixture(scope="session")

@@ -148,7 +148,8 @@ def reason_not_run(command: str) -> str | None:
 def library(world, demo, tmp_path_factory):
     """Make what every page's folder begins with."""
     folder = tmp_path_factory.mktemp("pages")
-    shutil.copytree(demo[0], folder, dirs_exist_ok=True, symlinks=True)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(demo[0], folder, ignore=ignored, dirs_exist_ok=True, symlinks=True)
     shutil.copytree(world / "model", folder / "model")
     for model in ("sft", "trained"):  # smaller ones, with the tokenizer of the data below
         shutil.rmtree(folder / "demo" / model)

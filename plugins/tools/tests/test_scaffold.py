@@ -25,6 +25,7 @@ def pip(*arguments: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_new_plugin_installs_is_listed_loads_by_name_and_passes_its_own_tests(tmp_path):
     plugin = new_plugin("brief-answers", tmp_path)
     pip("install", "--target", str(tmp_path / "site"), str(plugin))

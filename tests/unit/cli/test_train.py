@@ -281,7 +281,9 @@ def test_a_plugin_file_elsewhere_needs_allow_code(engine, rl_run, tmp_path_facto
     assert engine(*words, "--allow-code").code == 0
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 75)]
+)
 def test_a_signal_saves_and_ends_training_and_its_reward_workers(rl_run, number, code):
     words = [sys.executable, "-m", "engine_core.cli.main", "train", "rl.toml", "--steps", "100000"]
     quiet = ["--set", "tracking.rollouts_every_steps=0", "--set", "checkpoint.every_steps=0"]

@@ -139,6 +139,7 @@ def test_a_calibrated_plan_has_the_seconds_of_the_run(engine, learned, tmp_path)
     assert after["run"] == pytest.approx(4 * after["step"])
 
 
+@pytest.mark.slow
 def test_a_calibration_takes_the_number_of_devices_from_the_run(engine, learned, tmp_path, monkeypatch):
     counts, file = [], tmp_path / "runs/first/timeline.jsonl"
     monkeypatch.setattr(

@@ -74,6 +74,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 def test_a_changed_part_is_named_as_the_first_that_differs(engine, grpo_run):
     assert engine("train", "grpo.toml", "--set", "run.name=first").code == 0
     assert engine("manifest", "first", "-o", "run.json").code == 0
