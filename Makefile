@@ -7,8 +7,8 @@ PLUGINS := $(sort $(dir $(wildcard plugins/[a-z]*/pyproject.toml)))
 EDITABLE := -e . $(addprefix -e ,$(PLUGINS:/=))
 DEMO := -e . -e plugins/torch -e plugins/hf_rollout -e plugins/processes -e plugins/rewards -e plugins/trainers -e 'plugins/tools[report,tensorboard]'
 SOURCES := pyproject.toml constraints.txt requirements-dev.txt requirements-docs.txt $(wildcard plugins/*/pyproject.toml plugins/*/requirements*.txt)
-# Tests often wait, for processes and for timeouts: four at once keep two cores busy.
-JOBS ?= 4
+# Tests often wait, for processes and for timeouts: three at once keep two cores busy.
+JOBS ?= 3
 PYTEST := OMP_NUM_THREADS=1 ENGINE_TEST_FORK=1 $(BIN)/python -m pytest -q --durations=10
 
 .PHONY: install demo demo-control test test-full lint docs scoreboard curves curves-backends bench clean

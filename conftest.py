@@ -12,9 +12,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from hypothesis import settings
 
 from engine_core.cli.main import main
 from engine_core.plugins import metadata as plugin_metadata
+
+settings.register_profile("untimed", deadline=None)  # other work on the machine may take longer
+settings.load_profile("untimed")
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz 0123456789+-*/=?.:"
 

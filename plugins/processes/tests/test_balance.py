@@ -13,7 +13,6 @@ from engine_plugin_processes.balance import attention_share, partition, sequence
 COSTS = st.lists(st.integers(0, 60), max_size=60)
 
 
-@settings(deadline=None)  # other work on the machine may take longer
 @given(COSTS, st.integers(1, 9), st.randoms(use_true_random=False))
 def test_a_partition_holds_every_sequence_once_and_groups_whole(costs, parts, random):
     ids = [random.randrange(1 + len(costs) // 2) for _ in costs]
@@ -25,7 +24,7 @@ def test_a_partition_holds_every_sequence_once_and_groups_whole(costs, parts, ra
     assert len(homes) == len(set(ids))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(2, 3))
 def test_a_partition_is_near_the_best_that_brute_force_finds(costs, parts):
     def heaviest(homes):

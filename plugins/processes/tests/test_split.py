@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine_core.errors import PluginError
@@ -65,7 +65,6 @@ def test_values_per_token_and_per_sequence_come_back_in_order(lengths, slices):
     assert torch.equal(found["sequences"], batch["r"])
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 9), max_size=12),
     st.integers(2, 5),

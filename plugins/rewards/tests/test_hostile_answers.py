@@ -226,7 +226,6 @@ FIXED = settings(
     max_examples=12,
     derandomize=True,
     database=None,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 

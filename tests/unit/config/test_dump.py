@@ -79,7 +79,7 @@ FLOAT = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
     clip=st.none() | st.tuples(st.floats(-9, 0), st.floats(1, 9)),
     seed=st.integers(0, 2**62),
 )
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_values_survive_the_round_trip(config_of, folder, decay, stop, override, cap, pools, clip, seed):
     config = config_of('[[reward]]\nname = "math"\n')
     config.run.dir, config.run.seed, config.rollout.stop = folder, seed, stop

@@ -79,7 +79,7 @@ VALUES = st.recursive(
 
 
 @given(st.dictionaries(KEYS, VALUES, max_size=5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_any_toml_that_we_write_is_scanned_to_its_keys(tree):
     text = "\n".join(_table_lines(tree, ())) + "\n"
     parsed = tomllib.loads(text)
@@ -89,6 +89,6 @@ def test_any_toml_that_we_write_is_scanned_to_its_keys(tree):
 
 
 @given(st.text(alphabet="ab=.[]{}\"'#\n ,1\\", max_size=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_scanner_ends_on_any_text(text):
     key_lines(text)

@@ -54,7 +54,7 @@ MIXES = st.integers(2, 4).flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(mix=MIXES, seed=st.none() | st.integers(0, 2**63 - 1))
 def test_a_mix_is_what_the_slow_reference_gives_for_every_epoch(mix, seed):
     parts, sizes = parts_of(*mix), mix[0]
@@ -67,7 +67,7 @@ def test_a_mix_is_what_the_slow_reference_gives_for_every_epoch(mix, seed):
     assert [order_of(parts, seed, epoch).tolist() for epoch in range(5)] == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(mix=MIXES, seed=st.none() | st.integers(0, 2**32))
 def test_shares_are_the_weights_within_a_row_and_a_part_repeats_only_when_it_is_through(mix, seed):
     parts, (sizes, weights) = parts_of(*mix), mix

@@ -73,7 +73,7 @@ def test_the_order_is_pinned(config_of, tokenizer):
 PINNED = [9, 6, 0, 2, 1, 4, 7, 5, 3, 8]
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_stop_and_resume_gives_the_uninterrupted_sequence(plain_tokenizer, data):
     count = data.draw(st.integers(1, 8), "rows")
