@@ -38,7 +38,6 @@ def test_an_option_is_named_by_its_declaration_the_samplers_the_kit_and_protocol
         "plugins/agents/src/engine_plugin_agents/chat_completions.py",
         "plugins/hf_rollout/src/engine_plugin_hf_rollout/distribution.py",
         "plugins/testing/src/engine_plugin_testing/rollout_cuts.py",
-        "plugins/testing/src/engine_plugin_testing/rollout_random.py",
         "plugins/tools/src/engine_plugin_tools/suites.py",
         "plugins/vllm_rollout/src/engine_plugin_vllm_rollout/requests.py",
     }

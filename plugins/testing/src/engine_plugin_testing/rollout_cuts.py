@@ -37,6 +37,13 @@ GREEDY: tuple[dict[str, Any], ...] = tuple(
 )
 """Sampling options at temperature 0, where top-p and top-k change neither tokens nor log-probs."""
 
+DRAWN: dict[str, tuple[float, ...]] = {
+    "temperature": (0.0, 0.4, 0.8, 1.0, 1.0, 1.7),
+    "top_p": (1.0, 1.0, 0.95, 0.6, 0.05),
+    "top_k": (0, 0, 1, 3, 20, 200),
+}
+"""Values of these options in random requests."""
+
 EDGE = 1e-3  # tolerance of a sum of probabilities (absolute), and of the order of two tokens (relative)
 PRECISE = 1e-3  # a suite's tolerance for float32, in nats, at which EDGE holds
 TIED = 1e-4  # relative difference of probabilities that a search for a threshold does not separate

@@ -19,6 +19,7 @@ from engine_core.types import Prompt, Request, Rollout, Sampling
 from engine_plugin_testing.contracts import contract, refused
 from engine_plugin_testing.reference import SHAPE, VOCABULARY
 from engine_plugin_testing.rollout_bench import RolloutBench, plain_text, response
+from engine_plugin_testing.rollout_cuts import DRAWN
 from engine_plugin_testing.rollout_draws import check_independent
 from engine_plugin_testing.rollout_partial import STOPS
 from engine_plugin_testing.rollout_verify import Verifier
@@ -56,7 +57,11 @@ class _Workload:
         self.answered: list[tuple[Request, Rollout]] = []
 
     def run(self) -> None:
-        """Call ``OPERATIONS`` random operations, then finish all requests, and sample some again."""
+        """Call ``OPERATIONS`` random operations, then finish all requests, and sample some again.
+
+        Raises:
+            AssertionError: an answer is wrong; the message names the seed and the operation.
+        """
         weights = {self.add: 7, self.step: 8, self.abort: 5, self.refuse: 1, self.update: 3}
         weights |= {self.pause: 3} if "pause" in self.can else {}
         chosen = self.draws.choices(list(weights), list(weights.values()), k=OPERATIONS)
@@ -139,7 +144,11 @@ class _Workload:
             self.pause()
 
     def finish(self) -> None:
-        """Step until every request is answered."""
+        """Step until every request is answered.
+
+        Raises:
+            AssertionError: requests are unfinished after 2000 steps.
+        """
         if self.paused:
             self.pause()
         for _ in range(2000):
@@ -185,9 +194,7 @@ class _Workload:
         letters = "".join(letter for letter in "".join(texts) if letter not in OF_SPECIAL)
         starts = self.draws.sample(range(len(letters)), min(len(letters), draw((0, 0, 3))))
         options: dict[str, Any] = {
-            "temperature": draw((0.0, 0.4, 0.8, 1.0, 1.0, 1.7)),
-            "top_p": draw((1.0, 1.0, 0.95, 0.6, 0.05)),
-            "top_k": draw((0, 0, 1, 3, 20, 200)),
+            **{name: draw(values) for name, values in DRAWN.items()},
             "max_response_tokens": draw((1, 4, 20, 40, 60, 200)),
             "stop_token_ids": tuple(self.draws.sample(range(VOCABULARY), draw((0, 0, 1, 3)))),
             "stop": tuple(letters[at : at + draw((1, 2))] for at in starts),

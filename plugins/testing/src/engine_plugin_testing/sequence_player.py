@@ -47,7 +47,7 @@ class Saved:
 
 @dataclass
 class Game:
-    """What the engines of a sequence share."""
+    """A sequence: what its engines share."""
 
     bench: TrainBench
     seed: int
@@ -203,7 +203,7 @@ class Player:
     # -- calls that change the engine -----------------------------------------------
 
     def load(self) -> Tensor | None:
-        """Load a state, perhaps an old one or that of another engine; return the random state that it must bring back."""
+        """Load a state, perhaps an old one or that of another engine; return the random state [S] that it must bring back."""
         states = [saved for saved in self.game.saved if saved.trained == self.engine.trainable]
         if not states:
             self.save()

@@ -58,6 +58,9 @@ def random_updates_arrive_bit_for_bit(bench: TransportBench) -> None:
 
     Names, types, shapes, strides and bits are random. Ends come late, any rank may send, some updates are repeated, and
     each link ends with a stream that fails. Sender and receivers change their tensors after an update.
+
+    Raises:
+        AssertionError: a receiver got other weights; raised after the last link.
     """
     draws, delays = random.Random(SEED), random.Random(bench.rank)
     seeds, differences = [0], []
