@@ -34,7 +34,8 @@ class Actor:
         work = UNIT if recomputed else max(3 * UNIT, min(free, 8 * UNIT))
         return MemoryNeed(
             {"weights": 2 * UNIT}, {"optimizer": 4 * UNIT}, {"activations": work}, moving=UNIT, reserve=UNIT,
-            least=UNIT if recomputed else 3 * UNIT, chosen={"max_tokens_per_rank": work},
+            least=UNIT if recomputed else 3 * UNIT,
+            chosen={"max_tokens_per_rank": work, f"{config.backend}.activation_checkpointing": recomputed},
         )  # fmt: skip
 
 
@@ -175,10 +176,12 @@ def test_unknown_roles_are_said_to_be_unknown():
     assert made.as_json()["roles"]["rollout"] == "unknown"
 
 
-def test_a_run_gets_the_share_of_the_plan_and_its_table_is_logged(caplog):
+def test_a_run_gets_the_share_and_the_recomputation_of_the_plan_and_its_table_is_logged(caplog):
     with caplog.at_level(logging.INFO, logger="engine"):
         made = planned(config(), Plugins(), ROLES, 1, 40 * UNIT)
     assert made.rollout.options.gpu_memory_utilization == 8 / 40
+    assert made.actor.options.activation_checkpointing is False  # "auto" in the run file
+    assert made.actor.max_tokens_per_rank == "auto"  # chosen when the memory is known
     assert "peak" in caplog.text
     assert "chosen       rollout.hf.gpu_memory_utilization 0.2" in caplog.text
 

@@ -106,6 +106,22 @@ def test_auto_takes_the_tokens_that_a_run_would_take(model_folder):
     assert scarce.least < sum(scarce.working.values())
 
 
+def test_activations_are_recomputed_where_the_longest_sequence_would_else_not_fit(model_folder):
+    path = model_folder("qwen3")
+    act, need = terms(path), need_of(path)
+    held = need.kept["weights"] + need.idle["optimizer"] + need.working["gradients"]
+    room = int((act.constant + (memory.FEW + 600) * act.token(False)) / (1 - memory.RESERVE))
+
+    def recomputed(length, tokens=None):
+        ask = dataclasses.replace(ASK, tokens=tokens, length=length, free=held + room)
+        need = need_of(path, ask, tokens="auto", activation_checkpointing="auto")
+        return need.chosen["torch.activation_checkpointing"]
+
+    assert not recomputed(memory.FEW + 500)
+    assert recomputed(memory.FEW + 700)
+    assert not recomputed(memory.FEW + 700, tokens=memory.FEW + 500)  # the mini-batch has no such sequence
+
+
 @pytest.mark.parametrize("method", ["int8", "nf4"])
 def test_quantized_weights_are_counted_to_the_byte(model_folder, method):
     if method == "nf4":

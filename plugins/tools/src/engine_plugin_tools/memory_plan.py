@@ -347,9 +347,10 @@ def nearest_change(
 def planned(
     config: EngineConfig, plugins: PluginSet, roles: Mapping[str, Role], ranks: int, device_bytes: int
 ) -> EngineConfig:
-    """Log the plan of a device and return the config with the sampler's share; a part that a run calls.
+    """Log the plan of a device and return the config with what the plan chose; a part that a run calls.
 
-    The share stays as it is where a role has no estimate. Nothing is planned for an export.
+    The sampler's share and recomputation are set. They stay as they are where a role has no estimate. Each trained role
+    chooses its micro-batch itself, when the memory is known. Nothing is planned for an export.
 
     Args:
         config: of the run.
@@ -376,10 +377,11 @@ def planned(
         raise ConfigError(f"{too_small(plan, change)} `engine plan` prints the table.")
     if not plan.fits:
         log.warning("%s `engine plan` prints the table.", too_small(plan, change))
-    share = plan.chosen.get(f"rollout.{config.rollout.backend}.gpu_memory_utilization")
-    if share is None or plan.unknown:
-        return config
-    return _with(config, ("rollout", "options", "gpu_memory_utilization"), share)
+    for key, value in plan.chosen.items() if not plan.unknown else ():
+        role, *_, name = key.split(".")
+        if role in ("actor", "critic", "rollout") and name != "max_tokens_per_rank":
+            config = _with(config, (role, "options", name), value)
+    return config
 
 
 def too_small(plan: MemoryPlan, change: str) -> str:

@@ -37,7 +37,7 @@ GIB = 1024**3
 RESERVE = 0.15  # share of free memory that stays unused
 ON_CPU = 8192  # tokens of a micro-batch without an estimate
 MOST = 65536  # larger micro-batches are no faster
-FEW = 16384  # if fewer tokens than this fit, recomputing activations pays off
+FEW = 8192  # if fewer tokens than this fit, recomputing activations pays off (benchmarks/train/README.md)
 ROUND = 512  # tokens
 
 IN_STEPS = frozenset({"gelu_new", "gelu_fast", "quick_gelu", "gelu_python"})  # they run as several kernels

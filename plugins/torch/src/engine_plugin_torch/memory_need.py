@@ -61,7 +61,7 @@ def memory_need(
     again = False
     if question.free is not None:
         estimate = Estimate(held, act, question.free)
-        again = trained and estimate.checkpointing(-(-most // sharers))
+        again = trained and estimate.checkpointing(-(-_micro_batch(most, question) // sharers))
         if asked == "auto":
             most = estimate.budget(budget.share_of(options, again), trained) * sharers
     share = budget.share_of(options, again) if trained else 0.0
