@@ -111,6 +111,57 @@ class Returned(Broken):
         return [self.returned(rollout) for rollout in result] if isinstance(result, list) else result
 
 
+class ForgetsDrops(Broken):
+    def given(self, batch, plain):
+        plain.pop("dropped", None)
+        return (batch,)
+
+
+class DropsLate(Broken):
+    """A drop arrives with the next call; answers that come in between are hidden."""
+
+    late = ()
+
+    def given(self, batch, plain):
+        if "dropped" in plain or "requests" in plain:
+            plain["dropped"], self.late = self.late, plain.get("dropped", ())
+        return (batch,)
+
+    def back(self, result):
+        return [r for r in result if r.request_id not in self.late] if isinstance(result, list) else result
+
+
+class EarlierPrompt(Asked):
+    """A cache of requests by id that a second request with the id does not replace."""
+
+    def start(self, roles, total_steps):
+        self.known = {}
+        return super().start(roles, total_steps)
+
+    def asked(self, request):
+        return {"prompt": self.known.setdefault(request.id, request.prompt)}
+
+
+class HidesStopped(Broken):
+    def back(self, result):
+        return [r for r in result if r.finish_reason != "abort"] if isinstance(result, list) else result
+
+
+class AnswersOfEarlierCalls(Broken):
+    last = None
+
+    def back(self, result):
+        if not isinstance(result, dict):
+            return result
+        self.last, earlier = result, self.last
+        return earlier or result
+
+
+class LosesColumnsOfOne(Changed):
+    def changed(self, batch):
+        return dataclasses.replace(batch, tokens={}) if len(batch) == 1 else batch
+
+
 class LosesExtras(Returned):
     def returned(self, rollout):
         return dataclasses.replace(rollout, extras={n: c for n, c in rollout.extras.items() if c.ndim == 1})

@@ -4,7 +4,7 @@ import pytest
 
 from engine_core.contracts.weight_sync import SyncResult
 from engine_core.errors import PluginError
-from engine_plugin_processes import generation, links, split
+from engine_plugin_processes import flow, generation, links, split, worker_group
 from engine_plugin_testing import RuntimeSuite
 from engine_plugin_testing.runtime_bench import RuntimeBench
 
@@ -43,6 +43,20 @@ FAULTS = [
     ("LeavesEngines", "engines left open by a start that fails", "a_start_that_fails_tells_why"),
     ("NeverCloses", "engines left open by close", "closing_twice_is_closing_once"),
     ("ClosesAgain", "engines closed again by a second close", "closing_twice_is_closing_once"),
+    ("ForgetsDrops", "a dropped request answered", "random_calls_of_a_sampler_answer_each_request_once"),
+    ("DropsLate", "a dropped request sampled", "random_calls_of_a_sampler_answer_each_request_once"),
+    (
+        "EarlierPrompt",
+        "the prompt of an earlier request with the same id",
+        "random_calls_of_a_sampler_answer_each_request_once",
+    ),
+    (
+        "HidesStopped",
+        "a stopped request without an answer",
+        "random_calls_of_a_sampler_answer_each_request_once",
+    ),
+    ("AnswersOfEarlierCalls", "an answer given to another call", "random_batches_come_back_in_their_order"),
+    ("LosesColumnsOfOne", "columns of one sequence lost", "random_batches_come_back_in_their_order"),
     ("SaveIsDone", "a save that failed later counted as done", "a_save_that_fails_later_raises_its_error"),
 ]
 
@@ -82,7 +96,7 @@ def test_faults_of_the_split_over_ranks_are_caught(monkeypatch):
         bench.close()
 
 
-send = generation.Generation._send
+send, go, share = generation.Generation._send, flow.Flow.go, worker_group.RemoteWorkerGroup.share
 CONTROLLER_FAULTS = [
     (
         generation.Generation,
@@ -97,6 +111,20 @@ CONTROLLER_FAULTS = [
         lambda call: send(call) if len(call._left) == len(call._requests) else call._finish(),
         "requests of a lost sampler never sent again",
         "a_request_of_a_lost_sampler_is_answered_once",
+    ),
+    (
+        flow.Flow,
+        "go",
+        lambda call, requests=(), dropped=(): go(call, requests),
+        "a drop that a flow sends to no sampler",
+        "random_orders_of_a_session_answer_each_request_once",
+    ),
+    (
+        worker_group.RemoteWorkerGroup,
+        "share",
+        lambda group, requests, but=(): share(group, requests[: max(1, len(requests) - 1)], but),
+        "requests lost where they are shared out",
+        "random_orders_of_a_session_answer_each_request_once",
     ),
     (
         links,
@@ -119,7 +147,7 @@ def test_a_planted_fault_of_the_controller_is_caught(monkeypatch, where, name, b
     bench = RuntimeBench(**{**Runtime.settings(), "backend": "torchrun", "plugins": []})
     monkeypatch.setattr(where, name, broken)
     try:
-        with pytest.raises(AssertionError, match="expected"):
+        with pytest.raises(AssertionError, match=r"expected|never answered|after 60 were dropped"):
             made.function(bench)
     finally:
         bench.close()

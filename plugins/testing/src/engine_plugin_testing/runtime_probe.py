@@ -232,6 +232,7 @@ class ProbeSampler(RolloutEngine):
         """Run the action of the oldest request and return its rollout; one with ``die:FILE`` comes after the others."""
         request = min(self.queue.values(), key=lambda one: one.prompt.columns.get("do", "")[:3] == "die")
         happens(request.prompt.columns.get("do", ""))
+        self.journal.write("step", prompt=list(request.prompt.token_ids))
         return [self.answer(self.queue.pop(request.id), "stop")]
 
     def answer(self, request, reason):
