@@ -172,6 +172,8 @@ def library(world, demo, tmp_path_factory):
 def _make_chat_model(folder: Path) -> None:
     """Make ``tiny/chat`` of the folder's model, by the block of ``first_run.md`` that makes it."""
     shutil.copytree(folder / "model", folder / "tiny" / "model")
+    config = folder / "tiny" / "model" / "config.json"  # with as many positions as the model of that page
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 32768}))
     block = next(b for b in blocks_of((DOCS / "first_run.md").read_text()) if '("tiny/chat")' in b.text)
     script = folder / "tiny" / "make_chat.py"
     script.write_text(block.text)

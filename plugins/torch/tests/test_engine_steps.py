@@ -401,6 +401,36 @@ def test_a_plugins_scheduler_that_makes_a_rate_from_the_one_before_goes_on_with_
     assert same(weights_of(resumed), weights_of(straight))
 
 
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_resume_takes_the_shares_of_groups_that_the_optimizer_has_now(make_engine, batch, tmp_path, kind):
+    def make(share):
+        def optimizer(role, module, optim_config, options):
+            vectors = [p for p in module.parameters() if p.ndim == 1]
+            rest = [p for p in module.parameters() if p.ndim > 1]
+            groups = [{"params": rest}, {"params": vectors, "lr": optim_config.lr * share}]
+            made = torch.optim.AdamW(groups, lr=optim_config.lr)
+            return made, SCHEDULERS[kind](made)
+
+        return make_engine(hooks={"engine_build_optimizer": optimizer}, optim={"lr": 1e-4})
+
+    def rates(engine):
+        found = []
+        for _ in range(4):
+            train(engine, batch)
+            found.append([group["lr"] for group in engine.optimizer.param_groups])
+        return found
+
+    first = make(0.5)
+    train(first, batch, steps=2)
+    first.save(tmp_path / "saved").result()
+    resumed = make(0.05)
+    resumed.load(tmp_path / "saved")
+    for (whole, half), (same, changed) in zip(rates(first), rates(resumed), strict=True):
+        assert same == whole
+        assert half == pytest.approx(0.5 * whole)
+        assert changed == pytest.approx(0.05 * whole)
+
+
 def test_a_saved_state_is_safetensors_and_json_only(make_engine, batch, tmp_path):
     engine = make_engine()
     train(engine, batch)

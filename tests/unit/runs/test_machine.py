@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,14 @@ def test_memory_of_the_process_is_a_metric():
     before = machine.memory_metrics()["memory/rss_gib"]
     held = bytearray(200 * 1024**2)
     held[::4096] = b"x" * len(held[::4096])
-    assert machine.memory_metrics()["memory/rss_gib"] - before == pytest.approx(200 / 1024, abs=0.02)
+
+    def grown():
+        return machine.memory_metrics()["memory/rss_gib"] - before == pytest.approx(200 / 1024, abs=0.02)
+
+    deadline = time.monotonic() + 20  # some kernels count pages late when the machine is busy
+    while not grown() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert grown()
 
 
 class Accelerator:

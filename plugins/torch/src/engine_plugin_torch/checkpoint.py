@@ -19,6 +19,7 @@ from engine_core.errors import DataError, did_you_mean
 from engine_core.runs import state_files
 from engine_plugin_torch import state
 from engine_plugin_torch.export import add_end_token
+from engine_plugin_torch.optimizers import peak_rates, set_peak_lr
 from engine_plugin_torch.shards import Shards, optimizer_tensors
 from engine_plugin_torch.weights import places, weight_at
 
@@ -125,14 +126,14 @@ class StateStore:
         """Load the values of ``_scalars`` and the random state."""
         with state_files.reading(folder / state_files.STATE):
             if self.engine.lr_scheduler is not None:
-                scheduler = self.engine.lr_scheduler
+                scheduler, optimizer = self.engine.lr_scheduler, self.engine._trained()
+                rates = peak_rates(optimizer, scheduler)
                 scheduler.load_state_dict(_with_keys_of(scheduler.state_dict(), scalars["lr_scheduler"]))
                 saved = scalars["optimizer"]["groups"]  # some schedulers compute a rate from the last one
-                for group, was in zip(self.engine._trained().param_groups, saved, strict=True):
+                for group, was in zip(optimizer.param_groups, saved, strict=True):
                     group.update({key: was[key] for key in ("lr", "initial_lr") if key in was})
-                self.engine.set_lr(
-                    self.engine.config.optim.lr
-                )  # the run file's peak, at this step of its schedule
+                # the peak and the shares of the run file, at this step of its schedule
+                set_peak_lr(optimizer, scheduler, self.engine.config.optim.lr, rates)
             self.engine.num_skipped_steps = int(scalars["num_skipped_steps"])
             self.engine.budget.auto_tokens = scalars.get("auto_tokens")
             self.engine.loss_scale.load(scalars)

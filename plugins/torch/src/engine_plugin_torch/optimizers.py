@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,13 +133,28 @@ def check_groups(module: nn.Module, optimizer: torch.optim.Optimizer, role: str,
         )
 
 
-def set_peak_lr(optimizer: torch.optim.Optimizer, scheduler: Any, lr: float) -> None:
-    """Replace the peak rate; the schedule's factor at this step and each group's share of the largest rate stay."""
+def peak_rates(optimizer: torch.optim.Optimizer, scheduler: Any) -> list[float]:
+    """Return the peak rate of each group: the base rates of a scheduler, else the initial rates."""
     groups = optimizer.param_groups
     bases = getattr(scheduler, "base_lrs", None) or [group.get("initial_lr", group["lr"]) for group in groups]
-    bases = [float(base) for base in bases]
-    # divide first: lr * base / base is not always lr, and a resumed run must have the rate of an uninterrupted one
-    peaks = [lr * (base / max(bases)) if max(bases) else lr for base in bases]
+    return [float(base) for base in bases]
+
+
+def set_peak_lr(
+    optimizer: torch.optim.Optimizer, scheduler: Any, lr: float, rates: Sequence[float] | None = None
+) -> None:
+    """Replace the peak rate; the schedule's factor at this step stays, and each group's share of the largest rate.
+
+    Args:
+        optimizer: the optimizer whose groups are changed.
+        scheduler: its schedule, whose base rates are changed, or None.
+        lr: the new peak of the group with the largest rate.
+        rates: a rate of each group, of which the shares are taken; default: ``peak_rates``.
+    """
+    groups, bases = optimizer.param_groups, peak_rates(optimizer, scheduler)
+    rates = bases if rates is None else rates
+    # divide first: lr * rate / rate is not always lr, and a resumed run must have the rate of an uninterrupted one
+    peaks = [lr * (rate / max(rates)) if max(rates) else lr for rate in rates]
     for each in (scheduler, *getattr(scheduler, "_schedulers", ())):  # those that SequentialLR contains
         if hasattr(each, "base_lrs"):
             each.base_lrs = peaks

@@ -109,7 +109,8 @@ def measure(config: EngineConfig, checkpoint: Path | None, out: Path | None) -> 
     with closing(load_trainer(config)) as trainer:
         if out is not None and not hasattr(trainer, "generate"):
             raise ConfigError(
-                f"--out: trainer = '{config.trainer}' samples nothing, so there is nothing to write."
+                f"--out: trainer = '{config.trainer}' samples nothing, so there is nothing to write. Export the model, then: "
+                "engine eval RL.toml --set model.path=EXPORT --out DIR"
             )
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint)
