@@ -30,6 +30,9 @@ def declared_families(config: EngineConfig, plugins: PluginSet) -> Iterator[dict
         table = getattr(config, role)
         kind = RolloutBackend.kind if role == "rollout" else TrainBackend.kind
         spec: Any = plugins.find(kind, table.backend) if table else None
+        trained: Any = plugins.find(TrainBackend.kind, config.actor.backend)
+        if role == "rollout" and getattr(trained, "own_model", False):
+            continue  # the actor's model is sampled, which is not that of the folder
         families = resolve(spec.families) if spec and spec.families else {}
         types = _model_types(getattr(table, "path", None) or config.model.path) if families else []
         if types:

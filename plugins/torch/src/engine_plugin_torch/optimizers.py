@@ -131,6 +131,17 @@ def check_groups(module: nn.Module, optimizer: torch.optim.Optimizer, role: str,
             f"The highest learning rate of the optimizer's groups is {highest:g}, and {role}.optim.lr is {lr:g}. Schedules and "
             f"metrics use this key: set it to the highest rate, and give other groups a share of it."
         )
+    for number, group in enumerate(optimizer.param_groups):
+        rate, count = group.get("initial_lr", group.get("lr", lr)), sum(p.numel() for p in group["params"])
+        decay = group.get("weight_decay", 0.0)
+        log.info(
+            "%s: group %d of the optimizer: lr %g, weight decay %g, %d parameters.",
+            role,
+            number,
+            rate,
+            decay,
+            count,
+        )
 
 
 def peak_rates(optimizer: torch.optim.Optimizer, scheduler: Any) -> list[float]:
