@@ -134,7 +134,8 @@ def sentence(value: Any, path: Path_, details: list[Any], raw: RawConfig) -> str
         return "too few entries." if isinstance(value, list) else "missing, and it has no default."
     got = f"got {shown(value, path, raw)}"
     if errors := [d["ctx"]["error"] for d in details if d["type"] in ("value_error", "assertion_error")]:
-        return f"{got}: {errors[0]}"  # the author of the model worded it
+        worded = str(errors[0])  # by the author of the model
+        return f"{got}: {worded}" if worded.endswith((".", "!", "?")) else f"{got}: {worded}."
     expected = " or ".join(dict.fromkeys(expectation(detail) for detail in details))
     origin, quoted = raw.origin(path), ""
     if "string_type" in kinds and origin and not origin.file:

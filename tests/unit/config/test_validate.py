@@ -293,7 +293,7 @@ def test_validators_of_options_know_the_folder_of_the_run_file(specs, tmp_path):
 
     mine = {**specs, "rewards": {"r": Reward(load=print, config=Seen)}}
     raw = RawConfig({"reward": [{"name": "r"}]}, files=[tmp_path / "run.toml"])
-    with pytest.raises(ConfigError, match=f"seen {tmp_path}"):
+    with pytest.raises(ConfigError, match=rf"seen {tmp_path}\. "):  # the rest is another sentence
         validate(raw, lambda kind, name: mine[kind][name], lambda kind: mine[kind])
 
 

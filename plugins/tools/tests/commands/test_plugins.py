@@ -21,6 +21,7 @@ def test_the_list_of_one_kind(engine):
     lines = engine("plugins", "rewards").out.splitlines()[1:]
     assert lines
     assert all(line.split()[1] == "rewards" for line in lines)
+    assert engine("plugins", "train-engines").out == engine("plugins", "train_engines").out
     answer = engine("plugins", "reward")
     assert answer.code == 2
     assert "Did you mean 'rewards'?" in answer.err

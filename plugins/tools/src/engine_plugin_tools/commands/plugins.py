@@ -34,6 +34,7 @@ def plugins(
     Raises:
         ConfigError: no installed plugin is of this kind.
     """
+    kind = kind.replace("-", "_")  # as in `engine new plugin --kind`
     found = list_plugins(check, kind)
     kinds = sorted({info.kind for info in found})
     if kind and kind not in kinds:
