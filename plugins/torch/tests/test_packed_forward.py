@@ -12,6 +12,7 @@ from transformers import (
     HunYuanDenseV1Config,
     Llama4TextConfig,
     LlamaConfig,
+    LlamaForCausalLM,
     MambaConfig,
     NanoChatConfig,
     Phi3Config,
@@ -39,12 +40,39 @@ def test_a_head_with_unknown_scaling_falls_back_to_the_models_own_logits(make_en
     engine.module.forward = doubled.__get__(engine.module)
     with caplog.at_level(logging.WARNING, "engine"):
         found = engine.infer(batch, ["log_probs"])["log_probs"]
-    assert "full logits, which need more memory: its config does not describe its head" in caplog.text
+    assert "full logits, which need more memory: its logits are not those that its config describes" in caplog.text
     assert engine.forward.packs
     halved = batch.with_columns({})
     halved.temperature = 0.5
     torch.testing.assert_close(found, make_engine("llama").infer(halved, ["log_probs"])["log_probs"])
     assert not torch.allclose(found, expected)
+
+
+class Scaled(LlamaForCausalLM):
+    """A model whose logits have a scale, which begins at 1, and that has a parameter for something else."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.gain, self.other = torch.nn.Parameter(torch.ones(())), torch.nn.Parameter(torch.ones(3))
+
+    def forward(self, input_ids=None, position_ids=None, use_cache=None, **others):
+        output = super().forward(input_ids, position_ids=position_ids, use_cache=use_cache, **others)
+        output.logits = output.logits * self.gain
+        return output
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_parameter_behind_the_head_that_begins_as_the_identity_is_trained(
+    make_engine, batch, model_folder, caplog, used
+):
+    kind = Scaled if used else type("Unscaled", (Scaled,), {"forward": LlamaForCausalLM.forward})
+    engine = make_engine("llama", live={"model": kind(AutoConfig.from_pretrained(model_folder("llama")))})
+    with caplog.at_level(logging.WARNING, "engine"):
+        engine.forward_backward(batch, LossCall("nll"))
+    assert ("its logits also depend on 'gain' beside decoder and head" in caplog.text) == used
+    assert (engine.forward.head is None) == used
+    assert (engine.module.gain.grad is not None and bool(engine.module.gain.grad != 0)) == used
+    assert engine.module.model.norm.weight.grad.any()
 
 
 class Unsplit(PreTrainedModel):

@@ -200,15 +200,38 @@ class PackedForward:
                 self.shares = False
 
     def _head_problem(self) -> str:
-        """Return why decoder and head do not give the logits of the whole module on one sequence; empty if they do."""
+        """Return why decoder and head do not give the logits of the whole module on one sequence; empty if they do.
+
+        They also do not where the logits depend on further trained parameters, which may not change a value yet: a
+        scale of 1, a bias of 0. Then the graph of the whole module reaches them, and that of decoder and head does not.
+        """
+        further = self._further_parameters()
         try:
-            found = self._logits_of(self._alone())
+            with torch.set_grad_enabled(bool(further)):
+                found = self._logits_of(self._alone())
         except AttributeError as error:  # of a class that is not split as those of transformers
             return f"get_decoder() returns no base model with last_hidden_state ({error})."
         head, self.head = self.head, None
-        own = self._logits_of(self._alone())
+        with torch.set_grad_enabled(bool(further)):
+            own = self._logits_of(self._alone())
         self.head = head
-        return "" if differs_by(found, own) <= SAME else "its config does not describe its head."
+        if differs_by(found.detach(), own.detach()) > SAME:
+            return "its logits are not those that its config describes, of its head on last_hidden_state."
+        if missed := _leaves(own).keys() - _leaves(found).keys():
+            names = [f"'{name}'" for name, parameter in further.items() if id(parameter) in missed]
+            return f"its logits also depend on {', '.join(names) or 'parameters'} beside decoder and head."
+        return ""
+
+    def _further_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the trained parameters by name that lie neither in the decoder nor in the head."""
+        decoder = getattr(self.module, "get_decoder", lambda: None)()
+        parts = [part for part in (decoder, self.head and self.head.project) if isinstance(part, nn.Module)]
+        known = {id(parameter) for part in parts for parameter in part.parameters()}
+        return {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and id(parameter) not in known
+        }
 
     def _packs_apart(self) -> bool:
         self.packs = False
@@ -234,6 +257,21 @@ class PackedForward:
     @property
     def _vocabulary(self) -> int:
         return int(self.module.config.get_text_config().vocab_size)  # type: ignore
+
+
+def _leaves(value: Tensor) -> dict[int, Tensor]:
+    """Return the leaves ``[D1, ..., Dn]`` of a tensor's graph by id; none without a graph."""
+    seen: set[Any] = set()
+    left, found = [value.grad_fn], {}
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (leaf := getattr(node, "variable", None)) is not None:
+            found[id(leaf)] = leaf
+        left += [following for following, _ in node.next_functions]
+    return found
 
 
 def _can_pack(module: nn.Module) -> bool:
