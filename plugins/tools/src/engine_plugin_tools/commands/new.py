@@ -30,7 +30,7 @@ def plugin(
     """
     check_writable(folder)
     path = new_plugin(name, folder, kind)
-    print(f"{path}\nInstall it: pip install -e {path}")
+    print(f"{path}\nInstall it: pip install -e '{path}[dev]'")
 
 
 def run(
