@@ -40,7 +40,10 @@ def test_a_head_with_unknown_scaling_falls_back_to_the_models_own_logits(make_en
     engine.module.forward = doubled.__get__(engine.module)
     with caplog.at_level(logging.WARNING, "engine"):
         found = engine.infer(batch, ["log_probs"])["log_probs"]
-    assert "full logits, which need more memory: its logits are not those that its config describes" in caplog.text
+    assert (
+        "full logits, which need more memory: its logits are not those that its config describes"
+        in caplog.text
+    )
     assert engine.forward.packs
     halved = batch.with_columns({})
     halved.temperature = 0.5

@@ -231,4 +231,6 @@ def weights_that_do_not_fit_are_refused(bench: TrainBench) -> None:
         with refused(f"a stream without a weight (mix={mix})", last):
             engine.load_named_weights([(n, value) for n, value in weights.items() if n != last], mix=mix)
         with refused(f"a weight of another shape (mix={mix})", first):
-            engine.load_named_weights([(n, v[None] if n == first else v) for n, v in weights.items()], mix=mix)
+            engine.load_named_weights(
+                [(n, v[None] if n == first else v) for n, v in weights.items()], mix=mix
+            )
