@@ -14,8 +14,8 @@ class TwoRates:
         if optim_config is None:  # a reference model is not trained: the engine continues alone
             return module
         module = self._distribute(module)  # placed, wrapped, sharded: the parameters that are trained here
-        matrices = [p for p in module.parameters() if p.ndim >= 2]
-        vectors = [p for p in module.parameters() if p.ndim < 2]
+        trained = [p for p in module.parameters() if p.requires_grad]
+        matrices, vectors = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
         lr = optim_config.lr
         groups = [
             {"params": matrices, "weight_decay": optim_config.weight_decay},
