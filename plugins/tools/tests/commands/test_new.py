@@ -10,7 +10,7 @@ def test_a_new_plugin_is_written_where_it_is_asked_for(engine, tmp_path):
     assert answer.code == 0
     folder = tmp_path / "mine" / "engine-plugin-my-reward"
     assert answer.out.splitlines()[0] == str(folder.relative_to(tmp_path))
-    assert "pip install -e mine/engine-plugin-my-reward" in answer.out
+    assert "pip install -e 'mine/engine-plugin-my-reward[dev]'" in answer.out
     assert "my_reward" in (folder / "pyproject.toml").read_text()
 
 
