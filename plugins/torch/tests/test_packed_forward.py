@@ -72,7 +72,7 @@ def test_a_parameter_behind_the_head_that_begins_as_the_identity_is_trained(
     engine = make_engine("llama", live={"model": kind(AutoConfig.from_pretrained(model_folder("llama")))})
     with caplog.at_level(logging.WARNING, "engine"):
         engine.forward_backward(batch, LossCall("nll"))
-    assert ("its logits also depend on 'gain' beside decoder and head" in caplog.text) == used
+    assert ("its logits also depend on 'gain' outside decoder and head" in caplog.text) == used
     assert (engine.forward.head is None) == used
     assert (engine.module.gain.grad is not None and bool(engine.module.gain.grad != 0)) == used
     assert engine.module.model.norm.weight.grad.any()

@@ -31,13 +31,13 @@ class _Workload:
 
     Attributes:
         open: the requests that have no answer yet, by id.
-        told: the calls so far, for messages.
+        calls: the calls so far, for messages.
     """
 
     def __init__(self, group: WorkerGroup, draws: random.Random) -> None:
         self.group, self.draws = group, draws
         self.open: dict[str, Request] = {}
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.version: int | None = None  # of the last push
         self.spent: set[str] = set()  # ids that are not used again
         self._count = 0
@@ -50,7 +50,7 @@ class _Workload:
         return self._made(ids, columns)
 
     def more(self, count: int, **columns: Any) -> list[Request]:
-        """Return so many requests with ids of their own."""
+        """Return so many requests with new ids."""
         return self._made([f"more{self._count + i}" for i in range(count)], columns)
 
     def _made(self, ids: Iterable[str], columns: dict[str, Any]) -> list[Request]:
@@ -71,7 +71,7 @@ class _Workload:
         """Call the samplers and note the call."""
         texts = {key: [getattr(each, "id", each) for each in value] if isinstance(value, list) else value
                  for key, value in plain.items()}  # fmt: skip
-        self.told.append(f"{method}({texts})")
+        self.calls.append(f"{method}({texts})")
         found: list[Rollout] | None = self.group.call(method, **plain).result()
         return found or []
 
@@ -83,7 +83,7 @@ class _Workload:
             ended: ids that the call stopped, so that each must be among the rollouts if its request is open.
         """
         stopped = {id for id in ended if id in self.open}
-        calls = f" after {'; '.join(self.told[-6:])}"
+        calls = f" after {'; '.join(self.calls[-6:])}"
         for rollout in found:
             request = self.open.pop(rollout.request_id, None)
             assert request is not None, (
@@ -137,14 +137,14 @@ def random_calls_of_a_sampler_answer_each_request_once(bench: RuntimeBench) -> N
             load.take(load.call("advance", requests=new, dropped=dropped, rounds=3))
             load.take(load.call("advance", requests=load.new(3)))  # ids of dropped requests among them
             assert not (late := gone & set(_sampled(bench, journal)[before:])), (
-                f"Prompts {sorted(late)} were sampled after they were dropped: {load.told[-2]}."
+                f"Prompts {sorted(late)} were sampled after they were dropped: {load.calls[-2]}."
             )
         else:
             while load.open:
                 load.take(load.call("advance"))
             if kind == "push":
                 load.version = number + 100
-                load.told.append(f"push_weights({load.version})")
+                load.calls.append(f"push_weights({load.version})")
                 runtime.push_weights("actor", "rollout", load.version)
             load.take(load.call("generate", requests=load.new(6)))
             assert not load.open, f"generate left {sorted(load.open)} unanswered."
@@ -152,7 +152,7 @@ def random_calls_of_a_sampler_answer_each_request_once(bench: RuntimeBench) -> N
         open = len(load.open)
         load.take(load.call("advance", rounds=2))
         assert len(load.open) < open, (
-            f"{sorted(load.open)} are never answered; the last calls: {load.told[-6:]}."
+            f"{sorted(load.open)} are never answered; the last calls: {load.calls[-6:]}."
         )
 
 
@@ -172,7 +172,7 @@ def random_orders_of_a_session_answer_each_request_once(bench: RuntimeBench) -> 
         for number in range(SESSION_CALLS):
             kind = draws.choice(("submit", "submit", "drop", "cancel", "push"))
             new, ids = load.new(4, do="sleep:0.002"), load.some()
-            load.told.append(f"{kind} of {ids}, after new {[request.id for request in new]}")
+            load.calls.append(f"{kind} of {ids}, after new {[request.id for request in new]}")
             session.submit(new)
             if kind == "drop":
                 load.spent |= {id for id in ids if load.open.pop(id, None)}
@@ -195,7 +195,7 @@ def random_orders_of_a_session_answer_each_request_once(bench: RuntimeBench) -> 
         deadline = time.monotonic() + PATIENCE
         while (load.open or not session.idle) and time.monotonic() < deadline:
             load.take(session.results(timeout=0.05))
-        assert not load.open, f"{sorted(load.open)} were never answered; the last calls: {load.told[-6:]}."
+        assert not load.open, f"{sorted(load.open)} were never answered; the last calls: {load.calls[-6:]}."
         session.abandon()
         done = len(_sampled(bench, journal)) - before
         assert done < len(many) // 2, f"{done} requests were sampled after 60 were dropped: no sampler knows."
@@ -225,11 +225,11 @@ def random_batches_come_back_in_their_order(bench: RuntimeBench) -> None:
         role, split = draws.choice(("actor", "ref")), draws.choice(("dp", "dp", "all"))
         future = groups[role].call("infer", batch, split=split, outputs=("double", "columns"))
         sent.append((batch, f"{role}, {split}, lengths {batch.lengths.tolist()}", future))
-    for batch, told, future in sent:
+    for batch, what, future in sent:
         found = future.result()
-        assert torch.equal(found["double"], batch.token_ids.double() * 2), f"{told}: {found['double']}."
+        assert torch.equal(found["double"], batch.token_ids.double() * 2), f"{what}: {found['double']}."
         for name, column in batch.tokens.items():
-            assert described(found.get(name)) == described(column), f"{told}: '{name}' is {found.get(name)}."
+            assert described(found.get(name)) == described(column), f"{what}: '{name}' is {found.get(name)}."
 
 
 def _random_batch(bench: RuntimeBench, draws: random.Random, made: torch.Generator) -> Batch:

@@ -219,7 +219,7 @@ class PackedForward:
             return "its logits are not those that its config describes, of its head on last_hidden_state."
         if missed := _leaves(own).keys() - _leaves(found).keys():
             names = [f"'{name}'" for name, parameter in further.items() if id(parameter) in missed]
-            return f"its logits also depend on {', '.join(names) or 'parameters'} beside decoder and head."
+            return f"its logits also depend on {', '.join(names) or 'parameters'} outside decoder and head."
         return ""
 
     def _further_parameters(self) -> dict[str, nn.Parameter]:
