@@ -18,6 +18,7 @@ def engine_train_engines():
     return {
         "mine": TrainBackend(load=print, families=SEEN),
         "silent": TrainBackend(load=print),
+        "builds": TrainBackend(load=print, own_model=True),
     }
 
 @hookimpl
@@ -51,6 +52,10 @@ def said(tmp_path, monkeypatch):
 
 def of_type(name):
     return json.dumps({"model_type": name})
+
+
+def test_nothing_is_said_of_a_sampler_of_a_model_that_is_not_that_of_the_folder(said):
+    assert said(BOTH.replace("mine", "builds", 1), of_type("qwen3")) == {}
 
 
 def test_a_type_that_both_backends_passed_has_a_line_for_each_role(said):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR, MultiplicativeLR, SequentialLR
 
 from engine_core.config import OptimConfig
 from engine_core.errors import ConfigError
-from engine_plugin_torch.optimizers import build_optimizer, build_schedule, set_peak_lr
+from engine_plugin_torch.optimizers import build_optimizer, build_schedule, check_groups, set_peak_lr
 
 
 def rates(steps, total=0, **config):
@@ -141,3 +143,23 @@ def test_a_new_peak_without_a_schedule_keeps_the_shares_too():
     for peak in (0.1, 0.3):
         set_peak_lr(optimizer, None, peak)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([peak / 2, peak])
+
+
+def test_a_group_whose_rate_was_0_gets_its_share_at_the_place_in_the_schedule():
+    module = nn.Linear(2, 2)
+    groups = [{"params": [module.weight]}, {"params": [module.bias], "lr": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.step()
+    scheduler.step()
+    set_peak_lr(optimizer, scheduler, 1.0, rates=[1.0, 0.1])
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.5, 0.05])
+
+
+def test_the_groups_of_an_optimizer_of_a_plugin_are_logged(caplog):
+    module = nn.Linear(3, 2)
+    groups = [{"params": [module.weight], "weight_decay": 0.1}, {"params": [module.bias], "lr": 0.01}]
+    with caplog.at_level(logging.INFO, "engine"):
+        check_groups(module, torch.optim.SGD(groups, lr=0.02), "actor", 0.02)
+    assert "actor: group 0 of the optimizer: lr 0.02, weight decay 0.1, 6 parameters." in caplog.text
+    assert "actor: group 1 of the optimizer: lr 0.01, weight decay 0, 2 parameters." in caplog.text

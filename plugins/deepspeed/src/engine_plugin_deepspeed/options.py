@@ -54,7 +54,7 @@ class DeepSpeedOptions(ForwardOptions):
     max_reuse_distance: int = Field(default=1_000_000_000, ge=0)
     """A gathered weight is not freed if it is used again within this number of elements (stage 3)."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute the activations of each unit in the backward pass. Recomputation uses less memory and takes about a quarter more time. ``auto``: if `max_tokens_per_rank` tokens (8192, or the longest sequence, if that key is ``auto``) would not fit otherwise, by an estimate; never on the CPU."""
+    """Recompute the activations of each unit in the backward pass. Recomputation uses less memory and takes about a quarter more time. ``auto``: if `max_tokens_per_rank` tokens (8192 if that key is ``auto``), or the longest sequence, would not fit otherwise, by an estimate; never on the CPU."""
     compile: bool | Literal["auto"] = False
     """Compile each unit and the log-probs with torch.compile (stages 0 to 2). ``auto``: compile on an accelerator."""
     weights_bucket_mb: int = Field(default=256, gt=0)

@@ -52,7 +52,7 @@ class FSDPOptions(ForwardOptions):
     cpu_offload: Literal["none", "optimizer", "params"] = "none"
     """``optimizer``: the optimizer state is in host memory between steps. ``params``: weights, gradients and optimizer state are in host memory; the optimizer step runs on the CPU, and each unit is copied to the device when it is used."""
     activation_checkpointing: Literal["none", "full", "auto"] | Annotated[int, Field(gt=0)] = "auto"
-    """``full``: recompute the activations of each unit in the backward pass. Recomputation uses less memory and takes about a quarter more time. A number n: recompute the activations of every n-th unit. ``auto``: ``full`` if `max_tokens_per_rank` tokens (8192, or the longest sequence, if that key is ``auto``) would not fit otherwise, by an estimate; never on the CPU."""
+    """``full``: recompute the activations of each unit in the backward pass. Recomputation uses less memory and takes about a quarter more time. A number n: recompute the activations of every n-th unit. ``auto``: ``full`` if `max_tokens_per_rank` tokens (8192 if that key is ``auto``), or the longest sequence, would not fit otherwise, by an estimate; never on the CPU."""
     activation_offload: bool = False
     """Keep the activations of each unit in host memory until its backward pass."""
     sp: int = Field(default=1, gt=0)

@@ -149,9 +149,9 @@ def random_calls_of_a_sampler_answer_each_request_once(bench: RuntimeBench) -> N
             load.take(load.call("generate", requests=load.new(6)))
             assert not load.open, f"generate left {sorted(load.open)} unanswered."
     while load.open:
-        open = len(load.open)
+        before = len(load.open)
         load.take(load.call("advance", rounds=2))
-        assert len(load.open) < open, (
+        assert len(load.open) < before, (
             f"{sorted(load.open)} are never answered; the last calls: {load.calls[-6:]}."
         )
 
@@ -160,7 +160,7 @@ def random_calls_of_a_sampler_answer_each_request_once(bench: RuntimeBench) -> N
     catches=("a drop that a flow sends to no sampler", "requests lost where they are shared out"),
 )
 def random_orders_of_a_session_answer_each_request_once(bench: RuntimeBench) -> None:
-    """In a session, as a run has it, each request is answered once, cancelled, or dropped and not sampled for long.
+    """In a session of a run, each request is answered once, cancelled, or dropped and not sampled for long.
 
     Requests are submitted, dropped and cancelled in a random order, while samplers work where the group has a flow.
     Weights change while the session is held. Ids of answered and cancelled requests are used again at once.

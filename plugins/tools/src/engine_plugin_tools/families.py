@@ -26,13 +26,14 @@ def declared_families(config: EngineConfig, plugins: PluginSet) -> Iterator[dict
         config: a valid config; a role without a readable ``config.json`` is left out.
         plugins: the plugins of the run.
     """
-    for role in ("actor", *OPTIONAL_ROLES, "rollout"):
+    trained: Any = plugins.find(TrainBackend.kind, config.actor.backend)
+    sampled = (
+        () if getattr(trained, "own_model", False) else ("rollout",)
+    )  # else of a model that is not the folder's
+    for role in ("actor", *OPTIONAL_ROLES, *sampled):
         table = getattr(config, role)
         kind = RolloutBackend.kind if role == "rollout" else TrainBackend.kind
         spec: Any = plugins.find(kind, table.backend) if table else None
-        trained: Any = plugins.find(TrainBackend.kind, config.actor.backend)
-        if role == "rollout" and getattr(trained, "own_model", False):
-            continue  # the actor's model is sampled, which is not that of the folder
         families = resolve(spec.families) if spec and spec.families else {}
         types = _model_types(getattr(table, "path", None) or config.model.path) if families else []
         if types:

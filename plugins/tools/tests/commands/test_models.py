@@ -152,7 +152,11 @@ REFUSED = [
     ("compare again/few.parquet again/more.parquet", 4, "have no prompt in common"),
     ("compare first again --score digit", 4, "no rollout has the reward 'digit'. Did you mean 'digits'?"),
     ("compare first nowhere", 4, "No run at 'nowhere'"),
-    ("eval run.toml --out new", 2, "--out: trainer = 'sft' samples nothing"),
+    (
+        "eval run.toml --out new",
+        2,
+        "--out: trainer = 'sft' samples nothing, so there is nothing to write. Export the model",
+    ),
     ("eval first --set eval.score=digit", 2, "eval.score: got 'digit', which is no reward of the run"),
     (
         "eval first --set eval.set.few.majority=digits",

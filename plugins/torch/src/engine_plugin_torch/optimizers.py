@@ -99,7 +99,7 @@ def optimizer_problem(built: Any) -> str:
 
 
 def check_groups(module: nn.Module, optimizer: torch.optim.Optimizer, role: str, lr: float) -> None:
-    """Refuse an optimizer that lacks trainable parameters, or whose highest rate is not ``optim.lr``.
+    """Refuse an optimizer that lacks trainable parameters, or whose highest rate is not ``optim.lr``; log its groups.
 
     The gradient of a parameter in no group would never be cleared and would count in the norm for clipping. A schedule or
     a resume that sets ``optim.lr`` sets the highest rate, and metrics show that rate.
@@ -169,11 +169,15 @@ def set_peak_lr(
     for each in (scheduler, *getattr(scheduler, "_schedulers", ())):  # those that SequentialLR contains
         if hasattr(each, "base_lrs"):
             each.base_lrs = peaks
+    highest = bases.index(max(bases))  # its factor is that of a group whose rate was 0
+    factor = groups[highest]["lr"] / bases[highest] if bases[highest] else 1.0
     # the lr_lambdas of MultiplicativeLR are factors of one step
     factors = scheduler.lr_lambdas if isinstance(scheduler, LambdaLR) else None
     for index, group in enumerate(groups):
         if factors is not None:
             group["lr"] = peaks[index] * factors[index](scheduler.last_epoch)
         else:
-            group["lr"] = group["lr"] * (peaks[index] / bases[index]) if bases[index] else peaks[index]
+            group["lr"] = (
+                group["lr"] * (peaks[index] / bases[index]) if bases[index] else peaks[index] * factor
+            )
         group["initial_lr"] = peaks[index]

@@ -56,7 +56,7 @@ class TorchOptions(ForwardOptions):
     quantize: Literal["int8", "fp8", "nf4", "fp4"] | None = None
     """Keep the linear layers of frozen weights in 8 or 4 bits. Frozen weights are those of a reference, of a teacher, and of the model below an adapter."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
-    """Recompute the activations of each unit in the backward pass. Recomputation uses less memory and takes about a quarter more time. ``auto``: if `max_tokens_per_rank` tokens (8192, or the longest sequence, if that key is ``auto``) would not fit otherwise, by an estimate; never on the CPU."""
+    """Recompute the activations of each unit in the backward pass. Recomputation uses less memory and takes about a quarter more time. ``auto``: if `max_tokens_per_rank` tokens (8192 if that key is ``auto``), or the longest sequence, would not fit otherwise, by an estimate; never on the CPU."""
 
     @model_validator(mode="after")
     def _no_upcast(self) -> TorchOptions:
