@@ -97,6 +97,7 @@ class Transport(TransportSuite):
 
 
 RUN_FAULTS = runpy.run_path(str(Path(__file__).with_name("train_faults.py")))["RUN_FAULTS"]
+OF_RUNNER = runpy.run_path(str(Path(__file__).with_name("test_planted_reward_faults.py")))
 WORKLOADS = (
     ("MasksPad", "padding tokens of a prompt left out"),
     ("AfterEnd", "a prompt read from its last end token on"),
@@ -400,4 +401,5 @@ def test_every_fault_that_a_contract_claims_to_catch_is_planted():
     claimed = {
         (made.name, fault) for suite in SUITES for made in suite.contracts.values() for fault in made.catches
     }
-    assert claimed == {(f"test_{contract}", fault) for _, _, fault, contract in FAULTS}
+    planted = {(f"test_{contract}", fault) for _, _, fault, contract in FAULTS}
+    assert claimed == planted | {(f"test_{OF_RUNNER['CONTRACT']}", fault) for _, fault in OF_RUNNER["FAULTS"]}

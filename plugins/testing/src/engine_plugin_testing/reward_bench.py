@@ -48,7 +48,7 @@ class RewardBench(Bench):
         """The groups of the examples that name answers: samples, the answers that the reward must read, those that it reads."""
         asked = [(at, entry[2]) for at, entry in enumerate(self.settings["examples"]) if len(entry) > 2]
         found: list[tuple[list[Sample], list[str | None], list[str | None]]] = []
-        with contextlib.closing(self._runner()) as runner:
+        with contextlib.closing(self.runner()) as runner:
             for at, answer in asked:
                 group, values = self.examples[at]
                 runner.score(self.rollouts(group, [0] * len(group)), step=1)
@@ -104,7 +104,7 @@ class RewardBench(Bench):
             workers: number of worker processes; 0: none.
             after_first: called after the first call; samples of the second one may fail then.
         """
-        runner = self._runner(workers)
+        runner = self.runner(workers)
         try:
             found = []
             for number, (samples, groups) in enumerate(calls):
@@ -121,20 +121,34 @@ class RewardBench(Bench):
         finally:
             runner.close()
 
-    def _runner(self, workers: int = 0, weight: float = 1.0) -> RewardRunner:
-        """Build the core's runner with this reward alone; a failure drops its rollout."""
+    def runner(
+        self,
+        workers: int = 0,
+        weight: float = 1.0,
+        live: Sequence[Callable[..., Any]] = (),
+        given: Mapping[str, float] | None = None,
+        **settings: Any,
+    ) -> RewardRunner:
+        """Build the core's runner with this reward; a failure drops its rollout, unless ``settings`` has another policy.
+
+        Args:
+            workers: number of worker processes; 0: none.
+            weight: of the reward.
+            live: further rewards, functions in this process.
+            given: weights of the rewards that the rollouts have already, by name.
+            settings: other keys of ``[[reward]]``.
+        """
         plugins = self.load_plugins()
         config = RewardConfig(
             name=self.name,
             workers=workers,
             weight=weight,
-            on_error="drop",
-            on_timeout="drop",
             options=self.checked_options(plugins),
             timeout_seconds=self.settings["timeout_seconds"],
             max_failure_share=1.0,
+            **{"on_error": "drop", "on_timeout": "drop", **settings},
         )
-        return RewardRunner([config], plugins)
+        return RewardRunner([config], plugins, live=live, given=given)
 
     def _check_bounds(self, samples: Sequence[Sample], values: Sequence[float | None]) -> None:
         """Assert that values are within the suite's ``bounds``."""
@@ -153,7 +167,7 @@ class RewardBench(Bench):
             The sample, the kind of failure that the suite names (or ""), its outcome and its scored rollout.
         """
         found: list[tuple[Sample, str, Outcome | None, Rollout]] = []
-        with contextlib.closing(self._runner(workers, weight)) as runner:
+        with contextlib.closing(self.runner(workers, weight)) as runner:
             for given in self.settings["failing"]:
                 sample, kind = given if isinstance(given, tuple | list) else (given, "")
                 sample = {"completion": sample} if isinstance(sample, str) else sample

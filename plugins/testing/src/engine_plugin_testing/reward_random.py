@@ -15,13 +15,13 @@ SEED, MOST = 1, 60
 ENDS = ("stop", "length", "abort")
 
 
-def _units(bench: RewardBench, draws: random.Random) -> list[list[Sample]]:
+def random_units(bench: RewardBench, draws: random.Random, most: int = MOST) -> list[list[Sample]]:
     """Draw groups of examples with other responses: of pieces, or differing little from one before."""
     given = [str(sample["completion"]) for sample in bench.samples()[0] if "completion" in sample]
     pieces = [*given, *(word for text in given for word in text.split()), *STRANGE, " ", "7"]
     found: list[list[Sample]] = []
     old = ""
-    for _ in range(affordable(bench, MOST)):
+    for _ in range(affordable(bench, most)):
         found.append([])
         for row in draws.choice(bench.examples)[0]:
             text = "".join(draws.choices(pieces, k=draws.randint(0, 4))) * draws.choice((1, 1, 1, 200))
@@ -47,7 +47,7 @@ def random_completions_are_scored_apart(bench: RewardBench) -> None:
     Responses are of any length and script, and many differ by a letter or a space. Groups stay together.
     """
     draws = random.Random(SEED)
-    units = _units(bench, draws)
+    units = random_units(bench, draws)
     alone = [batch[0] for batch in scored(bench, [[unit] for unit in units], workers=1)]
     for workers in (0, 1):
         order = [*draws.sample(range(len(units)), len(units)), *draws.choices(range(len(units)), k=20)]

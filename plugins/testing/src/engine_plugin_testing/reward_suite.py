@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from engine_plugin_testing import imports, reward_cases, reward_random
+from engine_plugin_testing import imports, reward_cases, reward_random, reward_steps
 from engine_plugin_testing.suite import Suite
 
 
-class RewardSuite(Suite, modules=(imports, reward_cases, reward_random)):
+class RewardSuite(Suite, modules=(imports, reward_cases, reward_random, reward_steps)):
     """A suite: the contracts of a reward. ``Suite`` has the other attributes.
 
     Attributes:
