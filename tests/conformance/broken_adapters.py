@@ -5,6 +5,7 @@ import shutil
 from unittest import mock
 
 import torch
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 
@@ -157,6 +158,24 @@ class AnyBase(WithAdapter):
     class made(Adapter):
         def base_identity(self):
             return "the base"
+
+
+class SameBase(WithAdapter):
+    class made(Adapter):
+        def _begin_again(self):
+            kept = self._base
+            super()._begin_again()
+            self._base = kept
+
+
+class ContinuesPlain(WithAdapter):
+    def _distribute(self, module):
+        module = super()._distribute(module)
+        if self.adapter is not None and self.config.lora.path:
+            for layer in module.modules():
+                if isinstance(layer, LoraLayer):
+                    layer.scaling[NAME] = layer.lora_alpha[NAME] / layer.r[NAME]
+        return module
 
 
 class FrozenOnceOff(WithAdapter):

@@ -10,7 +10,7 @@ import torch
 from broken_samplers import Uniforms
 
 from engine_core.contracts.weight_sync import ADAPTER_CONFIG
-from engine_plugin_hf_rollout import decoding
+from engine_plugin_hf_rollout import decoding, distribution
 from engine_plugin_hf_rollout.engine import HFRolloutEngine
 
 # -- later tokens -----------------------------------------------------------------
@@ -90,6 +90,21 @@ class ShortTail(Batches):
         batch = self.whole(requests, ends, positions, device)
         batch.tail = max((len(stop) for stops in batch.stops for stop in stops), default=0)
         return batch
+
+
+class NoSpecialTokens(HFRolloutEngine):
+    def _decode(self, rows):
+        return self.tokenizer.batch_decode(rows, skip_special_tokens=True)
+
+
+class RoundsLogProbs(HFRolloutEngine):
+    def step(self):
+        def rounded(logits, temperature, top_p, top_k, exact=distribution.log_distribution):
+            log_probs, mass = exact(logits, temperature, top_p, top_k)
+            return log_probs.to(logits.dtype).float(), mass
+
+        with mock.patch.object(distribution, "log_distribution", rounded):
+            return super().step()
 
 
 class KeepsStoppedRows(HFRolloutEngine):

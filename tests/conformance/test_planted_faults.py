@@ -44,6 +44,11 @@ class Rollout(RolloutEngineSuite):
     plugins = ["broken_plugin.py"]
 
 
+class RolloutInBf16(Rollout):
+    options = {"dtype": "bf16"}
+    tolerance = 0.2
+
+
 class Rewards(RewardSuite):
     plugins = ["broken_plugin.py"]
     examples = [(" 4.", 1.0), ("4", 1.0), ("5", 0.0)]
@@ -261,6 +266,8 @@ FAULTS = [
     (Rollout, "CutsEarly", "a response cut one token before the last position", "a_response_fits_into_the_model"),
     (Rollout, "ShortTail", "as many tokens decoded as the longest stop string has characters", "stop_strings_cross_the_borders_of_tokens"),
     (Rollout, "KeepsSharedCache", "keys and values of a shared module kept over its steps", "a_shared_module_changes_under_responses_in_flight"),
+    (Rollout, "NoSpecialTokens", "stop strings searched in text without special tokens", "a_stop_string_may_be_a_special_token"),
+    (RolloutInBf16, "RoundsLogProbs", "rollout log-probs rounded to 16 bits", "log_probs_equal_the_reference"),
     (Rollout, "DrainsOneBatch", "one batch drained and the others left", "a_pause_loses_no_request"),
     (Rollout, "DrainsOneStep", "a drain of a single step", "a_pause_loses_no_request"),
     (Rollout, "CutsGreedy", "greedy log-probs of what top-p left", "temperature_0_is_greedy"),

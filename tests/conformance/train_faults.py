@@ -103,6 +103,7 @@ RUN_FAULTS = [
     (1, "ExportsOldConfig", "the model folder's config exported instead of the run's", "an_override_of_the_model_is_used_and_exported"),
     (1, "KeepsWhole", "modules trained whole that stay without the adapter", "every_kind_of_adapter_is_that_of_peft"),
     (1, "AlphaOverRank", "alpha / rank with rslora", "every_kind_of_adapter_is_that_of_peft"),
+    (1, "ContinuesPlain", "rslora of an adapter's folder ignored", "every_kind_of_adapter_is_that_of_peft"),
     (1, "MergesNoLengths", "row magnitudes (DoRA) left out of merged weights", "every_kind_of_adapter_is_that_of_peft"),
     (1, "ExportsOldHead", "modules trained whole exported as they were", "every_kind_of_adapter_is_that_of_peft"),
     (1, "StillLengths", "row magnitudes (DoRA) that are not trained", "every_kind_of_adapter_is_that_of_peft"),
@@ -147,5 +148,6 @@ RUN_FAULTS = [
     (1, "PlacesOfLengths", "the loss mask of an earlier batch of the same lengths", "random_sequences_of_calls_equal_the_reference"),
     (1, "HotValues", "values divided by the temperature", "random_sequences_of_a_critic_equal_the_reference"),
     (1, "KeepsMerged", "merged weights from before an adapter was loaded", "random_sequences_of_an_adapter_equal_the_reference"),
+    (1, "SameBase", "a state of the base before a new one", "random_sequences_of_an_adapter_equal_the_reference"),
     (1, "MovesBetweenCalls", "weights that change between the calls of a step", "gradients_add_up_over_calls"),
 ]  # fmt: skip

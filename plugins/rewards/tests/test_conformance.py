@@ -2,6 +2,8 @@ import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import pytest
+
 from engine_plugin_testing import RewardSuite
 
 FOUR = {"completion": "2 + 2 = 4", "answer": "4"}
@@ -36,6 +38,7 @@ class TestNumeric(RewardSuite):
     failing = [FOUR | {"answer": "unknown"}]
 
 
+@pytest.mark.slow
 class TestNumericTolerances(RewardSuite):
     """The larger one of the two tolerances is allowed, not their sum."""
 
@@ -57,6 +60,7 @@ class TestNumericTolerances(RewardSuite):
     ]
 
 
+@pytest.mark.slow
 class TestNumericInTheBox(RewardSuite):
     name = "numeric"
     options = {"boxed": "only"}
@@ -68,6 +72,7 @@ class TestNumericInTheBox(RewardSuite):
     ]
 
 
+@pytest.mark.slow
 class TestNumericWithoutTheBox(RewardSuite):
     name = "numeric"
     options = {"boxed": "ignore"}
@@ -77,6 +82,7 @@ class TestNumericWithoutTheBox(RewardSuite):
     ]
 
 
+@pytest.mark.slow
 class TestMath(RewardSuite):
     name = "math"
     failing = [FOUR | {"answer": ""}, FOUR | {"answer": "#### "}]
@@ -86,6 +92,7 @@ class TestMath(RewardSuite):
     ]
 
 
+@pytest.mark.slow
 class TestFormat(RewardSuite):
     name = "format"
     bounds = (0.0, 1.0)
@@ -96,6 +103,7 @@ class TestFormat(RewardSuite):
     ]
 
 
+@pytest.mark.slow
 class TestLength(RewardSuite):
     name = "length"
     options = {"max_tokens": 20, "buffer_tokens": 10, "penalty": 0.5}
@@ -136,12 +144,14 @@ class TestAsyncGroups(RewardSuite):
     ]
 
 
+@pytest.mark.slow
 class TestAsyncObject(RewardSuite):
     name = "python"
     options = {"path": "short_answers.py", "function": "later", "allow_local_code": True}
     examples = [("2 + 2 = 4", 1.0), ("5", 0.0)]
 
 
+@pytest.mark.slow
 class TestVerl(RewardSuite):
     """``ground_truth`` is the column of this name, and the column ``answer`` only where the data has no other."""
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from engine_core.errors import EngineError, TrainingFailed
 from engine_core.rewards.models import Known
 from engine_core.types import Request, Rollout, Sampling
 from engine_plugin_testing.contracts import contract
@@ -100,12 +101,16 @@ def _score(
         requests = [Request(r.request_id, r.prompt, Sampling(), r.group_id) for r in rollouts]
         early = runner.early(requests, step)
         if early is not None:
-            order = draws.sample(rollouts, len(rollouts))
-            while order:
-                size = draws.randint(1, 4)
-                early.take(order[:size])
-                order = order[size:]
-            early.seal()
+            try:
+                order = draws.sample(rollouts, len(rollouts))
+                while order:
+                    size = draws.randint(1, 4)
+                    early.take(order[:size])
+                    order = order[size:]
+                early.seal()
+            except EngineError:
+                early.cancel()
+                raise
     elif way == "known before":
         outcomes: dict[str, list[Any]] = {}
         for group in sorted({r.group_id for r in rollouts}):
@@ -171,6 +176,7 @@ def _expected(
         "failures of the step before",
         "a failure that is known before and not counted",
         "a weight before the range",
+        "answers of a step that was given up",
     )
 )
 def random_steps_are_summed_as_configured(bench: RewardBench) -> None:
@@ -178,7 +184,8 @@ def random_steps_are_summed_as_configured(bench: RewardBench) -> None:
 
     Settings: weight (0 and below too), ``clip``, failure policy, workers, a reward of the environment, a function in the
     controller. Steps have groups of any number, failing samples, and rollouts of failed episodes. They are scored at
-    the end, as rollouts arrive in any order, or from outcomes that are known before.
+    the end, as rollouts arrive in any order, or from outcomes that are known before. After a step that a failure ends,
+    the next one is right.
     """
     draws = random.Random(SEED)
     scorable, failing = _groups(bench, draws)
@@ -195,6 +202,37 @@ def random_steps_are_summed_as_configured(bench: RewardBench) -> None:
         with contextlib.closing(runner):
             for step, way in enumerate(draws.sample(WAYS, len(WAYS)), 1):
                 _check_step(bench, runner, settings, _drawn_step(scorable, failing, draws), step, way, draws)
+    if failing:
+        _check_ends(bench, scorable, failing, draws)
+
+
+def _check_ends(
+    bench: RewardBench, scorable: Sequence[Scored], failing: Sequence[Scored], draws: random.Random
+) -> None:
+    """Check that a step that a failure ends leaves its rollouts alone, and that the next step is right."""
+    settings = Settings(1.0, None, "fail", 2, None)
+    runner = bench.runner(workers=2, on_error="fail", on_timeout="fail", live=[characters])
+    with contextlib.closing(runner):
+        for step, way in enumerate(WAYS, 1):
+            groups = _drawn_step(scorable * 5, failing, draws)
+            rollouts = _rollouts(bench, groups)[0]
+            try:
+                _score(runner, rollouts, step, way, draws)
+            except TrainingFailed:
+                changed = [r.request_id for r in rollouts if r.rewards or r.reward or not r.valid]
+                assert not changed, f"A step that failed, scored {way}, has changed the rollouts {changed}."
+            else:
+                raise AssertionError(
+                    f"With `on_error = fail`, a step with a failing sample goes on, scored {way}."
+                )
+            _check_step(bench, runner, settings, _drawn_step(scorable, [], draws), step, way, draws)
+
+
+def _rollouts(bench: RewardBench, groups: Sequence[Sequence[Scored]]) -> tuple[list[Rollout], list[Sample]]:
+    """Return the rollouts of a step, and the samples that they were made of."""
+    samples = [sample for group in groups for each in group for sample in each.samples]
+    numbers = [at for at, group in enumerate(groups) for each in group for _ in each.samples]
+    return bench.rollouts(samples, numbers), samples
 
 
 def _check_step(
@@ -207,10 +245,8 @@ def _check_step(
     draws: random.Random,
 ) -> None:
     """Score the groups of one step and compare everything."""
-    samples = [sample for group in groups for each in group for sample in each.samples]
-    numbers = [at for at, group in enumerate(groups) for each in group for _ in each.samples]
     known = [(value, each.failure) for group in groups for each in group for value in each.values]
-    rollouts = bench.rollouts(samples, numbers)
+    rollouts, samples = _rollouts(bench, groups)
     for rollout in rollouts:
         if settings.given is not None and draws.random() < 0.7:
             rollout.rewards[GIVEN] = draws.uniform(-1, 1)

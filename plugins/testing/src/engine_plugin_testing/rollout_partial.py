@@ -154,7 +154,7 @@ def a_stopped_response_goes_on(bench: RolloutBench) -> None:
             assert whole.response_length == LONG, f"'{request.id}' was cut at {whole.response_length}."
         assert bool(whole.loss_mask[whole.prompt_length :].all()), "A sampled token is not in the loss mask."
         assert set(whole.policy_versions[count:].tolist()) == {5}, "New tokens have another version."
-        expected, _ = expected_log_probs(bench.reference(other), whole, request.sampling)
+        expected, _ = expected_log_probs(bench.reference(other), whole, request.sampling, bench.tolerance)
         found = whole.rollout_log_probs[count:]
         close(found, expected[count - whole.prompt_length :], bench.tolerance, f"'{request.id}', gone on")
 

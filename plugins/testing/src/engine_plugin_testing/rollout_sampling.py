@@ -28,21 +28,31 @@ if TYPE_CHECKING:
 SIGMAS = 5.0  # chance of a false alarm below one in a million
 
 
-def _compared(bench: RolloutBench, **sampling: Any) -> None:
+def _compared(bench: RolloutBench, **sampling: Any) -> Tensor:
+    """Compare log-probs with the reference; return those of all N sampled tokens, [N]."""
     requests, module = bench.requests(group=2, **sampling), bench.reference()
+    values = []
     for request, rollout in zip(requests, bench.engine().generate(requests), strict=True):
         expected, mass = expected_log_probs(module, rollout, request.sampling, bench.tolerance)
         found = rollout.rollout_log_probs[rollout.prompt_length :]
+        values.append(found)
         close(found, expected, bench.tolerance, f"rollout_log_probs of '{request.id}' with {sampling}")
         if "support_log_mass" in rollout.extras:
             kept = rollout.extras["support_log_mass"][rollout.prompt_length :]
             close(kept, mass, bench.tolerance, f"support_log_mass of '{request.id}' with {sampling}")
+    return torch.cat(values)
 
 
-@contract(catches=("rollout log-probs shifted by one token",))
+@contract(catches=("rollout log-probs shifted by one token", "rollout log-probs rounded to 16 bits"))
 def log_probs_equal_the_reference(bench: RolloutBench) -> None:
-    """At temperature 1, ``rollout_log_probs`` equal those of an independent float64 forward pass."""
-    _compared(bench)
+    """At temperature 1, ``rollout_log_probs`` equal those of an independent float64 forward pass.
+
+    They have the digits of float32, also those of a model that computes in 16 bits.
+    """
+    values = _compared(bench)
+    for dtype in (torch.bfloat16, torch.float16):
+        rounded = torch.equal(values.to(dtype).float(), values)
+        assert not rounded, f"rollout_log_probs have the digits of {dtype}: {values[:5].tolist()}."
 
 
 @contract(catches=("log-probs reported at temperature 1",))

@@ -79,7 +79,8 @@ def _story(bench: RolloutBench, module: nn.Module) -> Story:
     return Story(prompt, tokens, {PAD: b"", EOS: b"", **pieces})
 
 
-def _tokenizer(story: Story) -> PreTrainedTokenizerFast:
+def _tokenizer(story: Story, special: Sequence[int] = ()) -> PreTrainedTokenizerFast:
+    """Make the tokenizer of a story; the tokens ``special``, whose pieces are ASCII, are special ones."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -88,7 +89,11 @@ def _tokenizer(story: Story) -> PreTrainedTokenizerFast:
     made = Tokenizer(models.WordLevel(vocab=words, unk_token="?"))
     made.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", clean_up_tokenization_spaces=False
+        tokenizer_object=made,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        additional_special_tokens=[story.text([token]) for token in special],
+        clean_up_tokenization_spaces=False,
     )
 
 
@@ -166,6 +171,31 @@ def stop_strings_cross_the_borders_of_tokens(bench: RolloutBench) -> None:
     for where, rollouts in (("with others", together), ("alone", alone)):
         for (count, reason, changes), rollout in zip(cases, rollouts, strict=True):
             _check(story, rollout, tokens[:count], reason, f"{changes or 'nothing asked'} {where}")
+
+
+@contract(options=("stop",), catches=("stop strings searched in text without special tokens",))
+def a_stop_string_may_be_a_special_token(bench: RolloutBench) -> None:
+    """A stop string that is, begins with or ends with a special token ends a response. The text has no special tokens."""
+    path, story, _ = _told(bench)
+    tokens, place = story.tokens, PIECES.index(b"abc")
+    bench.tokenizer = _tokenizer(story, special=[tokens[place]])
+    cases = [(5, ("abc",)), (5, (" .ab",)), (6, ("bc de",)), (6, ("never",))]
+    requests = [
+        Request(
+            f"{number}",
+            Prompt(f"train:{number}", list(story.prompt), story.text(story.prompt)),
+            Sampling(temperature=0.0, max_response_tokens=len(tokens), stop=stop),
+            number,
+        )
+        for number, (_, stop) in enumerate(cases)
+    ]
+    for (count, stop), rollout in zip(cases, bench.engine(path).generate(requests), strict=True):
+        found, expected = response(rollout), tokens[:count]
+        assert found == expected, (
+            f"stop={stop}, 'abc' is special: the response is {found}, expected {expected}."
+        )
+        plain = story.text(tokens[:place] + tokens[place + 1 : count])
+        assert rollout.text in (plain, ""), f"stop={stop}: text is {rollout.text!r}; expected {plain!r}."
 
 
 @contract(

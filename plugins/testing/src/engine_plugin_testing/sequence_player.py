@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine_core.contracts.engines import TrainEngine
+from engine_core.errors import EngineError
 from engine_plugin_testing import reference, sequence_cases
 from engine_plugin_testing.contracts import close, identical, near, same_direction
 from engine_plugin_testing.probes import PROBE
@@ -41,6 +42,7 @@ class Saved:
     folder: Path
     done: Future[None]
     weights: dict[str, Tensor]
+    base: dict[str, Tensor]  # of an adapter
     steps: reference.ReferenceSteps
     random: Tensor
 
@@ -198,7 +200,8 @@ class Player:
             done.result()
         random = torch.get_rng_state() if self.marked is None else self.marked
         steps = copy.deepcopy(self.steps)
-        self.game.saved.append(Saved(self.engine.trainable, folder, done, self.weights, steps, random))
+        trained = self.engine.trainable
+        self.game.saved.append(Saved(trained, folder, done, self.weights, self.base, steps, random))
 
     # -- calls that change the engine -----------------------------------------------
 
@@ -213,8 +216,15 @@ class Player:
         for saved in states:
             saved.done.result()
         self.bench.barrier()
-        self.engine.load(chosen.folder)
+        fits = all(torch.equal(value, chosen.base[name]) for name, value in self.base.items())
+        try:
+            self.engine.load(chosen.folder)
+        except EngineError:
+            if fits:
+                raise
+            return None  # refused over another base: nothing has changed
         self.weights, self.marked, self.steps = chosen.weights, None, copy.deepcopy(chosen.steps)
+        self.base = chosen.base
         self.steps.optim = self.optim
         if self.optim.get("lr") != self.peak:  # now it is the run file's
             self.engine.set_lr(self.optim["lr"])
@@ -233,6 +243,18 @@ class Player:
             mixed = (1 - share) * before[name].double() + share * new[name].double()
             close(value, mixed, 2 * rounding(value), f"'{name}' with mix={share}")
         self.infer()
+
+    def new_base(self) -> None:
+        """Load a whole model into the engine of an adapter, which then adds nothing."""
+        self._end()
+        noise = self._noise()
+        new = {n: v + 0.05 * torch.randn(v.shape, generator=noise) for n, v in self.whole().items()}
+        merged = self.bench.weights(self.engine)
+        new = {name: new[name].to(value.dtype) for name, value in merged.items()}
+        self.engine.load_named_weights(iter(new.items()))
+        self.base = {name: value.double() for name, value in new.items()}
+        self.weights = self.trained()
+        identical(self._compare_whole(), new, "a whole model that an adapter's engine has loaded")
 
     def set_lr(self) -> None:
         """Replace the peak learning rate."""

@@ -199,13 +199,14 @@ def _log_probs(bench: TrainBench, path: str, weights: Mapping[str, Tensor] | Non
         "an adapter that stays off after an error",
         "an outdated adapter exported",
         "an adapter on other layers than those asked for",
+        "rslora of an adapter's folder ignored",
     ),
 )
 def every_kind_of_adapter_is_that_of_peft(bench: TrainBench) -> None:
     """For each table of ``lora``, policy and gradient are the same as in peft with the exported adapter.
 
-    Merged weights, streamed and exported, have the same log-probs. Without the adapter the log-probs are the base's. What
-    the suite takes out of ``lora`` raises an error.
+    Merged weights, streamed and exported, have the same log-probs, and so has an engine that continues the exported
+    adapter. Without the adapter the log-probs are the base's. What the suite takes out of ``lora`` raises an error.
     """
     batch, path = bench.batch(), bench.model(tied=False)
     plain = _log_probs(bench, path, None, batch)
@@ -244,6 +245,14 @@ def every_kind_of_adapter_is_that_of_peft(bench: TrainBench) -> None:
         _check_config((folder / ADAPTER_CONFIG).read_bytes(), lora, what)
         if type(engine).adapter_config is not TrainEngine.adapter_config:
             _check_config(engine.adapter_config(), lora, what)
+        continued = bench.engine(path=path, lora=LoRAConfig(path=str(folder)))
+        again = bench.infer(continued, batch)["log_probs"]
+        close(
+            again,
+            found,
+            10 * bench.tolerance,
+            f"log_probs of an engine with path = the exported adapter, {what}",
+        )
         module = _of_peft(bench, path, folder)
         if module is None:
             continue

@@ -98,14 +98,19 @@ def random_sequences_of_a_critic_equal_the_reference(bench: TrainBench) -> None:
         _play(game, {Player(game, "critic", role="critic", optim=_optim(bench, game.draws)): DECK})
 
 
-@contract(capability="lora", package="peft", catches=("merged weights from before an adapter was loaded",))
+@contract(
+    capability="lora",
+    package="peft",
+    catches=("merged weights from before an adapter was loaded", "a state of the base before a new one"),
+)
 def random_sequences_of_an_adapter_equal_the_reference(bench: TrainBench) -> None:
     """In a random sequence of calls, an adapter, its merged weights, outputs and norms are always those of a float64 reference.
 
-    The base, which outputs without the adapter show, does not change.
+    The base, which outputs without the adapter show, changes only when a whole model is loaded. A state is loaded over its
+    base; over another one it is refused, or brings its base back.
     """
     if takes_adapters(bench):
         game = Game(bench, SEEDS[0], Random(SEEDS[0]), bench.reference())
         optim = _optim(bench, game.draws)
         players = [Player(game, name, optim=optim, lora=LORA, seed=len(name)) for name in ("one", "other")]
-        _play(game, dict.fromkeys(players, DECK))
+        _play(game, dict.fromkeys(players, (*DECK, "new_base", "save", "load", "load")))
