@@ -225,7 +225,12 @@ def _check_ends(
                 raise AssertionError(
                     f"With `on_error = fail`, a step with a failing sample goes on, scored {way}."
                 )
-            _check_step(bench, runner, settings, _drawn_step(scorable, [], draws), step, way, draws)
+            try:
+                _check_step(bench, runner, settings, _drawn_step(scorable, [], draws), step, way, draws)
+            except TrainingFailed as error:
+                raise AssertionError(
+                    f"Seed {SEED}: the step after one that failed fails, too: {error}"
+                ) from error
 
 
 def _rollouts(bench: RewardBench, groups: Sequence[Sequence[Scored]]) -> tuple[list[Rollout], list[Sample]]:
