@@ -7,12 +7,14 @@ import pickle
 import shutil
 import zipfile
 from concurrent.futures import Future
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from data_parallel_engine import DataParallelEngine
 
 from engine_core.types import LossCall
+from engine_plugin_torch import attention
 from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_torch.weights import places, published_weights
 
@@ -176,6 +178,15 @@ class DropsOut(TorchEngine):
         found = super().forward_backward(batch, loss)
         self.module.eval()
         return found
+
+
+class LongWindows(TorchEngine):
+    def forward_backward(self, batch, loss):
+        def longer(length, device, window=None, causal=attention._causal):
+            return causal(length, device, window and window + 1)
+
+        with mock.patch.object(attention, "_causal", longer):
+            return super().forward_backward(batch, loss)
 
 
 class Metrics(TorchEngine):

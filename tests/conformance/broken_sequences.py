@@ -4,7 +4,9 @@ import copy
 import dataclasses
 import json
 import weakref
+from unittest import mock
 
+from engine_core.algorithms import objectives
 from engine_core.contracts.weight_sync import ADAPTER_PREFIX
 from engine_plugin_torch.engine import TorchEngine
 
@@ -154,6 +156,16 @@ class HotValues(TorchEngine):
     def _outputs(self, micro, grad, watched=()):
         found = super()._outputs(micro, grad, watched)
         return {n: value / micro.temperature if n == "values" else value for n, value in found.items()}
+
+
+class TurnsKL(TorchEngine):
+    def forward_backward(self, batch, loss):
+        def turned(log_probs, ref_log_probs, estimator, exact=objectives.kl_estimate):
+            pair = (ref_log_probs, log_probs) if estimator == "k3" else (log_probs, ref_log_probs)
+            return exact(*pair, estimator)
+
+        with mock.patch.object(objectives, "kl_estimate", turned):
+            return super().forward_backward(batch, loss)
 
 
 class KeepsMerged(TorchEngine):

@@ -19,6 +19,10 @@ class Megatron(TrainEngineSuite):
     roles = ("critic", "reward_model")
     worker_context = "" if asked_accelerator() else "engine_plugin_megatron.cpu_emulation:emulated"
     options = {"log_prob_chunk_tokens": 64}
+    second_model = {
+        "model_type": "qwen2",
+        "attention_dropout": 0.25,
+    }  # without a sliding window, which is refused
     on_accelerator = {"compute_dtype": "fp32"}
 
 

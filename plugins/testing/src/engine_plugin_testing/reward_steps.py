@@ -164,9 +164,9 @@ def _expected(
         else 0.0,
     }
     for each in weights:
-        counted = [values[each] for values, _, valid in rows if valid and values[each] is not None]
+        counted = [worth for values, _, valid in rows if valid and (worth := values[each]) is not None]
         if counted:
-            metrics[f"reward/{each}"] = statistics.fmean(counted)  # type: ignore[type-var]
+            metrics[f"reward/{each}"] = statistics.fmean(counted)
     return rows, metrics
 
 
@@ -214,7 +214,7 @@ def _check_ends(
     runner = bench.runner(workers=2, on_error="fail", on_timeout="fail", live=[characters])
     with contextlib.closing(runner):
         for step, way in enumerate(WAYS, 1):
-            groups = _drawn_step(scorable * 5, failing, draws)
+            groups = _drawn_step(scorable, failing, draws)
             rollouts = _rollouts(bench, groups)[0]
             try:
                 _score(runner, rollouts, step, way, draws)

@@ -26,6 +26,7 @@ POOLS = {
     "critic": ("values",),
 }
 """Outputs by role that the sequences ask for and differentiate."""
+ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 LARGEST = 3.0  # of a token's loss, per nat of its log-prob: ratios are at most e
 
 
@@ -155,10 +156,28 @@ def _of_tokens(draws: Random, kind: str, batch: Batch, found: dict[str, Tensor])
         columns["ref_log_probs"] = (values.detach() + torch.randn(values.shape, generator=generator)).float()
         ratio, advantages = (values - columns["old_log_probs"]).exp(), batch["advantages"]
         losses = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip, 1 + clip) * advantages)
-        losses = losses + kl * (values - columns["ref_log_probs"]) ** 2 / 2 - bonus * found["entropy"]
+        estimator = ESTIMATORS[int(torch.randint(len(ESTIMATORS), (), generator=generator))]
+        apart = values - columns["ref_log_probs"]
+        losses = losses + kl * _kl(apart, estimator) - bonus * found["entropy"]
         table = {"clip_ratio_low": clip, "clip_ratio_high": clip}
         parameters = {"loss": "ppo_clip", "loss_options": table, "entropy_coef": bonus}
-        parameters |= {"kl_coef": kl, "kl_estimator": "k2"}
+        parameters |= {"kl_coef": kl, "kl_estimator": estimator}
     call = LossCall(kind, parameters, outputs=tuple(found))
     loss = (batch["weights"] * losses).sum()
     return Case(batch.with_columns(columns), call, loss, metrics, ("weights",))
+
+
+def _kl(apart: Tensor, estimator: str) -> Tensor:
+    """Return the estimate [T] of KL(policy || reference) from the difference of their log-probs, ``apart`` [T].
+
+    A ``+`` stands for the gradient of k2.
+    """
+    values = {
+        "k1": apart,
+        "abs": apart.abs(),
+        "k2": apart**2 / 2,
+        "k3": torch.expm1(-apart) + apart,
+    }
+    if estimator in values:
+        return values[estimator]
+    return values[estimator[:2]].detach() + values["k2"] - values["k2"].detach()

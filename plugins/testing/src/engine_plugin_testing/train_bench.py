@@ -178,7 +178,7 @@ class TrainBench(EngineBench):
         """Return folders of models that differ from ``model``: untied, with other vectors. Collective.
 
         Norm weights are not 1 and biases not 0. The first model is of the family under test. The second has the
-        changes of the suite's ``second_model``: biases, and dropout in its config.
+        changes of the suite's ``second_model``: biases, dropout and a sliding window.
         """
         second = self.settings["second_model"]
         own = self.settings["write_model"] or "model_type" in self.settings["model"]

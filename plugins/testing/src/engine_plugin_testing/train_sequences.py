@@ -70,6 +70,7 @@ def _play(game: Game, players: Mapping[Player, tuple[str, ...]]) -> None:
         "the token budget of the saved run brought back",
         "moments cleared by set_lr",
         "the loss mask of an earlier batch of the same lengths",
+        "k3 of the opposite divergence",
     )
 )
 def random_sequences_of_calls_equal_the_reference(bench: TrainBench) -> None:

@@ -62,8 +62,8 @@ class TrainEngineSuite(Suite, modules=MODULES):
         gradient_tolerance: largest difference of a gradient, as a share of its norm.
         norm_tolerance: largest difference of a gradient's norm, as a share of it.
         roles: roles besides the actor that the engine serves: ``critic``, ``reward_model``.
-        second_model: changes to the tiny model's config for one contract; of another family, with biases and dropout. Not
-            used with ``write_model`` or a ``model_type`` in ``model``; empty: no such model.
+        second_model: changes to the tiny model's config for one contract; of another family, with biases, dropout and a
+            sliding window. Not used with ``write_model`` or a ``model_type`` in ``model``; empty: no such model.
         lora: tables of ``[actor.lora]``, besides `rank` and `alpha`, that contracts of adapters try in turn; take out those
             that the engine refuses, which is tested. The model is untied.
         bit_exact: a resumed run continues bit for bit; False allows rounding.
@@ -82,7 +82,13 @@ class TrainEngineSuite(Suite, modules=MODULES):
     options: Mapping[str, Any] = {}
     on_accelerator: Mapping[str, Any] = {}
     model: Mapping[str, Any] = {}
-    second_model: Mapping[str, Any] = {"model_type": "qwen2", "attention_dropout": 0.25}
+    second_model: Mapping[str, Any] = {
+        "model_type": "qwen2",
+        "attention_dropout": 0.25,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+        "max_window_layers": 1,
+    }
     write_model: str = ""
     reference: str = ""
     value_reference: str = ""
