@@ -180,6 +180,12 @@ class DropsOut(TorchEngine):
         return found
 
 
+class BlamesTheScale(TorchEngine):
+    def optimizer_step(self):
+        step = super().optimizer_step()
+        return dataclasses.replace(step, rescaled=step.skipped)
+
+
 class LongWindows(TorchEngine):
     def forward_backward(self, batch, loss):
         def longer(length, device, window=None, causal=attention._causal):

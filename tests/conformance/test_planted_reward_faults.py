@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine_core.rewards import signatures
 from engine_core.rewards.runner import RewardRunner
 from engine_plugin_rewards.worker_pool import early
 from engine_plugin_rewards.worker_pool.pool import Pool
@@ -76,11 +77,17 @@ def goes_on(monkeypatch):
     monkeypatch.setattr(Pool, "abandon", abandon)
 
 
+def own_objects(monkeypatch):
+    """A function in the controller gets the lists of the rows themselves."""
+    monkeypatch.setattr(signatures.copy, "deepcopy", lambda value: value)
+
+
 FAULTS = [
     (turned, "the samples of a group turned as it arrives"),
     (kept_counts, "failures of the step before"),
     (unnoticed, "a failure that is known before and not counted"),
     (clips_the_sum, "a weight before the range"),
+    (own_objects, "the lists of a row changed by a function"),
     (goes_on, "answers of a step that was given up"),
 ]
 

@@ -41,6 +41,11 @@ FAULTS = [
     ("Unseeded", "torch not seeded where engines are built", "every_role_has_a_group_of_its_ranks"),
     ("PushesFirst", "the weights of the first push sent again", "pushed_weights_reach_every_sampler_whole"),
     ("LeavesEngines", "engines left open by a start that fails", "a_start_that_fails_tells_why"),
+    (
+        "LeavesStreams",
+        "requests of a closed stream that stay in the sampler",
+        "a_stream_that_is_closed_leaves_no_request",
+    ),
     ("NeverCloses", "engines left open by close", "closing_twice_is_closing_once"),
     ("ClosesAgain", "engines closed again by a second close", "closing_twice_is_closing_once"),
     ("ForgetsDrops", "a dropped request answered", "random_calls_of_a_sampler_answer_each_request_once"),

@@ -68,6 +68,7 @@ class TestNumericInTheBox(RewardSuite):
         (FOUR | {"completion": r"5 or \boxed{4}, not 3"}, 1.0, "4"),
         (FOUR | {"completion": r"\boxed{4} or \boxed{5}"}, 0.0, "5"),
         (FOUR | {"completion": r"It is 4. \boxed{unknown}"}, 0.0, None),
+        ({"completion": r"\boxed{1{,}234}", "answer": "1234"}, 1.0, "1234"),
         (FOUR, 0.0, None),
     ]
 

@@ -22,11 +22,16 @@ if TYPE_CHECKING:
     from engine_plugin_testing.reward_bench import RewardBench, Sample
 
 GIVEN, LIVE = "of_the_environment", "characters"
+LISTED = "kit_list"  # a column that ``characters`` changes
 
 
-def characters(completions: Sequence[str]) -> list[float | None]:
-    """Score each completion by its number of characters; an empty one is not applicable."""
-    return [len(text) % 7 / 4 if text else None for text in completions]
+def characters(completions: list[str], kit_list: list[list[int]]) -> list[float | None]:
+    """Score each completion by its number of characters, None if it is empty; change what it gets."""
+    found = [len(text) % 7 / 4 if text else None for text in completions]
+    completions.clear()
+    for values in kit_list:
+        values.clear()
+    return found
 
 
 @dataclass(frozen=True)
@@ -131,7 +136,7 @@ def _expected(
     unrewarded = 0
     for rollout, (value, failure) in zip(rollouts, known, strict=True):
         values = {name: 0.0 if failure and settings.policy == "zero" else value}
-        values[LIVE] = characters([rollout.text])[0]
+        values[LIVE] = characters([rollout.text], [[]])[0]
         if settings.given is not None:
             values[GIVEN] = rollout.rewards.get(GIVEN)
         terms = []
@@ -177,6 +182,7 @@ def _expected(
         "a failure that is known before and not counted",
         "a weight before the range",
         "answers of a step that was given up",
+        "the lists of a row changed by a function",
     )
 )
 def random_steps_are_summed_as_configured(bench: RewardBench) -> None:
@@ -237,7 +243,10 @@ def _rollouts(bench: RewardBench, groups: Sequence[Sequence[Scored]]) -> tuple[l
     """Return the rollouts of a step, and the samples that they were made of."""
     samples = [sample for group in groups for each in group for sample in each.samples]
     numbers = [at for at, group in enumerate(groups) for each in group for _ in each.samples]
-    return bench.rollouts(samples, numbers), samples
+    rollouts = bench.rollouts(samples, numbers)
+    for rollout in rollouts:
+        rollout.prompt.columns[LISTED] = [1]
+    return rollouts, samples
 
 
 def _check_step(
@@ -265,6 +274,8 @@ def _check_step(
         shown = f"{what}: rollout {at} of group {rollout.group_id} ({str(samples[at])[:80]})"
         _compare(f"{shown}: rewards", rollout.rewards, values)
         _compare(f"{shown}: reward", {"reward": rollout.reward}, {"reward": reward})
+        listed = rollout.prompt.columns[LISTED]
+        assert listed == [1], f"{shown}: a function has changed a list of the row to {listed}."
         assert rollout.valid == valid, f"{shown} is {rollout.valid}, expected {valid}: valid."
     _compare(f"{what}: metrics", {key: found.get(key) for key in metrics}, metrics)
 

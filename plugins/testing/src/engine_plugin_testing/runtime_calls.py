@@ -284,6 +284,19 @@ def rollouts_come_in_the_order_of_their_requests(bench: RuntimeBench) -> None:
     assert sorted(rollout.request_id for rollout in parts) == sorted(request.id for request in requests)
 
 
+@contract(catches=("requests of a closed stream that stay in the sampler",))
+def a_stream_that_is_closed_leaves_no_request(bench: RuntimeBench) -> None:
+    """After a caller has closed ``stream``, a call samples its own requests alone, also those with the same ids."""
+    _, groups, _ = bench.shared
+    stream = groups["rollout"].stream(bench.requests(9))
+    next(stream)
+    stream.close()
+    for count in (3, 11):
+        requests = bench.requests(count)
+        found = [rollout.request_id for part in groups["rollout"].stream(requests) for rollout in part]
+        assert sorted(found) == sorted(request.id for request in requests), found
+
+
 @contract(
     catches=(
         "a sampling option lost",

@@ -284,6 +284,7 @@ def _poisoned(batch: Batch) -> Batch:
         "a step with a NaN gradient is applied",
         "a schedule that moves with a skipped step",
         "finite gradients left by a skipped step",
+        "a loss that is not finite taken for an overflow in fp16",
     )
 )
 def a_gradient_that_is_not_finite_skips_the_step(bench: TrainBench) -> None:
@@ -301,6 +302,7 @@ def a_gradient_that_is_not_finite_skips_the_step(bench: TrainBench) -> None:
     step = bench.step(hit, _poisoned(batch))
     assert step.skipped, f"The step is not reported as skipped: {step}."
     assert not math.isfinite(step.grad_norm), f"grad_norm is {step.grad_norm}; expected inf or nan."
+    assert not step.rescaled, "A loss that is not finite is reported as an overflow in fp16."
     identical(bench.weights(hit), before, "weights after a skipped step")
     exact = bench.exact and not step.rescaled
     norm = _same_step(bench, spared, hit, batch, exact)
