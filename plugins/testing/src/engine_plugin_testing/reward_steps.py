@@ -229,7 +229,7 @@ def _check_ends(
                 assert not changed, f"A step that failed, scored {way}, has changed the rollouts {changed}."
             else:
                 raise AssertionError(
-                    f"With `on_error = fail`, a step with a failing sample goes on, scored {way}."
+                    f"With `on_error = fail`, a step with a failing sample continues, scored {way}."
                 )
             try:
                 _check_step(bench, runner, settings, _drawn_step(scorable, [], draws), step, way, draws)
