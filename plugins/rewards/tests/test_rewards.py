@@ -12,6 +12,7 @@ from engine_plugin_rewards.plugin import FormatOptions, LengthOptions, PythonOpt
 from engine_plugin_rewards.python_file import as_conversations
 from engine_plugin_rewards.text import exact_match, make_format, soft_overlong
 
+TWO_TOLERANCES = {"tolerance": 0.5, "relative_tolerance": 0.01}
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q"}]
 
 
@@ -119,6 +120,18 @@ def test_the_last_box_of_a_text(text, inside):
         (r"\boxed{1\,234\,567}", 1234567, {}, 1.0),
         (r"10,\!000", "10{,}000", {}, 1.0),
         (r"(1\,2345)", 2345, {}, 1.0),
+        (r"5 or \boxed{4}, not 3", 4, {"boxed": "only"}, 1.0),
+        (r"\boxed{4} or \boxed{5}", 4, {"boxed": "only"}, 0.0),
+        (r"It is 4. \boxed{unknown}", 4, {"boxed": "only"}, 0.0),
+        (r"\boxed{3}, so 4", 4, {"boxed": "ignore"}, 1.0),
+        ("126.2", 125, TWO_TOLERANCES, 1.0),  # the larger one counts, not the sum
+        ("126.4", 125, TWO_TOLERANCES, 0.0),
+        ("4.5", 4, TWO_TOLERANCES, 1.0),
+        ("4.52", 4, TWO_TOLERANCES, 0.0),
+        ("991", 1001, TWO_TOLERANCES, 1.0),  # a share of the answer, not of the response
+        ("1011.05", 1001, TWO_TOLERANCES, 0.0),
+        ("-991", -1001, TWO_TOLERANCES, 1.0),
+        ("-1011.05", -1001, TWO_TOLERANCES, 0.0),
         ("nothing", 5, {}, 0.0),
         ("5", None, {}, None),
     ],

@@ -36,13 +36,18 @@ STRANGE = (
 LONG = ("so the answer is 4. " * 5000, "9" * 5000, "(" * 2000)
 
 
+def equal(value: float | None, wanted: float | None) -> bool:
+    """Return whether two values are equal but for rounding; None equals None alone."""
+    if value is None or wanted is None:
+        return value is wanted
+    return math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9)
+
+
 def same(found: Values, expected: Values, what: str) -> None:
     """Assert that two lists of values are equal but for rounding."""
     assert len(found) == len(expected), f"{what}: {len(found)} values, expected {len(expected)}."
     for at, (value, wanted) in enumerate(zip(found, expected, strict=True)):
-        both = value is not None and wanted is not None
-        equal = math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9) if both else value is wanted  # type: ignore[arg-type]
-        assert equal, f"{what}: sample {at} got {value}, expected {wanted}."
+        assert equal(value, wanted), f"{what}: sample {at} got {value}, expected {wanted}."
 
 
 @contract(catches=("wrong length returned", "an answer that is not the one of its example"))

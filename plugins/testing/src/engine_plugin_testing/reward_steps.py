@@ -14,7 +14,7 @@ from engine_core.errors import EngineError, TrainingFailed
 from engine_core.rewards.models import Known
 from engine_core.types import Request, Rollout, Sampling
 from engine_plugin_testing.contracts import contract
-from engine_plugin_testing.reward_cases import Values, scored
+from engine_plugin_testing.reward_cases import Values, equal, scored
 from engine_plugin_testing.reward_random import SEED, random_units
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Settings:
     Attributes:
         weight: of the reward of the suite.
         clip: range of its values.
-        policy: what follows a failure, "drop" or "zero".
+        policy: what follows a failure, "drop", "zero" or "fail".
         workers: its processes.
         given: weight of the reward that the environment sets; None: there is none.
     """
@@ -284,7 +284,4 @@ def _compare(what: str, found: Mapping[str, float | None], expected: Mapping[str
     """Assert that two mappings have the same keys and, but for rounding, the same numbers."""
     assert set(found) == set(expected), f"{what}: {sorted(found)}, expected {sorted(expected)}."
     for key, wanted in expected.items():
-        value = found[key]
-        both = value is not None and wanted is not None
-        equal = math.isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9) if both else value is wanted  # type: ignore[arg-type]
-        assert equal, f"{what}: {key} is {value}, expected {wanted}."
+        assert equal(found[key], wanted), f"{what}: {key} is {found[key]}, expected {wanted}."

@@ -206,7 +206,11 @@ class Player:
     # -- calls that change the engine -----------------------------------------------
 
     def load(self) -> Tensor | None:
-        """Load a state, perhaps an old one or that of another engine; return the random state [S] that it must bring back."""
+        """Load a state, perhaps an old one or that of another engine; return the random state [S] that it must bring back.
+
+        Raises:
+            EngineError: a state over the engine's own base is refused.
+        """
         states = [saved for saved in self.game.saved if saved.trained == self.engine.trainable]
         if not states:
             self.save()

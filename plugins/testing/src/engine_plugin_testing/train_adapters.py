@@ -218,14 +218,7 @@ def every_kind_of_adapter_is_that_of_peft(bench: TrainBench) -> None:
         engine = _trained(bench, path, lora)
         found = bench.infer(engine, batch)["log_probs"]
         assert float((found - plain).abs().max()) > 0.01, f"Two steps {what} change no log-prob."
-        without = bench.infer(engine, batch, adapter=False)["log_probs"]
-        close(without, plain, bench.tolerance, f"log_probs with adapter=False, {what}")
-        with engine.without_adapter():
-            without = bench.infer(engine, batch)["log_probs"]
-        close(without, plain, bench.tolerance, f"log_probs in without_adapter, {what}")
-        with contextlib.suppress(KeyError), engine.without_adapter():
-            raise KeyError("an error while the adapter is off")
-        close(bench.infer(engine, batch)["log_probs"], found, bench.tolerance, f"log_probs again, {what}")
+        _check_off_and_on(bench, engine, batch, plain, found, what)
         before = adapter_of(engine)
         engine.export(bench.folder / f"before-{number}", adapter=True)
         bench.step(engine, batch)
@@ -268,6 +261,20 @@ def every_kind_of_adapter_is_that_of_peft(bench: TrainBench) -> None:
         near(step.grad_norm, norm_of(gradient), bench.gradient_tolerance, f"grad_norm {what}")
         taken = _gradients(bench, tensors, adapter_of(measured))
         same_direction(taken, gradient, bench.gradient_tolerance, f"gradient of an adapter {what}")
+
+
+def _check_off_and_on(
+    bench: TrainBench, engine: TrainEngine, batch: Batch, plain: Tensor, found: Tensor, what: str
+) -> None:
+    """Check that log-probs [T] without the adapter are ``plain``, and ``found`` again after an error while it was off."""
+    without = bench.infer(engine, batch, adapter=False)["log_probs"]
+    close(without, plain, bench.tolerance, f"log_probs with adapter=False, {what}")
+    with engine.without_adapter():
+        without = bench.infer(engine, batch)["log_probs"]
+    close(without, plain, bench.tolerance, f"log_probs in without_adapter, {what}")
+    with contextlib.suppress(KeyError), engine.without_adapter():
+        raise KeyError("an error while the adapter is off")
+    close(bench.infer(engine, batch)["log_probs"], found, bench.tolerance, f"log_probs again, {what}")
 
 
 def _check_config(data: bytes, lora: LoRAConfig, what: str) -> None:
