@@ -331,6 +331,8 @@ def _read_toml(file: Path, shown: str) -> tuple[dict[str, Any], dict[KeyPath, in
 
 def _read_text(file: Path, shown: str) -> str:
     if not file.is_file():
+        if re.fullmatch(r"[\w.]+=.*", shown):  # other frameworks take keys like this
+            raise ConfigError(f"{shown}: there is no such file. To set a key, write --set {shown}.")
         names = [p.name for p in file.parent.glob("*.toml")] if file.parent.is_dir() else []
         raise ConfigError(f"{shown}: there is no such file.{did_you_mean(file.name, names) if names else ''}")
     try:

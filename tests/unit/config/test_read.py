@@ -143,6 +143,10 @@ def test_an_absent_file_names_its_neighbour(write, tmp_path):
     )
 
 
+def test_a_key_given_as_a_file_is_named_with_its_option():
+    assert error_of("train.total_steps=3").endswith("To set a key, write --set train.total_steps=3.")
+
+
 def test_a_hundred_megabytes_are_refused_without_reading_them(tmp_path):
     file = tmp_path / "run.toml"
     with file.open("wb") as stream:
