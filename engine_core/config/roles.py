@@ -163,13 +163,17 @@ class ProcessConfig(Table):
     """A process that sends no heartbeat for this time counts as hanging. Possible causes: the process is suspended, or the engine holds the interpreter lock."""
     command_timeout_minutes: PositiveFloat = 30.0
     """A process counts as hanging if one step of the engine, or one command, takes longer than this."""
-    max_restarts: NonNegativeInt = 3
-    """Maximum number of restarts, in one run, of processes that died or hang. The next loss ends the run (exit code 6)."""
+    max_restarts: NonNegativeInt | Literal["auto"] = "auto"
+    """Maximum number of restarts, in one run, of processes that died or hang. The next loss ends the run (exit code 6). ``auto``: 3; with several processes in the sampler's pool 0, because each of them would keep a copy of the whole model in host memory for a restart, and write it in every update."""
 
     @property
     def interpreter(self) -> str:
         """The command of the interpreter."""
         return self.python or sys.executable
+
+    def restarts(self, world_size: int) -> int:
+        """Return the number of restarts in a pool of ``world_size`` processes."""
+        return (3 if world_size == 1 else 0) if self.max_restarts == "auto" else self.max_restarts
 
 
 class RolloutConfig(ChoosingTable, SamplingOptions):  # type: ignore[misc]  # a table is not frozen

@@ -40,14 +40,14 @@ def plugins():
 
 @pytest.fixture
 def make(plugins, tmp_path):
-    """``make(source=..., max_restarts=1, table={...})``: an engine, ended after the test."""
+    """``make(source=..., ranks=1, max_restarts=1, table={...})``: an engine, ended after the test."""
     made = []
 
-    def build(source=None, table=(), **process):
+    def build(source=None, table=(), ranks=1, **process):
         table = {"starts": str(tmp_path / "starts"), **dict(table)}
         options = plugins.spec("rollout_engines", "counting").config(**table)
         config = RolloutConfig(backend="counting", options=options, process=ProcessConfig(**process))
-        context = WorkerContext(plugins=plugins, role="rollout", device=torch.device("cpu"))
+        context = WorkerContext(plugins=plugins, role="rollout", device=torch.device("cpu"), world_size=ranks)
         made.append(SamplerEngine(config, ModelConfig(), context, source))
         return made[-1]
 
@@ -277,6 +277,18 @@ def test_a_process_that_hangs_is_found_and_after_the_last_restart_the_run_ends_w
     assert f"it will {what}" in str(caught.value)  # its last lines
     assert "which was started again 0 times (rollout.process.max_restarts)" in str(caught.value)
     gone(starts(tmp_path)[0])
+
+
+def test_one_of_several_ranks_keeps_no_copy_and_is_not_started_again_unless_the_key_is_set(make, tmp_path):
+    engine = make(ranks=2)
+    engine.update_weights(weights(5), 1)
+    assert engine._weights._kept == []
+    with pytest.raises(SamplerLost, match="no sampler is started again unless the key is set"):
+        engine.generate(requests(3, do="kill"))
+    gone(starts(tmp_path)[0])
+    engine = make(ranks=2, max_restarts=1)
+    engine.update_weights(weights(5), 1)
+    assert [name for name, _ in engine._weights._kept] == ["a", "b"]
 
 
 def test_an_error_of_the_engine_is_that_error_and_the_engine_goes_on(make, tmp_path):

@@ -27,13 +27,11 @@ def slow_checksum(data):
     return f"{plain:016x}{weighed:016x}"
 
 
-@pytest.mark.parametrize("words", [0, 1, 50, 333, 350])
-def test_the_checksum_is_that_of_whole_numbers_also_over_several_chunks(monkeypatch, words):
-    monkeypatch.setattr(bucketing, "CHUNK_WORDS", 50)
-    bucketing._factors.cache_clear()
+@pytest.mark.parametrize("words", [0, 1, 50, 333, 350, 4021])
+def test_the_checksum_is_that_of_whole_numbers_also_over_several_rows(monkeypatch, words):
+    monkeypatch.setattr(bucketing, "ROW_WORDS", 50)
     data = torch.randint(0, 256, (8 * words,), dtype=torch.uint8)
     assert checksum(data) == slow_checksum(data.numpy().tobytes())
-    bucketing._factors.cache_clear()
 
 
 def test_a_flipped_bit_and_two_words_that_changed_places_are_seen():

@@ -302,20 +302,23 @@ class SamplerEngine(RolloutEngine):
         if self.pool.broken is None and self.replacements.goes_on_without(loss):
             return
         self.pool.close()
+        chosen = self.settings.max_restarts == "auto" and not self.replacements.budget
         raise SamplerLost(
             f"Lost the sampler {self.context.role}[{self.context.rank}] on {socket.gethostname()}, which was started again "
-            f"{self.settings.max_restarts} times (rollout.process.max_restarts): {loss.cause}"
+            f"{self.replacements.budget} times (rollout.process.max_restarts): {loss.cause}"
+            + (" With several processes no sampler is started again unless the key is set." if chosen else "")
         )
 
     def _start(self, source: Callable[[], Stream] | None) -> None:
         """Start all processes at the same time, and have each build its engine."""
         settings, ranks = self.settings, range(len(self.devices))
+        restarts = settings.restarts(self.context.world_size)
         limit = settings.startup_timeout_minutes * 60, "rollout.process.startup_timeout_minutes"
         key = "rollout.process.command_timeout_minutes"
         self.pool = WorkerPool([], settings.command_timeout_minutes * 60, key)
-        self._weights = Weights(self.pool, self.context, source, settings.max_restarts > 0)
+        self._weights = Weights(self.pool, self.context, source, restarts > 0)
         self.replacements = Replacements(
-            self.pool, ranks, settings.max_restarts, "rollout.process.max_restarts",
+            self.pool, ranks, restarts, "rollout.process.max_restarts",
             lambda rank, attempt: (self._launch(rank), self._order(rank)),
             limit, last_too=True,
         )  # fmt: skip
