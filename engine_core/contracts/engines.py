@@ -342,6 +342,10 @@ class RolloutEngine(abc.ABC):
         """
 
     @classmethod
+    def load_libraries(cls) -> None:
+        """Import what the engine needs: in a process of ``[rollout.process]`` while the actor is still being built."""
+
+    @classmethod
     def memory_need(
         cls, config: RolloutConfig, model_config: ModelConfig, question: MemoryQuestion
     ) -> MemoryNeed | None:

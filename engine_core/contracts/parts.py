@@ -306,6 +306,16 @@ class CurriculumRounds(Protocol):
         """Continue in round ``number`` from the result of ``state``."""
 
 
+class SamplerApart(Protocol):
+    """A sampler whose processes load libraries while the actor is built on the same device."""
+
+    def build(self) -> RolloutEngine:
+        """Build the engines; return the sampler."""
+
+    def close(self) -> None:
+        """End the processes, built or not."""
+
+
 class SamplerProcess(Protocol):
     """Samplers in separate processes, which may use the Python interpreter of another environment."""
 
@@ -315,8 +325,8 @@ class SamplerProcess(Protocol):
         model_config: ModelConfig,
         context: WorkerContext,
         source: Callable[[], Iterable[tuple[str, Tensor]]] | None = None,
-    ) -> RolloutEngine:
-        """Return the sampler that ``[rollout.process]`` asks for.
+    ) -> SamplerApart:
+        """Start the processes that ``[rollout.process]`` asks for; return their sampler, whose ``build`` comes later.
 
         Args:
             config: the ``[rollout]`` table.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -21,8 +20,10 @@ from engine_core.local.device_memory import device_bytes, has_others
 from engine_core.local.host_memory import keep_freed_memory
 
 if TYPE_CHECKING:
-    from engine_core.config import EngineConfig, ModelConfig, RolloutConfig
-    from engine_core.contracts.parts import SamplerProcess
+    from torch import Tensor
+
+    from engine_core.config import EngineConfig
+    from engine_core.contracts.parts import SamplerApart, SamplerProcess
     from engine_core.contracts.runtime import Role
     from engine_core.plugins.plugin_set import PluginSet
     from engine_core.specs import RolloutBackend, TrainBackend, TrainerSpec
@@ -123,6 +124,7 @@ class EngineHost:
         self.engines: dict[str, Engine] = {}
         self.guests: dict[str, Role] = {}  # roles that are used in one phase alone
         self.shared = False  # True: the sampler uses the actor's module
+        self._apart: dict[str, SamplerApart] = {}  # samplers in separate processes
         self._stack = ExitStack()
 
     def build(self, roles: Mapping[str, Role], total_steps: int) -> None:
@@ -142,6 +144,10 @@ class EngineHost:
         with timeline.span("plan memory"):
             self._plan_memory(roles)
         try:
+            for name, role in roles.items():  # they load libraries while the actor is built
+                if role.kind != "train" and self.config.sampler(name).process is not None:
+                    self._apart[name] = self._start_apart(name, roles, total_steps)
+                    self._stack.callback(self._apart[name].close)
             for name, role in roles.items():
                 log.info("Building the role %s.", name)
                 build = self._build_train if role.kind == "train" else self._build_rollout
@@ -244,10 +250,10 @@ class EngineHost:
         return found
 
     def _build_rollout(self, name: str, role: Role, total_steps: int) -> RolloutEngine:
+        if name in self._apart:
+            return self._apart[name].build()
         config, model = self.config.sampler(name), self.config.model_of(name)
         context = self._context(name, total_steps, role.engine_role)
-        if config.process is not None:
-            return self._build_apart(config, model, context)
         build = self.plugins.resolve("rollout_engines", config.backend)
         # a reward's sampler has separate weights
         actor = None if role.engine_role else self.engines.get("actor")
@@ -275,10 +281,8 @@ class EngineHost:
         """Return the object that provides the module to the sampler."""
         return actor
 
-    def _build_apart(
-        self, config: RolloutConfig, model: ModelConfig, context: WorkerContext
-    ) -> RolloutEngine:
-        """Build a sampler in a separate process.
+    def _start_apart(self, name: str, roles: Mapping[str, Role], total_steps: int) -> SamplerApart:
+        """Start a sampler in separate processes.
 
         A restarted sampler receives its weights from the actor if the actor has one rank. With several ranks all of
         them would have to stream, so the sampler keeps a copy of its weights instead. It also keeps a copy if the actor
@@ -292,15 +296,19 @@ class EngineHost:
                 "[rollout.process]: a model passed from Python cannot be used in another process. Save it and set "
                 "[model] path to the folder, or remove the table."
             )
-        actor = self.engines.get("actor")
         trainer = cast("TrainerSpec", self.plugins.spec("trainers", self.config.trainer))
         busy = trainer.concurrent or self.config.rollout.stream_update  # the actor works while others sample
-        alone = self.place.world_size == 1 and isinstance(actor, TrainEngine) and not busy
-        source = functools.partial(
-            stream_of, cast("TrainEngine", actor), sends_adapter(self.config), sampler=self.config.rollout
-        )
+        alone = self.place.world_size == 1 and "actor" in roles and not busy
+
+        def source() -> Iterator[tuple[str, Tensor]]:
+            """Stream the actor's weights (tensors ``[D1, ..., Dn]``)."""
+            actor = cast("TrainEngine", self.engines["actor"])
+            return stream_of(actor, sends_adapter(self.config), sampler=self.config.rollout)
+
+        context = self._context(name, total_steps, roles[name].engine_role)
         processes: SamplerProcess = self.plugins.require("parts", "sampler_process")
-        return processes.make(config, model, context, source if alone else None)
+        made = (self.config.sampler(name), self.config.model_of(name), context)
+        return processes.make(*made, source if alone else None)
 
     def _can_share(self) -> bool:
         trainer = cast("TrainBackend", self.plugins.spec("train_engines", self.config.actor.backend))

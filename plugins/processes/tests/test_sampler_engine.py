@@ -49,7 +49,7 @@ def make(plugins, tmp_path):
         config = RolloutConfig(backend="counting", options=options, process=ProcessConfig(**process))
         context = WorkerContext(plugins=plugins, role="rollout", device=torch.device("cpu"), world_size=ranks)
         made.append(SamplerEngine(config, ModelConfig(), context, source))
-        return made[-1]
+        return made[-1].build()
 
     yield build
     for engine in made:
@@ -424,7 +424,7 @@ plugins = PluginSet.load({{"rollout_engines": {{"counting"}}}}, ["counting_plugi
 options = plugins.spec("rollout_engines", "counting").config(starts={starts!r})
 config = RolloutConfig(backend="counting", options=options, process=ProcessConfig())
 context = WorkerContext(plugins=plugins, role="rollout", device=torch.device("cpu"))
-engine = SamplerEngine(config, ModelConfig(), context)
+engine = SamplerEngine(config, ModelConfig(), context).build()
 engine.add([Request("r", Prompt("p", [3], "", {{"do": "freeze"}}), Sampling())])
 while True:
     engine.step()

@@ -62,6 +62,7 @@ class Worker:
         self.mailbox: queue.Queue[dict[str, Any]] = queue.Queue()
         self.host: Any  # ``SharingHost``, or that of ``build_host``
         self.order: dict[str, Any] = {}
+        self.loaded: Any = None  # by ``_do_prepare``
         self.links: dict[str, WeightTransport] = {}  # name of the link -> endpoint of this process
         self.current: int | None = None  # number of the running command
         self.dropped: set[int] = set()  # commands that the controller has abandoned
@@ -130,14 +131,22 @@ class Worker:
         described = {"kind": device.type, "gpu": gpu_uuid(device)}
         return {"shared": self.host.shared, "roles": roles, "device": described}
 
+    def _do_prepare(self, message: dict[str, Any]) -> None:
+        """Load the plugin and the libraries of the engine of ``[rollout.process]``, which the next command builds."""
+        from engine_plugin_processes.sampler_process.build import load
+
+        self.order = message
+        self._forward_logs(message["log_level"])
+        self.loaded = load(message)
+
     def _do_sampler(self, message: dict[str, Any]) -> str:
         """Build the engine of ``[rollout.process]``; return its label."""
         from engine_plugin_processes.sampler_process.build import build_host
 
-        self.order = message
-        self._forward_logs(message["log_level"])
         threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
-        self.host = build_host(message)
+        if self.loaded is None:
+            self._do_prepare(message)
+        self.host = build_host(message, *self.loaded)
         label: str = self.host.engines["rollout"].label
         return label
 

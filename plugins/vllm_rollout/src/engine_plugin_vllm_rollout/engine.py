@@ -110,6 +110,12 @@ class VLLMRolloutEngine(RolloutEngine):
         self._updates = 0  # begun; part of what a cached prefix is found by
         self._random: Tensor | None = None  # state of torch's generator between two steps on a CPU
 
+    @classmethod
+    def load_libraries(cls) -> None:
+        """Import vLLM, which takes as long as a large model takes to load."""
+        prepare_environment()
+        import vllm.v1.engine.llm_engine  # noqa: F401
+
     def _start(self) -> None:
         prepare_environment()
         from engine_plugin_vllm_rollout.adapter import AdapterUpdater

@@ -14,7 +14,7 @@ class SamplerProcesses:
 
     @staticmethod
     def make(*given: Any) -> Any:
-        """Return the sampler of ``[rollout.process]``, which runs in separate processes."""
+        """Start the processes of ``[rollout.process]``; return their sampler."""
         from engine_plugin_processes.sampler_process.engine import SamplerEngine
 
         return SamplerEngine(*given)

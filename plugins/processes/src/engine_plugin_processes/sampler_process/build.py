@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,22 +17,22 @@ from engine_core.local.engine_host import RankPlacement
 from engine_plugin_processes import foreign_interpreter
 from engine_plugin_processes.starting import same_tokenizer
 
+if TYPE_CHECKING:
+    from engine_core.plugins.plugin_set import PluginSet
 
-def build_host(order: Mapping[str, Any]) -> Any:
-    """Build the engine of the owner's command; return a host of it alone, as a ``Worker`` uses it.
+
+def load(order: Mapping[str, Any]) -> tuple[RolloutConfig, PluginSet, type[RolloutEngine]]:
+    """Load the plugin of an engine and its libraries, without the device; return its table, the plugins and its class.
 
     Args:
-        order: the command ``sampler`` of ``SamplerEngine``.
+        order: the command of ``SamplerEngine``.
 
     Raises:
-        EngineError: the plugin does not load in this environment, or the engine cannot be built.
+        EngineError: the plugin does not load in this environment.
     """
     foreign_interpreter.compare(sys.executable, foreign_interpreter.versions(), order["versions"])
     if order["path"] is not None:
         sys.path[:] = order["path"]
-    device = torch.device(order["context"]["device"])
-    if device.type != "cpu":
-        torch.accelerator.set_device_index(device)
     root = Path(order["root"])
     config = RolloutConfig.model_validate(order["rollout"])
     if order["steps_are_short"]:
@@ -42,13 +42,34 @@ def build_host(order: Mapping[str, Any]) -> Any:
     table = plugins.spec("rollout_engines", config.backend).config
     given = {"folder": root, "allow_code": order["allow_code"]}
     config.options = table.model_validate_json(json.dumps(order["options"]), strict=True, context=given)
+    kind: type[RolloutEngine] = plugins.resolve("rollout_engines", config.backend)
+    kind.load_libraries()
+    return config, plugins, kind
+
+
+def build_host(
+    order: Mapping[str, Any], config: RolloutConfig, plugins: PluginSet, kind: type[RolloutEngine]
+) -> Any:
+    """Build the engine of the owner's command; return a host of it alone, as a ``Worker`` uses it.
+
+    Args:
+        order: the command of ``SamplerEngine``.
+        config: the ``[rollout]`` table.
+        plugins: of the run.
+        kind: class of the engine.
+
+    Raises:
+        EngineError: the engine cannot be built.
+    """
+    device = torch.device(order["context"]["device"])
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device)
     model = ModelConfig.model_validate(order["model"])
     live = {"tokenizer": tokenizer_here(order["tokenizer"], model)} if order["tokenizer"] else {}
     context = WorkerContext(
         plugins=plugins, actor=order["actor"], live=live, **{**order["context"], "device": device}
     )
     torch.manual_seed(context.seed)
-    kind: type[RolloutEngine] = plugins.resolve("rollout_engines", config.backend)
     kind.check_pool(config, context.role, 1)
     engine = kind(config, model, context)
     # decode texts of the run's model only: others may have other tokenizers

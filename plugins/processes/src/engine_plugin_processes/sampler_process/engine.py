@@ -60,7 +60,9 @@ log = logging.getLogger("engine")
 
 
 class SamplerEngine(RolloutEngine):
-    """The sampler of ``[rollout.process]``; ``RolloutEngine`` describes its methods.
+    """The sampler of ``[rollout.process]``; ``RolloutEngine`` describes its methods. ``build`` is called before the others.
+
+    The constructor starts the processes, which load the engine's libraries in the background.
 
     Args:
         config: the ``[rollout]`` table with its ``process``.
@@ -69,8 +71,7 @@ class SamplerEngine(RolloutEngine):
         source: streams the current weights to a replaced process; without it updates are kept in host memory.
 
     Raises:
-        ConfigError: there are fewer devices than engines.
-        EngineError: a process does not start; the message says why. None is left.
+        ConfigError: there are fewer devices than engines, or the interpreter does not start. No process is left.
     """
 
     def __init__(
@@ -101,6 +102,19 @@ class SamplerEngine(RolloutEngine):
         except BaseException:
             self.close()
             raise
+
+    def build(self) -> SamplerEngine:
+        """Build the engines, all at the same time; return this one.
+
+        Raises:
+            EngineError: a process cannot build its engine; the message says why. No process is left.
+        """
+        try:
+            self._build_all()
+        except BaseException:
+            self.close()
+            raise
+        return self
 
     @property
     def label(self) -> str:
@@ -310,7 +324,7 @@ class SamplerEngine(RolloutEngine):
         )
 
     def _start(self, source: Callable[[], Stream] | None) -> None:
-        """Start all processes at the same time, and have each build its engine."""
+        """Start all processes at the same time."""
         settings, ranks = self.settings, range(len(self.devices))
         restarts = settings.restarts(self.context.world_size)
         limit = settings.startup_timeout_minutes * 60, "rollout.process.startup_timeout_minutes"
@@ -328,10 +342,16 @@ class SamplerEngine(RolloutEngine):
             self.pool.close,
             self.replacements.close,
         ]  # fmt: skip
+        for rank in ranks:
+            self.pool.admit(self._launch(rank))
+        orders = {rank: {**self._order(rank), "kind": "prepare"} for rank in ranks}
+        self.pool.send(orders, ("rollout", "start"), deadline=limit)  # ``_build_all`` meets what fails
+
+    def _build_all(self) -> None:
+        """Have each process build its engine."""
         try:
-            for rank in ranks:
-                self.pool.admit(self._launch(rank))
-            orders = {rank: self._order(rank) for rank in ranks}
+            orders = {rank: self._order(rank) for rank in self.replacements.ranks}
+            limit = self.replacements.start_limit
             self._label = self.pool.send(orders, ("rollout", "start"), deadline=limit).result()
         except WorkerLost as loss:
             if absent := foreign_interpreter.missing_distribution(loss.cause):
@@ -340,7 +360,7 @@ class SamplerEngine(RolloutEngine):
         except Exception as error:
             raise _start_failure(error, self.python) from None
         self.pool.may_lose = self.replacements.lost
-        slices = [Slice((rank,), rank) for rank in ranks]
+        slices = [Slice((rank,), rank) for rank in self.replacements.ranks]
         self.group = RemoteWorkerGroup(
             self.pool, "rollout", slices, 0.0, True, replacements=self.replacements
         )
