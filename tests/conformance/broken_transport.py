@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 
 from engine_core.errors import TrainingFailed
-from engine_plugin_processes.transports import bucketing
+from engine_plugin_processes.transports import bucketing, tcp
 from engine_plugin_processes.transports.bucketing import checksum, unpacked, verify
 from engine_plugin_processes.transports.tcp import TCP
 from engine_plugin_testing import transport_bench
@@ -68,6 +68,35 @@ class AnyVersion(Credulous):
     def look(self, message, update, expected):
         if checksum(message["data"]) != message["sum"]:
             raise self.endpoint.failure(update, "its checksum is wrong")
+
+
+class AnyNumber(TCP):
+    """Looks at the version, but not at the number of the update."""
+
+    def receive(self, update):
+        def of_version(endpoint, mine, header, expected, data):
+            verify(endpoint, mine, {**header, "update": mine.number}, expected, data)
+
+        with mock.patch.object(tcp, "verify", of_version):
+            yield from super().receive(update)
+
+
+class LooksOnce(Credulous):
+    """Looks at the number of the update in its first bucket."""
+
+    def look(self, message, update, expected):
+        known = {"update": update.number} if expected else {}
+        verify(self.endpoint, update, {**message, **known}, expected, message["data"])
+
+
+class AnyBucket(Credulous):
+    def look(self, message, update, expected):
+        verify(self.endpoint, update, message, message["bucket"], message["data"])
+
+
+class DoesNotWait(TCP):
+    def _all_have(self, channels, update):
+        pass
 
 
 class PlainSum(Credulous):

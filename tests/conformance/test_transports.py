@@ -7,6 +7,7 @@ from engine_plugin_testing import TransportSuite
 
 class TestTCP(TransportSuite):
     backend = "tcp"
+    confirms = True
 
 
 class TestBroadcast(TransportSuite):
@@ -17,6 +18,7 @@ class TestIPC(TransportSuite):
     """On a CPU: the sockets of ``tcp``."""
 
     backend = "ipc"
+    confirms = True
 
 
 @pytest.mark.slow

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Generator, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,9 +23,13 @@ from engine_plugin_testing.transport_bench import (
     trusting,
     whole_or_told,
 )
+from engine_plugin_testing.transport_damage import MISPLACED
 
+FIRST_OF_SECOND = 2  # tensors of the kit's weights of which the first bucket has fewer
+LATE_SECONDS = 0.4
 LOST = "a rank of the trainer was lost"
 UPDATE = WeightUpdate(1, 7)  # the first, of version 7
+OTHERS = (WeightUpdate(1, 6), WeightUpdate(2, 7), WeightUpdate(2, 8))  # expected in its place
 
 
 @contract(
@@ -66,23 +72,90 @@ def _refuse_damaged(bench: TransportBench, link: WeightTransport, way: str) -> N
         assert torch.equal(tensor.cpu(), weights[name].cpu()), f"'{name}' was given though it is damaged."
 
 
-@contract(catches=("any version accepted",))
+@contract(catches=("any version accepted", "any number accepted"))
 def an_update_of_another_version_is_refused(bench: TransportBench) -> None:
     """If receivers get an update that they do not expect, each raises ``TrainingFailed`` within the timeout.
 
-    The error names both sides, and no tensor is given.
+    It has another version, another number or both. The error names both sides, and no tensor is given.
     """
-    link = bench.link(soon=True)
+    receivers = len(bench.ranks) - 1
+    for number in range(0, len(OTHERS), receivers):
+        others = OTHERS[number : number + receivers]
+        link = bench.link(f"link{number}", soon=True)
+        assert link is not None
+        if link.endpoint.index == 0:
+            _others(bench, link, "An update of another version")
+        else:
+            expected = others[(link.endpoint.index - 1) % len(others)]
+            taken: list[Any] = []
+            receive = partial(_take, bench, link, expected, taken)
+            refusal(bench, link, receive, f"{UPDATE} for {expected}")
+            assert not taken, f"{len(taken)} tensors of {UPDATE} were given to a receiver of {expected}."
+        _again(bench, link, f"refused{number}")
+
+
+def _take(bench: TransportBench, link: WeightTransport, update: WeightUpdate, taken: list[Any]) -> None:
+    """Receive an update into ``taken``, in time."""
+    bench.in_time(lambda: taken.extend(link.receive(update)))
+
+
+@contract(catches=("a bucket of another update", "a bucket twice"))
+def a_bucket_that_does_not_follow_is_refused(bench: TransportBench) -> None:
+    """A bucket that is not the next one of its update reaches no engine, though its checksum is right.
+
+    It has the version of the update, and the number of another update or that of the bucket before. Every receiver raises
+    ``TrainingFailed``, and a new link brings a whole update. The contract is empty for a suite with its own ``damage``.
+    """
+    for number, way in enumerate(MISPLACED if len(bench.ways) > 1 else ()):
+        link, weights = bench.link(f"link{number}"), bench.weights()
+        assert link is not None
+        if link.endpoint.index == 0:
+            with bench.damage(way):
+                whole_or_told(bench, link, partial(bench.update, link, weights.items(), UPDATE), way)
+        else:
+            taken: list[tuple[str, Tensor]] = []
+            refusal(bench, link, partial(_take, bench, link, UPDATE, taken), way)
+            first = dict(list(weights.items())[: len(taken)])
+            same_weights(taken, first, f"before {way}")
+            assert len(taken) < FIRST_OF_SECOND, (
+                f"After {way} tensors were given: {[name for name, _ in taken]}."
+            )
+        _again(bench, link, f"refused{number}")
+
+
+@contract(capability="confirms", catches=("a sender that does not wait for its receivers",))
+def a_sender_waits_until_every_receiver_has_all(bench: TransportBench) -> None:
+    """``send`` returns after every receiver has verified the whole update, and raises if one wants no more of it.
+
+    Runs if the suite says that the transport ``confirms``. Others only promise that each receiver raises.
+    """
+    link, late = bench.link(), bench.folder / "has-all"
     assert link is not None
     if link.endpoint.index == 0:
-        _others(bench, link, "An update of another version")
+        bench.update(link, bench.weights().items(), UPDATE)
+        assert late.exists(), "send returned before the last receiver had taken the update."
+    elif _is_last(link):
+        stream = link.receive(UPDATE)
+        bench.in_time(lambda: next(stream))
+        time.sleep(LATE_SECONDS)
+        late.touch()
+        bench.in_time(lambda: list(stream))
     else:
-        taken: list[object] = []
-        refusal(
-            bench, link, lambda: bench.in_time(lambda: taken.extend(link.receive(WeightUpdate(1, 6)))), "Version 7 for 6"
-        )  # fmt: skip
-        assert not taken, f"{len(taken)} tensors of version 7 were given to a receiver of version 6."
-    _again(bench, link, "refused")
+        bench.update(link, (), UPDATE)
+    bench.all_here("taken")
+    link.close()
+    link = bench.link("left")
+    assert link is not None
+    if link.endpoint.index == 0:
+        send = partial(bench.update, link, bench.weights().items(), UPDATE)
+        refusal(bench, link, send, "A receiver that wants no more")
+    elif _is_last(link):
+        stream = link.receive(UPDATE)
+        bench.in_time(lambda: next(stream))
+        bench.in_time(stream.close)
+    else:
+        _others(bench, link, "A receiver that wants no more")
+    _again(bench, link, "left")
 
 
 @contract(catches=("a broken stream taken for a whole one",))

@@ -32,6 +32,7 @@ class TransportSuite(
         damage: ``module:function`` or ``file.py:function``, a context manager within which the second bucket of an
             update is damaged between its checksum and its receiver; entered by the sender. Default: for transports on
             ``flat_buckets``.
+        confirms: whether ``send`` returns only after every receiver has verified the whole update.
         device: as in ``torch.device``; empty: what ``ENGINE_TEST_DEVICE`` says, else the CPU. Without an index each
             rank uses the device of its number.
     """
@@ -45,13 +46,15 @@ class TransportSuite(
     options: Mapping[str, Any] = {}
     soon: Mapping[str, Any] = {"timeout_seconds": 3.0}
     damage: str = DAMAGE
+    confirms: bool = False
     device: str = ""
     world_size: int = 4
 
     @classmethod
     def setup_class(cls) -> None:
-        """Prepare the suite; refuse a transport without links, and fewer than two ranks."""
+        """Prepare the suite, whose ``confirms`` is a capability; refuse a transport without links, and fewer than two ranks."""
         super().setup_class()
+        cls._capabilities = cls._capabilities | ({"confirms"} if cls.confirms else set())
         if cls._problem:
             return
         from engine_core.plugins.plugin_set import PluginSet

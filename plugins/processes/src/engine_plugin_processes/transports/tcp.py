@@ -1,7 +1,7 @@
 """Weights over TCP: a separate connection and copy for each receiver, one after another.
 
 Needs nothing but sockets, and a lost receiver affects no other update. A connection lasts for one update; a peer that
-does not know the run's token is rejected.
+does not know the run's token is rejected. `send` returns once every receiver has confirmed the whole update.
 """
 
 from __future__ import annotations
