@@ -365,3 +365,20 @@ class OneByOne(Changed):
         tokens = rollout.token_ids[rollout.prompt_length :].tolist()
         rollout.text = "".join(self.tokenizer.decode([token], skip_special_tokens=True) for token in tokens)
         return rollout
+
+
+# -- memory -------------------------------------------------------------------------
+
+
+class KeepsCache(HFRolloutEngine):
+    """What a sleep sets aside stays in memory until the next batch."""
+
+    def _set_aside(self):
+        self.kept = self._decoding
+        super()._set_aside()
+
+
+class KeepsModule(HFRolloutEngine):
+    def close(self):
+        self.kept = self._own
+        super().close()

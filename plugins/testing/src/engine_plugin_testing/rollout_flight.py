@@ -8,6 +8,7 @@ weights computed are computed again. Otherwise no version of the weights explain
 from __future__ import annotations
 
 import copy
+import gc
 import random
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from engine_core.types import Request, Rollout
 
 LATER = {5: 1, 6: 2}  # versions and the seeds of their weights, in the order of the updates
+SHARE_OF_TOKENS = 0.25  # of the memory of responses in flight: their tokens and log-probs, which stay
+SLACK_BYTES = 20_000
 STORY = "Once upon a time there was a sampler that kept too much of what it knew"  # 71 tokens: several blocks
 
 
@@ -209,3 +212,50 @@ def what_is_the_callers_is_left_alone(bench: RolloutBench) -> None:
         name for name, one, two in zip(("torch", "numpy", "random"), states, now, strict=True) if one != two
     ]
     assert not changed, f"Sampling with seeds changed the global random state of {', '.join(changed)}."
+
+
+def _tensor_bytes() -> int:
+    """Return the bytes of all tensors that Python objects of this process hold, each memory once."""
+    gc.collect()
+    held: dict[int, int] = {}
+    for one in gc.get_objects():
+        if issubclass(type(one), torch.Tensor) and one.layout is torch.strided and one.device.type != "meta":
+            storage = one.untyped_storage()
+            held[storage.data_ptr()] = storage.nbytes()
+    return sum(held.values())
+
+
+@contract(
+    capability="sleep",
+    catches=("the cache of responses in flight kept in sleep", "a module kept after close"),
+)
+def what_sleeps_or_is_closed_holds_no_memory(bench: RolloutBench) -> None:
+    """``sleep`` frees the keys and values of responses in flight, and ``close`` what the engine has allocated.
+
+    Responses are frozen by ``pause("keep")``, if the spec declares ``pause``. The engine sleeps whole or with its weights kept.
+    The tensors of this process are measured, so the contract sees nothing of an engine in another process, or of a cache
+    that is allocated at the start.
+    """
+    before = _tensor_bytes()
+    engine = bench.engine(**STOPS)
+    idle = _tensor_bytes()
+    for keep in ((), ("weights",)):
+        engine.add(bench.requests((STORY,) * 12, group=1, max_response_tokens=LONG))
+        if "pause" in bench.capabilities:
+            engine.step()
+            engine.pause("keep")
+        frozen = _tensor_bytes()
+        engine.sleep(keep=keep)
+        asleep = _tensor_bytes()
+        assert asleep - idle <= max(frozen - idle, 0) * SHARE_OF_TOKENS + SLACK_BYTES, (
+            f"Responses in flight took {frozen - idle} bytes, of which {asleep - idle} are left in sleep(keep={keep})."
+        )
+        engine.wake()
+        engine.resume()
+        _steps(engine, 2000)
+    engine.update_weights(bench.stream(bench.model(seed=1)), 1)
+    engine.close()
+    left = _tensor_bytes() - before
+    assert left <= (idle - before) * SHARE_OF_TOKENS + SLACK_BYTES, (
+        f"The engine took {idle - before} bytes, of which {left} are left after close."
+    )
