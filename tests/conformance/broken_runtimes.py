@@ -287,6 +287,63 @@ class ClosesAgain(Broken):
             engine.close()
 
 
+class CallsTwice(Broken):
+    def given(self, batch, plain):
+        if "loss" in plain:
+            self.engines["actor"].forward_backward(batch, plain["loss"])
+        return (batch,)
+
+
+class LosesAdapter(Broken):
+    def given(self, batch, plain):
+        plain.pop("adapter", None)
+        return (batch,)
+
+
+class ErrorStays(Broken):
+    """An error is raised by the call and by the next one."""
+
+    def start(self, roles, total_steps):
+        groups, left = super().start(roles, total_steps), []
+        infer = groups["ref"].engine.infer
+
+        def kept(batch, outputs):
+            if left:
+                raise left.pop()
+            try:
+                return infer(batch, outputs)
+            except DataError as error:
+                left.append(error)
+                raise
+
+        groups["ref"].engine.infer = kept
+        return groups
+
+
+class MixesHalf(Broken):
+    def mix_weights(self, source, target, mix):
+        super().mix_weights(source, target, round(mix, 1))
+
+
+class SleepsInTraining(Broken):
+    def _trade(self, phase):
+        super()._trade({"train": "generate", "generate": "train"}.get(phase, phase))
+
+
+class SleepsWhole(Broken):
+    def _trade(self, phase):
+        engine = self.engines["rollout"]
+        sleep = engine.sleep
+        engine.sleep = lambda keep=(): sleep()
+        super()._trade(phase)
+        engine.sleep = sleep
+
+
+class OwnMemory(Broken):
+    def memory_metrics(self):
+        return {"memory/actor/peak": 1.0}
+
+
 @hookimpl
 def engine_runtimes():
     return {

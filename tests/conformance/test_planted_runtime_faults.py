@@ -62,6 +62,13 @@ FAULTS = [
     ),
     ("AnswersOfEarlierCalls", "an answer given to another call", "random_batches_come_back_in_their_order"),
     ("LosesColumnsOfOne", "columns of one sequence lost", "random_batches_come_back_in_their_order"),
+    ("CallsTwice", "a call carried out twice", "random_calls_reach_every_engine_as_sent"),
+    ("LosesAdapter", "an argument lost on its way", "random_calls_reach_every_engine_as_sent"),
+    ("ErrorStays", "an error raised again by the next call", "random_calls_reach_every_engine_as_sent"),
+    ("MixesHalf", "the share of a mix lost", "random_calls_reach_every_engine_as_sent"),
+    ("SleepsInTraining", "trainers asleep while they train", "a_phase_wakes_what_it_needs"),
+    ("SleepsWhole", "the weights of idle samplers not kept", "a_phase_wakes_what_it_needs"),
+    ("OwnMemory", "the memory of this process reported", "memory_is_reported_for_every_role"),
     ("SaveIsDone", "a save that failed later counted as done", "a_save_that_fails_later_raises_its_error"),
 ]
 

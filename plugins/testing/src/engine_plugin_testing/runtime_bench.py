@@ -18,6 +18,7 @@ import torch
 
 from engine_core.config.assemble import load_config, plugins_for
 from engine_core.contracts.runtime import Role, Runtime, WorkerGroup
+from engine_core.plugins.plugin_set import PluginSet
 from engine_core.types import Batch, Prompt, Request, Sampling
 from engine_plugin_testing import reference, runtime_probe
 
@@ -86,9 +87,16 @@ class RuntimeBench:
         """The runtime, groups and journals of all contracts that do not break them; its workers load the tokenizer."""
         if self._shared is None or not self._plain:
             self.end_shared()
-            self._shared = self._start({}, {"tokenizer": self.tokenizer})
+            changes = {f"runtime.{self.backend}.offload_idle_roles": True} if self.offloads else {}
+            self._shared = self._start(changes, {"tokenizer": self.tokenizer})
             self._plain = True
         return self._shared
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the runtime has the option ``offload_idle_roles``, with which the shared runtime is started."""
+        plugins = PluginSet.load({"runtimes": {self.backend}}, self.plugins, Path(self.root))
+        return "offload_idle_roles" in plugins.spec("runtimes", self.backend).config.model_fields
 
     @property
     def last(self) -> Started:

@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import logging
 import math
 import os
 import signal
@@ -52,7 +53,7 @@ class Journal:
 
 
 def happens(what):
-    """Raise an error for ``raise:CLASS``, or run ``kill``, ``die:FILE`` or ``sleep:SECONDS``; ignore other text.
+    """Raise an error for ``raise:CLASS``, or run ``kill``, ``die:FILE``, ``sleep:SECONDS`` or ``log:TEXT``; ignore other text.
 
     With ``die`` this process is killed unless the file exists, once what it has sent had time to arrive.
     """
@@ -67,6 +68,8 @@ def happens(what):
         kind = "kill"
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "log":
+        logging.getLogger("engine").warning("%s", detail)
     if kind == "sleep":
         deadline = time.monotonic() + float(detail)
         while time.monotonic() < deadline:
@@ -165,7 +168,7 @@ class ProbeTrain(TrainEngine):
     def forward_backward(self, batch, loss):
         """Log the batch; return constants that only an exact encoding preserves."""
         self.journal.write("forward_backward", lengths=batch.lengths.tolist(), loss=described(loss))
-        return TrainOutput(0.1 + 0.2, dict(METRICS), 3)
+        return TrainOutput(loss.parameters.get("found", 0.1 + 0.2), dict(METRICS), 3)
 
     def optimizer_step(self):
         """Count and log the step, which changes the values of ``named_weights``."""
@@ -185,6 +188,7 @@ class ProbeTrain(TrainEngine):
     def save(self, folder):
         """Write nothing; return a completed future. In a folder ``full@RANK`` the disk is full on this rank, a while later."""
         done: Future[None] = Future()
+        self.journal.write("save", folder=str(folder))
         name, _, rank = folder.name.partition("@")
         if name == "full" and int(rank) == self.context.rank:
             full = OSError(errno.ENOSPC, "requested failure")
@@ -199,7 +203,15 @@ class ProbeTrain(TrainEngine):
 
     def export(self, folder, adapter=False):
         """Log the folder."""
-        self.journal.write("export", folder=str(folder))
+        self.journal.write("export", folder=str(folder), adapter=adapter)
+
+    def sleep(self, keep=()):
+        """Log what is kept."""
+        self.journal.write("sleep", keep=list(keep))
+
+    def wake(self, only=None):
+        """Log the call."""
+        self.journal.write("wake", only=only)
 
     def close(self):
         """Log the call."""
@@ -256,6 +268,14 @@ class ProbeSampler(RolloutEngine):
         self.version = version
         self.journal.write("update_weights", version=version, bytes=moved, checksum=digest.hexdigest())
         return digest.hexdigest()
+
+    def sleep(self, keep=()):
+        """Log what is kept."""
+        self.journal.write("sleep", keep=list(keep))
+
+    def wake(self, only=None):
+        """Log the call."""
+        self.journal.write("wake", only=only)
 
     def close(self):
         """Log the call."""

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from engine_plugin_testing import runtime_calls, runtime_losses, runtime_random
+from engine_plugin_testing import runtime_calls, runtime_losses, runtime_orders, runtime_random
 from engine_plugin_testing.suite import Suite
 
 if TYPE_CHECKING:
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from engine_plugin_testing.runtime_bench import RuntimeBench
 
 
-class RuntimeSuite(Suite, modules=(runtime_calls, runtime_random, runtime_losses)):
+class RuntimeSuite(Suite, modules=(runtime_calls, runtime_random, runtime_orders, runtime_losses)):
     """A suite: the contracts of ``engine_core.contracts.runtime.Runtime``. ``Suite`` has the other attributes.
 
     The contracts run in the process of the test, which is the controller; engines have no model. With ``world_size``
