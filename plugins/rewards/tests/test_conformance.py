@@ -4,7 +4,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from engine_plugin_testing import RewardSuite
+from engine_plugin_testing import RewardRunnerSuite, RewardSuite
 
 FOUR = {"completion": "2 + 2 = 4", "answer": "4"}
 
@@ -194,3 +194,7 @@ class TestHTTP(RewardSuite):
         super().teardown_class()
         cls.server.shutdown()
         cls.server.server_close()
+
+
+class TestRunner(RewardRunnerSuite):
+    pass

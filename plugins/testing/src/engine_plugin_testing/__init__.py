@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine_plugin_testing.algorithm_suites import AdvantageSuite, LossSuite, StageSuite
-    from engine_plugin_testing.reward_suite import RewardSuite
+    from engine_plugin_testing.reward_suite import RewardRunnerSuite, RewardSuite
     from engine_plugin_testing.rollout_suite import RolloutEngineSuite
     from engine_plugin_testing.runtime_suite import RuntimeSuite
     from engine_plugin_testing.train_suite import TrainEngineSuite
@@ -42,6 +42,7 @@ HOMES = {
     "TrainEngineSuite": "train_suite",
     "TrainerSuite": "trainer_suite",
     "RolloutEngineSuite": "rollout_suite",
+    "RewardRunnerSuite": "reward_suite",
     "RewardSuite": "reward_suite",
     "RuntimeSuite": "runtime_suite",
     "StageSuite": "algorithm_suites",
@@ -52,6 +53,7 @@ __all__ = [
     "AdvantageSuite",
     "EnvironmentSuite",
     "LossSuite",
+    "RewardRunnerSuite",
     "RewardSuite",
     "RolloutEngineSuite",
     "RuntimeSuite",

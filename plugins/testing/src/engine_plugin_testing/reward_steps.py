@@ -97,7 +97,7 @@ def _drawn_step(
     return groups
 
 
-def _score(
+def score_step(
     runner: RewardRunner, rollouts: list[Rollout], step: int, way: str, draws: random.Random
 ) -> dict[str, float]:
     """Score a step in one of ``WAYS``: rollouts arrive in any order, groups are scored before."""
@@ -223,7 +223,7 @@ def _check_ends(
             groups = _drawn_step(scorable, failing, draws)
             rollouts = _rollouts(bench, groups)[0]
             try:
-                _score(runner, rollouts, step, way, draws)
+                score_step(runner, rollouts, step, way, draws)
             except TrainingFailed:
                 changed = [r.request_id for r in rollouts if r.rewards or r.reward or not r.valid]
                 assert not changed, f"A step that failed, scored {way}, has changed the rollouts {changed}."
@@ -268,7 +268,7 @@ def _check_step(
         rollout.valid = kind in ("", "failed, counts")
         rollout.failure = "error" if kind.startswith("failed") else ""
     rows, metrics = _expected(bench.name, settings, rollouts, known)
-    found = _score(runner, rollouts, step, way, draws)
+    found = score_step(runner, rollouts, step, way, draws)
     what = f"Seed {SEED}, {settings}, step {step}, scored {way}"
     for at, (rollout, (values, reward, valid)) in enumerate(zip(rollouts, rows, strict=True)):
         shown = f"{what}: rollout {at} of group {rollout.group_id} ({str(samples[at])[:80]})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from engine_plugin_testing import imports, reward_cases, reward_random, reward_steps
+from engine_plugin_testing import imports, reward_cases, reward_forms, reward_random, reward_steps
 from engine_plugin_testing.suite import Suite
 
 
@@ -56,3 +56,21 @@ class RewardSuite(Suite, modules=(imports, reward_cases, reward_random, reward_s
     def table(cls) -> tuple[str, ...]:
         """Return the path of the reward's options."""
         return (cls.section, cls.name, cls.name)
+
+
+class RewardRunnerSuite(Suite, modules=(reward_forms,)):
+    """A suite: the contracts of the reward runner and of the part ``reward_workers``. ``Suite`` has the other attributes.
+
+    The kit brings the rewards. Give ``plugins`` if one offers another part ``reward_workers``.
+    """
+
+    kind = "rewards"
+    section = "reward"
+    bench = "engine_plugin_testing.reward_runner_bench:RewardRunnerBench"
+    fields: ClassVar[tuple[str, ...]] = ("plugins",)
+
+    @classmethod
+    def setup_class(cls) -> None:
+        """Prepare the workers."""
+        cls._problem, cls._told = "", False
+        cls._workers, cls._others = cls._group(cls.world_size), {}
