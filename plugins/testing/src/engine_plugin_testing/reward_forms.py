@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import random
 import time
 from collections.abc import Sequence
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from engine_core.errors import DataError, TrainingFailed
+from engine_core.errors import ConfigError, DataError, TrainingFailed
 from engine_plugin_testing.contracts import contract
 from engine_plugin_testing.reward_probe import SLOW
 from engine_plugin_testing.reward_runner_bench import (
@@ -31,10 +33,11 @@ if TYPE_CHECKING:
     from engine_core.rewards import RewardRunner
 
 SEED = 3
+MEMORY = 2.5  # gigabytes of a worker
 PATIENCE = 10.0  # seconds that a machine under load may need besides a timeout
 USUAL = (*NUMBERS, *NOTHING, *BAD)
 ENDING: dict[str, tuple[str, ...]] = {  # what may end a call of this form in a worker
-    "each": (*KILLING, "memory"),
+    "each": (*KILLING, "allocate"),
     "each_later": ("late", "raise", "exit"),
     "lists": ("given error", "given timeout", "crash"),
 }
@@ -43,7 +46,7 @@ RUNS = (
     Settings({"each_later": 2.0}, 1, (0.2, 0.7), "drop", "zero"),
     Settings({"lists": 1.0}, 1, None, "zero", "drop"),
     Settings({"verl": 1.0, "trl": -2.0}, 1, (0.1, 50.0), "drop", "zero"),
-    Settings({"groups": 3.0}, 1, None, "zero", "zero"),
+    Settings({"groups": 3.0}, 2, None, "zero", "zero"),
     Settings(
         dict.fromkeys(("each", "each_later", "lists", "lists_later", "groups", "verl", "trl", "object"), 1.0),
         0,
@@ -51,6 +54,7 @@ RUNS = (
 )
 
 
+NEED = {"row": ("each", "each_later"), "do": SINGULAR, "data_source": ("verl",), "answer": ("verl",)}
 COLUMNS = ((), ("label", "ground_truth"), ("label",), ("ground_truth", "extra_info"))
 
 
@@ -81,11 +85,12 @@ def random_samples_of_any_form_are_scored_apart(bench: RewardRunnerBench) -> Non
 
     Functions have every form, and show each argument that they get. Samples get numbers of any type, nothing, or a result
     that is no reward; they raise errors, print, exit, crash or hang. The samples behind one that ends its worker are scored
-    by the next worker. A sample that ended no call is scored once.
+    by the next worker. A sample that ended no call is scored once. `max_memory_gb` limits what a function allocates. One
+    reward of several can score alone.
     """
     draws = random.Random(SEED)
     for settings in RUNS:
-        runner = bench.runner(settings)
+        runner = bench.runner(settings, max_memory_gb=MEMORY if settings.workers else 0.0)
         for number, way in enumerate(WAYS if settings.workers else WAYS[:1], 1):
             columns = COLUMNS[number] if "trl" in settings.weights else draws.choice(COLUMNS)
             step = bench.step(_kinds(settings, draws, number), draws, columns)
@@ -93,7 +98,25 @@ def random_samples_of_any_form_are_scored_apart(bench: RewardRunnerBench) -> Non
             what = f"Seed {SEED}, {settings}, step {number}, scored {way}"
             bench.check(runner, settings, step, metrics, what)
             _check_calls(settings, step, what)
+        _check_part(bench, runner, settings, draws)
         runner.close()
+
+
+def _check_part(
+    bench: RewardRunnerBench, runner: RewardRunner, settings: Settings, draws: random.Random
+) -> None:
+    """Score a step by one of the rewards of a runner alone; the others leave no trace."""
+    form = draws.choice(list(settings.weights))
+    part = dataclasses.replace(settings, weights={form: settings.weights[form]})
+    step, found = bench.step(["number", "nan", "score"], draws), runner.only([f"kit_{form}"])
+    metrics = found.score(step.rollouts, 1)
+    bench.check(found, part, step, metrics, f"Seed {SEED}, {form} alone of {settings}")
+    names = {name for rollout in step.rollouts for name in rollout.rewards}
+    assert names == {f"kit_{form}"}, f"Of kit_{form} alone, rollouts have the rewards {names}."
+    _check_calls(part, step, f"{form} alone of {settings}")
+    with contextlib.suppress(ConfigError):
+        runner.only(["no_such_reward"])
+        raise AssertionError("A reward that the run does not have is accepted by `only`.")
 
 
 def _check_calls(settings: Settings, step: Step, what: str) -> None:
@@ -198,7 +221,7 @@ def _scored(runner: RewardRunner, step: Step) -> tuple[str, dict[str, float]]:
 def a_missing_column_is_refused(bench: RewardRunnerBench) -> None:
     """A reward that needs a column that the data lacks is refused with a ``DataError`` that names the column.
 
-    An argument with a default needs no column. ``ground_truth`` is found as ``answer``.
+    It names every such reward. An argument with a default needs no column. ``ground_truth`` is found as ``answer``.
     """
     draws = random.Random(SEED)
     given = {"row", "do", "data_source", "answer"}
@@ -211,6 +234,8 @@ def a_missing_column_is_refused(bench: RewardRunnerBench) -> None:
         except DataError as error:
             found = str(error)
         asked = "ground_truth" if name == "answer" else name
+        for form in NEED[name]:
+            assert f"kit_{form}: " in found, f"kit_{form} needs '{name}'; the error is '{found}'."
         assert f"'{asked}'" in found, f"The column '{name}' lacks; the error is '{found}'."
         step = bench.step(["number"] * 3, draws, ())
         for rollout in step.rollouts:

@@ -21,6 +21,7 @@ from engine_core.specs import Options, Reward
 MARKS = ["a", "b"]
 FOREVER = 600.0  # seconds
 SLOW = 0.4  # seconds
+ALLOCATED = 3 * 10**9  # bytes, which are not touched
 
 
 class ProbeOptions(Options):
@@ -55,7 +56,7 @@ RESULTS = {
     "integer": lambda value: round(value * 100),
     "truth": lambda value: value > 0.5,
     "fraction": lambda value: Fraction(round(value * 100), 7),
-    "score": lambda value: {"score": value, "pred": f"is {value}"},
+    "score": lambda value: {"score": value, "pred": f" Is\n{value} "},
     "answer": lambda value: {"score": value, "pred": 4, "other": None},
     "long answer": lambda value: {"score": value, "pred": "\u00e9" * 5000},
     "no answer": lambda value: {"score": value, "pred": None},
@@ -79,6 +80,8 @@ def happens(do, value):
         raise ValueError(f"no value for {do['id']}")
     if kind == "memory":
         raise MemoryError
+    if kind == "allocate":
+        value += len(bytes(ALLOCATED)) * 0.0
     if kind == "exit":
         sys.exit(3)
     if kind == "crash":

@@ -29,7 +29,7 @@ TEXTS = ("", "4", "so 4.0", "\u00e9\u4f60\U0001f600\n\t\u0000", '{"done": true}'
 NUMBERS = ("number", "integer", "truth", "fraction", "scalar", "score", "answer", "long answer", "no answer")
 NOTHING = ("nothing", "no score")
 BAD = ("nan", "infinite", "huge", "text", "list", "empty")  # results that are no reward
-RAISING = ("raise", "memory")
+RAISING = ("raise", "memory", "allocate")
 KILLING = ("exit", "crash", "stuck")
 LATE = ("stuck", "late", "given timeout")
 LENGTH = 1000  # characters of an answer
@@ -203,7 +203,7 @@ class RewardRunnerBench(Bench):
         if kind in NOTHING:
             return None, "", None
         value = shown(self._shown(form, step, at))
-        answer = f"is {value}" if kind == "score" else ANSWERS.get(kind)
+        answer = f" Is\n{value} " if kind == "score" else ANSWERS.get(kind)
         if kind in ("integer", "truth", "fraction"):
             value = float(reward_probe.RESULTS[kind](value))
         return value, "", answer
@@ -250,7 +250,7 @@ class RewardRunnerBench(Bench):
             wanted["reward/failures"] += kinds.total()
             wanted["reward/timeouts"] += kinds["timeout"]
             if form in STREAMS:
-                lost = (*KILLING, "memory") if settings.workers else ()
+                lost = (*KILLING, "memory", "allocate") if settings.workers else ()
                 wanted[f"reward/{name}/restarts"] = sum(kind in lost for kind in step.kinds)
         for at, rollout in enumerate(step.rollouts):
             shown = f"{what}: sample {at} ('{step.kinds[at]}')"

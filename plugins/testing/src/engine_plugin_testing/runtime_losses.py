@@ -92,8 +92,11 @@ def a_save_that_fails_later_raises_its_error(bench: RuntimeBench) -> None:
 
 @contract(capability="processes")
 def who_stops_waiting_for_samples_stops_the_samplers(bench: RuntimeBench) -> None:
-    """If a caller closes a sampler's stream, the sampler drops its requests and answers the next call."""
-    _, groups, _ = bench.shared
+    """If a caller closes a sampler's stream, the sampler drops its requests and answers the next call.
+
+    So it does if ``give_up`` abandons what this thread has called.
+    """
+    runtime, groups, _ = bench.shared
     requests = [*bench.requests(2), *bench.requests(4, do="sleep:60")[2:]]
     stream = groups["rollout"].stream(requests)
     next(stream)
@@ -101,6 +104,14 @@ def who_stops_waiting_for_samples_stops_the_samplers(bench: RuntimeBench) -> Non
     stream.close()
     groups["ref"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
     assert time.monotonic() - began < 30
+    began = time.monotonic()
+    given_up = groups["rollout"].call("generate", requests=bench.requests(4, do="sleep:60"))
+    runtime.give_up()
+    found = groups["rollout"].call("generate", requests=bench.requests(3)).result()
+    assert [rollout.request_id for rollout in found] == ["r0", "r1", "r2"], found
+    took = time.monotonic() - began
+    assert took < 30, f"After give_up, samplers went on for {took:.0f} s with what they had."
+    assert given_up.done(), "A call that was given up is not done."
 
 
 @contract(capability="processes")
@@ -151,16 +162,20 @@ def a_request_of_a_lost_sampler_is_answered_once(bench: RuntimeBench) -> None:
     """If one of two samplers is killed and may be replaced, ``stream`` gives every rollout once.
 
     The other sampler takes the requests that the lost one had not answered. Rollouts that came before the loss do not come
-    again.
+    again. ``loss_metrics`` reports the loss once.
     """
     changes = {**_pools(bench), f"runtime.{bench.backend}.max_replacements": 1}
-    _, groups, journal = bench.start_last(changes)
+    runtime, groups, journal = bench.start_last(changes)
     requests = bench.requests(8)
     requests[-1].prompt.columns["do"] = f"die:{journal / 'lost'}"
     came = [rollout.request_id for part in groups["rollout"].stream(requests) for rollout in part]
     assert (journal / "lost").exists(), "No sampler was lost."
     assert sorted(came) == sorted(request.id for request in requests), (
         f"Rollouts came of the requests {sorted(came)}; expected each once."
+    )
+    losses = [runtime.loss_metrics().get("sampling/lost") for _ in range(2)]
+    assert losses == [1.0, 0.0], (
+        f"loss_metrics reports {losses} lost samplers in two calls; expected 1, then 0."
     )
     asked = [line["ids"] for lines in bench.written(journal, "rollout", "add") for line in lines]
     assert max(len(ids) for ids in asked if "r7" in ids) > 1, (
