@@ -138,9 +138,16 @@ class RewardWorkers(Protocol):
         pools: Sequence[RewardPool],
         on_failure: OnFailure,
         rollouts: list[Any],
-        decode: Callable[..., None],
+        arguments: Callable[[Any, Sequence[Rollout]], Mapping[str, Sequence[Any]]],
     ) -> EarlyScores:
-        """Return a scoring that begins with complete groups while others are sampled."""
+        """Return a scoring that begins with complete groups while others are sampled.
+
+        Args:
+            pools: started pools of rewards that score samples in any parts.
+            on_failure: called with each failed sample; an error that it raises ends the scoring.
+            rollouts: a list with a place for each sample, filled as they arrive.
+            arguments: returns the arguments of a pool's function for rollouts.
+        """
 
 
 class TrackerThreads(Protocol):

@@ -160,6 +160,7 @@ class RewardRunner:
         given: Mapping[str, float] | None = None,
     ) -> None:
         self.tokenizer, self.given = tokenizer, dict(given or {})
+        self.columns: dict[str, None] = {}  # names of those of the data, after ``check_columns``
         complete = [with_defaults(config, plugins) for config in configs]
         self.pools: list[RewardPool] = []
         self._workers: RewardWorkers | None = None
@@ -208,7 +209,7 @@ class RewardRunner:
             return None
         rollouts: list[Any] = [None] * len(requests)
         assert self._workers is not None
-        scoring = self._workers.early(pools, self._begin(rollouts, step), rollouts, self._decode)
+        scoring = self._workers.early(pools, self._begin(rollouts, step), rollouts, self._arguments)
         scoring.expect(requests)
         return scoring
 
@@ -226,11 +227,9 @@ class RewardRunner:
             rollouts: in groups.
             pools: the started worker pools of other rewards, which to use instead.
         """
-        self._decode(rollouts)
         pools = self.in_parts() if pools is None else pools
         for pool in pools:
-            assert pool.signature is not None
-            pool.begin(arguments(pool.name, pool.signature, rollouts), len(rollouts))
+            pool.begin(self._arguments(pool, rollouts), len(rollouts))
         self._drive(pools, lambda name, place, outcome: None)
         return {pool.name: [outcome for outcome in pool.outcomes if outcome] for pool in pools}
 
@@ -240,9 +239,7 @@ class RewardRunner:
         Returns:
             The outcomes by reward, for ``Known``; ``score`` gets those of the whole step.
         """
-        self._decode(rollouts)
-        signatures = {s.config.name: s.runner.signature for s in self.scorers if s.runner.signature}
-        columns = {name: arguments(name, signature, rollouts) for name, signature in signatures.items()}
+        columns = {s.config.name: self._arguments(s.runner, rollouts) for s in self.scorers}
         self.ask(columns, len(rollouts), lambda name, place, outcome: None)
         self._sum(rollouts)
         return {s.config.name: [each for each in s.runner.outcomes if each] for s in self.scorers}
@@ -285,6 +282,11 @@ class RewardRunner:
         if self.tokenizer is not None:
             decode_texts(rollouts, self.tokenizer)
 
+    def _arguments(self, runner: Any, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+        """Return the arguments of a reward's function, after decoding the text of rollouts."""
+        self._decode(rollouts)
+        return arguments(runner.name, runner.signature, rollouts, self.columns)
+
     def _begin(self, rollouts: Sequence[Rollout], step: int) -> OnFailure:
         """Reset the failure counts; return the function to call with each failed sample."""
         scorers = {scorer.config.name: scorer for scorer in self.scorers}
@@ -310,9 +312,8 @@ class RewardRunner:
             under_way = self._known(early.outcomes, len(rollouts), on_failure) if early else ()
         columns = {}
         for scorer in self.scorers:
-            assert scorer.runner.signature is not None
             if scorer.runner not in under_way:
-                columns[scorer.config.name] = arguments(scorer.config.name, scorer.runner.signature, rollouts)
+                columns[scorer.config.name] = self._arguments(scorer.runner, rollouts)
         self.ask(columns, len(rollouts), on_failure, under_way)
 
     def _known(
@@ -420,6 +421,7 @@ class RewardRunner:
             DataError: names every such reward.
         """
         problems = []
+        self.columns |= dict.fromkeys(sorted(columns))
         for scorer in self.scorers:
             assert scorer.runner.signature is not None
             try:

@@ -23,7 +23,7 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -248,13 +248,21 @@ def _inspect(name: str, function: Callable[..., Any], options: Mapping[str, Any]
     )
 
 
-def arguments(name: str, signature: Signature, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
+def arguments(
+    name: str, signature: Signature, rollouts: Sequence[Rollout], columns: Iterable[str] = ()
+) -> dict[str, list[Any]]:
     """Return the values of the arguments that a function takes, each a list with one entry per rollout.
 
+    Args:
+        name: name of the reward.
+        signature: signature of its function.
+        rollouts: to score.
+        columns: columns of the data, which these rollouts may lack: their values are then None.
+
     Raises:
-        DataError: an argument without a default is neither in ``OFFERED`` nor a column of any rollout.
+        DataError: an argument without a default is neither in ``OFFERED`` nor a column.
     """
-    columns = dict.fromkeys(column for r in rollouts for column in r.prompt.columns)
+    columns = dict.fromkeys([*columns, *(column for r in rollouts for column in r.prompt.columns)])
     if rollouts:
         check_columns(name, signature, columns)
     wanted = dict.fromkeys(signature.names)

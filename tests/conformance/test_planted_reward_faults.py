@@ -27,12 +27,15 @@ class Numbers(RewardSuite):
 
 def turned(monkeypatch):
     """The samples of a group that is scored as it arrives are in another order."""
-    arguments = early.arguments
+    begin = early.EarlyScoring.__init__
 
-    def backwards(*of_group):
-        return {name: list(values)[::-1] for name, values in arguments(*of_group).items()}
+    def begun(self, pools, on_failure, rollouts, arguments):
+        def backwards(*of_group):
+            return {name: list(values)[::-1] for name, values in arguments(*of_group).items()}
 
-    monkeypatch.setattr(early, "arguments", backwards)
+        begin(self, pools, on_failure, rollouts, backwards)
+
+    monkeypatch.setattr(early.EarlyScoring, "__init__", begun)
 
 
 def kept_counts(monkeypatch):
@@ -133,8 +136,8 @@ def alias_first(monkeypatch):
     """``ground_truth`` is the answer, also where the data has a column of this name."""
     arguments = signatures.arguments
 
-    def aliased(name, signature, rollouts):
-        found = arguments(name, signature, rollouts)
+    def aliased(name, signature, rollouts, columns):
+        found = arguments(name, signature, rollouts, columns)
         if "ground_truth" in signature.required:
             found["ground_truth"] = [r.prompt.columns["answer"] for r in rollouts]
         return found

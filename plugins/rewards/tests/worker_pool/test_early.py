@@ -50,6 +50,25 @@ def test_rewards_and_metrics_are_those_of_scoring_at_the_end_whatever_the_order(
     assert expected[1]["reward/misbehave/errors"] == 1.0
 
 
+def test_a_group_without_a_column_that_others_have_is_scored_alike_early_and_late(runner, rollouts):
+    expected = []
+    for ahead in (False, True):
+        scored = rollouts("a", "bb", "a", "bb", answer=["a"] * 4)
+        for each in scored[2:]:  # the second group
+            each.prompt.columns.clear()
+        scorer = runner(config("exact", max_failure_share=1.0))
+        scorer.check_columns({"answer"})
+        scoring = scorer.early(asked(scored), 1) if ahead else None
+        if scoring:
+            for each in scored:
+                scoring.take([each])
+            scoring.seal()
+        metrics = scorer.score(scored, 1, early=scoring)
+        expected.append(([r.rewards for r in scored], metrics))
+    assert expected[0] == expected[1]
+    assert expected[0][0][0] == {"exact": 1.0}
+
+
 def test_a_group_is_scored_as_soon_as_it_is_complete(runner, rollouts):
     scorer = runner(config("letters"))
     scored = rollouts("a", "bb", "ccc", "dddd")

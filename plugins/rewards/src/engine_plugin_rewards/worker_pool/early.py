@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine_core.rewards.signatures import arguments
 from engine_plugin_rewards.worker_pool.pool import wait
 
 if TYPE_CHECKING:
@@ -35,13 +34,13 @@ class EarlyScoring:
         on_failure: called in the thread with each failed sample; an error that it raises ends the scoring, and
             ``take`` or ``seal`` raises it.
         rollouts: a list with a place for each sample, filled here; ``on_failure`` may read it.
-        decode: sets the text of rollouts.
+        arguments: returns the arguments of a pool's function for rollouts.
     """
 
     def __init__(
-        self, pools: Sequence[Pool], on_failure: OnFailure, rollouts: list[Any], decode: Any
+        self, pools: Sequence[Pool], on_failure: OnFailure, rollouts: list[Any], arguments: Any
     ) -> None:
-        self.pools, self.on_failure, self.rollouts, self.decode = pools, on_failure, rollouts, decode
+        self.pools, self.on_failure, self.rollouts, self.arguments = pools, on_failure, rollouts, arguments
         self.busy_seconds = 0.0  # during which a worker was busy
         self._places: dict[str, int] = {}
         self._missing: dict[int, int] = {}  # by group
@@ -99,10 +98,8 @@ class EarlyScoring:
 
     def _submit(self, places: list[int]) -> None:
         group = [self.rollouts[place] for place in places]
-        self.decode(group)
         for pool in self.pools:
-            assert pool.signature is not None
-            columns = arguments(pool.name, pool.signature, group)
+            columns = self.arguments(pool, group)
             with self._pools:
                 pool.submit(places, columns)
 
