@@ -167,8 +167,11 @@ class RuntimeBench:
             try:
                 return runtime, runtime.start(ROLES, TOTAL_STEPS), journal
             except BaseException:
-                runtime.close()  # twice, as a contract promises
-                runtime.close()
+                try:
+                    self.check_closed(journal)  # by ``start`` itself
+                finally:
+                    runtime.close()  # twice, as a contract promises
+                    runtime.close()
                 raise
 
     def new_journal(self) -> Path:
