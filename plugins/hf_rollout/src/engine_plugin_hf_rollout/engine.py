@@ -384,7 +384,7 @@ class HFRolloutEngine(RolloutEngine):
         self._queue.clear()
         self._done.clear()
         self._drop_batch()
-        self._own = self._given = self._trainer = None
+        self._own = self._given = self._trainer = self._adapter = None
 
 
 def _check_parts(parts: Sequence[str]) -> None:
