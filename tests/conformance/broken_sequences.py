@@ -6,6 +6,9 @@ import json
 import weakref
 from unittest import mock
 
+import torch
+
+from engine_core import packing
 from engine_core.algorithms import objectives
 from engine_core.contracts.weight_sync import ADAPTER_PREFIX
 from engine_plugin_torch.engine import TorchEngine
@@ -191,3 +194,83 @@ class KeepsMerged(TorchEngine):
         if not all(name.startswith(ADAPTER_PREFIX) for name in given):
             self.merged = None
         super().load_named_weights(given.items(), mix)
+
+
+class Planned(TorchEngine):
+    """``sizes(batch)`` replaces the lengths by which micro-batches are planned, ``together(batch)`` what stays together."""
+
+    def sizes(self, batch):
+        return batch.lengths.tolist()
+
+    def together(self, batch):
+        return None if batch.keep_together is None else batch.keep_together.tolist()
+
+    def _micro_batches(self, batch):
+        for indices in packing.plan_micro_batches(
+            self.sizes(batch), self.budget.tokens, self.together(batch)
+        ):
+            yield indices, batch.select(indices)
+
+
+class BudgetOfLongest(Planned):
+    def sizes(self, batch):
+        if batch.keep_together is None:
+            return super().sizes(batch)
+        longest, sizes = {}, []
+        for group, size in zip(batch.keep_together.tolist(), batch.lengths.tolist(), strict=True):
+            sizes.append(max(0, size - longest.get(group, 0)))  # a group's sum is its longest sequence
+            longest[group] = max(size, longest.get(group, 0))
+        return sizes
+
+
+class BudgetOfLearned(Planned):
+    def sizes(self, batch):
+        learned = batch.sum_by_sequence(batch["loss_mask"].long()) > 0
+        return (batch.lengths * learned).tolist()
+
+
+class ForgetsGroups(Planned):
+    """Splits groups once the token budget has been changed."""
+
+    changed = False
+
+    def set_token_budget(self, tokens):
+        self.changed = True
+        super().set_token_budget(tokens)
+
+    def together(self, batch):
+        return None if self.changed else super().together(batch)
+
+
+class Aggregated(TorchEngine):
+    """``count(batch)`` replaces the number of sequences by which an aggregation divides."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        exact = objectives.with_weights
+
+        def wrong(batch, mode, length_norm=1, unit=0.0):
+            made = exact(batch, mode, length_norm, unit)
+            if unit or not mode.startswith("seq-mean"):
+                return made
+            right = (batch.sum_by_sequence(batch["loss_mask"].long()) > 0).sum().clamp(min=1)
+            return made.with_columns({"weights": made["weights"] * right / self.count(batch)})
+
+        self.patch = mock.patch.object(objectives, "with_weights", wrong)
+        self.patch.start()
+
+    def close(self):
+        self.patch.stop()
+        super().close()
+
+
+class CountsDropped(Aggregated):
+    def count(self, batch):
+        return len(batch)
+
+
+class CountsGroups(Aggregated):
+    def count(self, batch):
+        ids = torch.arange(len(batch)) if batch.keep_together is None else batch.keep_together
+        learned = batch.sum_by_sequence(batch["loss_mask"].long()) > 0
+        return max(1, len(ids[learned].unique()))

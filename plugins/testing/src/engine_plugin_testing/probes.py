@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from engine_core.types import Batch, LossCall
 
 PROBE, PAIRS, SHORT = "kit_probe", "kit_pairs", "kit_short"
+SIZE = "kit/group_size"
+"""Column [B]: the number of sequences of a batch that stay together with each."""
 SHORTAGES: list[bool] = []
 """Of the next backward passes of ``short`` in this process: whether they run out of memory."""
 
@@ -44,14 +46,31 @@ class Shortage(torch.autograd.Function):
         return gradient
 
 
+def plan_metrics(batch: Batch) -> dict[str, float]:
+    """Return metrics of the plan of micro-batches, of which this batch is one.
+
+    ``max/kit/tokens`` are the tokens of a micro-batch with several units that may be separated, else 0. ``max/kit/apart``
+    are the sequences of a group that a micro-batch lacks, if the batch has their number.
+    """
+    ids = torch.arange(len(batch)) if batch.keep_together is None else batch.keep_together.cpu()
+    metrics = {"max/kit/tokens": float(batch.num_tokens if len(ids.unique()) > 1 else 0)}
+    if SIZE in batch:
+        metrics["max/kit/apart"] = float((batch[SIZE].cpu() - ids.bincount()[ids]).max())
+    return metrics
+
+
 def probe(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ``sum_t c_t output_t`` over the outputs [T] with coefficients, and metrics: a mean, a count, maxima above and below 0."""
+    """Return ``sum_t c_t output_t`` over the outputs [T] with coefficients, and metrics: a mean, a count, maxima.
+
+    They include those of ``plan_metrics``.
+    """
     named = {f"probe/{name}": value for name, value in outputs.items() if f"probe/{name}" in batch}
     total = sum(((batch[name] * value).sum() for name, value in named.items()), start=0.0)
     values, mask = batch["probe/metric"], batch["loss_mask"]
     metrics = {"kit/mean": (batch["token_share"] * values).sum(), "kit/count": mask.sum().to(values.dtype)}
     most = values.masked_fill(~mask, -torch.inf).max()  # of no loss token: less than any other
     metrics |= {"max/kit/high": most, "max/kit/low": most - 100}
+    metrics |= {name: torch.full_like(most, value) for name, value in plan_metrics(batch).items()}
     return total, metrics  # type: ignore[return-value]
 
 
@@ -61,7 +80,8 @@ def pairs(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str
     together = batch.keep_together
     assert together is not None
     total = sums.new_zeros(int(together.max()) + 1).index_add(0, together, sums)
-    return (total**2).sum(), {}
+    loss = (total**2).sum()
+    return loss, {name: torch.full_like(loss.detach(), value) for name, value in plan_metrics(batch).items()}
 
 
 def short(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

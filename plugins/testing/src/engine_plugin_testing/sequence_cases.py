@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine_core.algorithms import objectives
 from engine_core.types import LossCall
-from engine_plugin_testing.probes import PROBE
+from engine_plugin_testing.contracts import close
+from engine_plugin_testing.probes import PROBE, SIZE
 from engine_plugin_testing.reference import ValueReference, probe_outputs, rows_of
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ POOLS = {
     "critic": ("values",),
 }
 """Outputs by role that the sequences ask for and differentiate."""
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 LARGEST = 3.0  # of a token's loss, per nat of its log-prob: ratios are at most e
 
@@ -51,7 +55,10 @@ class Case:
 
 
 def random_batch(bench: TrainBench, draws: Random, masks: Collection[str]) -> Batch:
-    """Draw sizes, tokens, a temperature and a loss mask of one of the kinds ``prompt``, ``all``, ``some``, ``none``."""
+    """Draw sizes, tokens, a temperature and a loss mask of one of the kinds ``prompt``, ``all``, ``some``, ``none``.
+
+    Sequences may be dropped (they have no loss token), and some may stay together.
+    """
     seed, temperature = draws.randrange(2**30), draws.choice((0.6, 1.0, 1.7))
     batch = bench.batch(draws.choice(SIZES), seed=seed, temperature=temperature)
     kind, generator = draws.choice(sorted(masks)), torch.Generator().manual_seed(seed)
@@ -61,9 +68,43 @@ def random_batch(bench: TrainBench, draws: Random, masks: Collection[str]) -> Ba
             torch.rand(batch.num_tokens, generator=generator) < {"all": 2.0, "some": 0.5, "none": -1.0}[kind]
         )
         mask[1] = kind != "none"
+    noise = 0.5 + torch.rand(batch.num_tokens, generator=generator)
+    drops, groups, aggregates = (torch.rand(3, generator=generator) < 0.5).tolist()
+    if drops:
+        dropped = torch.rand(len(batch), generator=generator) < 0.3
+        dropped[0] = False
+        mask = mask & ~batch.to_tokens(dropped)
     share = mask / mask.sum().clamp(min=1)
-    weights = share * (0.5 + torch.rand(batch.num_tokens, generator=generator))
-    return batch.with_columns({"loss_mask": mask, "token_share": share, "weights": weights})
+    batch = batch.with_columns({"loss_mask": mask, "token_share": share, "weights": share * noise})
+    if groups:
+        ids = torch.randint(len(batch), (len(batch),), generator=generator)
+        batch = batch.with_columns({}, {SIZE: ids.bincount()[ids]})
+        batch.keep_together = ids
+    return _aggregated(batch, generator) if aggregates else batch
+
+
+def _aggregated(batch: Batch, generator: torch.Generator) -> Batch:
+    """Return the batch with the core's weights of a random aggregation, compared with its formula in float64."""
+    mode, length = MODES[int(torch.randint(len(MODES), (), generator=generator))], 7
+    mask = batch["loss_mask"].double()
+    sizes = batch.sum_by_sequence(mask)
+    tokens, sequences = float(mask.sum().clamp(min=1)), float((sizes > 0).sum().clamp(min=1))
+    expected = {
+        "token-mean": mask / tokens,
+        "token-sum": mask,
+        "seq-mean-token-sum": mask / sequences,
+        "seq-mean-token-mean": mask / (batch.to_tokens(sizes.clamp(min=1)) * sequences),
+        "seq-mean-token-sum-norm": mask / (length * sequences),
+    }[mode]
+    what = f"weights of {mode}, {len(batch)} sequences, {sequences:g} of them with loss tokens"
+    divisor = objectives.normalizer(mode, tokens, sequences)
+    unit = 2.0 ** math.ceil(math.log2(divisor))
+    part = objectives.with_weights(batch, mode, length, unit)  # of a mini-batch that is not complete yet
+    close(unit / divisor * part["weights"], expected, 1e-6, f"{what}, scaled later")
+    made = objectives.with_weights(batch, mode, length)
+    close(made["weights"], expected, 1e-6, what)
+    close(made["token_share"], mask / tokens, 1e-6, "token_share")
+    return made
 
 
 def with_columns_of(batch: Batch, draws: Random, names: Sequence[str], support: bool) -> Batch:

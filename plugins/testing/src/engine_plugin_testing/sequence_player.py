@@ -19,7 +19,7 @@ from engine_plugin_testing import reference, sequence_cases
 from engine_plugin_testing.contracts import close, identical, near, same_direction
 from engine_plugin_testing.probes import PROBE
 from engine_plugin_testing.train_adapters import PREFIX, A, B, adapted, adapter_of
-from engine_plugin_testing.train_bench import rounding
+from engine_plugin_testing.train_bench import check_plan, rounding
 from engine_plugin_testing.train_runs import compare_moves
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from engine_core.types import Batch
+    from engine_core.types import Batch, TrainOutput
     from engine_plugin_testing.train_bench import TrainBench
 
 STEPS = 10  # of the run, for schedules
@@ -279,7 +279,14 @@ class Player:
         close(torch.tensor(found.loss), case.loss, case.bound(self.bench.tolerance), f"loss {what}")
         for name, metric in case.metrics.items():
             near(found.metrics[name], metric, max(1e-4, 50 * self.bench.tolerance), f"metric {name} {what}")
-        plan = (tuple(case.batch.lengths.tolist()), self.budget)
+        self._compare_plan(case.batch, found)
+
+    def _compare_plan(self, batch: Batch, found: TrainOutput) -> None:
+        """Compare the number of micro-batches with that of an equal plan before, and check what they hold."""
+        check_plan(found, self.budget)
+        ids = batch.keep_together
+        together = None if ids is None else tuple(ids.tolist())
+        plan = (tuple(batch.lengths.tolist()), self.budget, together)
         count = self.game.counts.setdefault(plan, found.num_micro_batches)
         assert count == found.num_micro_batches, (
             f"Sequences of {plan[0]} tokens with a budget of {plan[1]}: {found.num_micro_batches} micro-batches, "
@@ -349,4 +356,6 @@ def _content(batch: Batch) -> dict[str, Any]:
     """Return all that a batch holds as values that can be compared, NaN too."""
     tensors = {**batch.tokens, **batch.sequences, "token_ids": batch.token_ids, "lengths": batch.lengths}
     values = {name: (value.dtype, value.shape, value.numpy().tobytes()) for name, value in tensors.items()}
+    if batch.keep_together is not None:
+        values["keep_together"] = tuple(batch.keep_together.tolist())
     return {**values, "temperature": batch.temperature, "top_k": batch.top_k}

@@ -343,6 +343,20 @@ class TrainBench(EngineBench):
         return found, trained, step
 
 
+def check_plan(found: TrainOutput, budget: int) -> None:
+    """Assert that no micro-batch of several groups exceeds the token budget, and that no group is split.
+
+    Args:
+        found: the result of a call whose loss has the metrics of ``probes.plan_metrics``; of another loss, nothing is checked.
+        budget: most tokens of a micro-batch.
+    """
+    tokens, apart = (found.metrics.get(f"max/kit/{name}", 0.0) for name in ("tokens", "apart"))
+    assert tokens <= budget, (
+        f"A micro-batch of several sequences or groups has {tokens:g} tokens; the budget is {budget}."
+    )
+    assert not apart, f"A micro-batch lacks {apart:g} sequences of a group of keep_together."
+
+
 def rounding(weight: Tensor) -> float:
     """Return how far a weight [D_1, D_2, ...] may be off where it is rounded to its own type; at least 1e-6."""
     return max(1e-6, torch.finfo(weight.dtype).eps * float(weight.abs().max()))

@@ -71,13 +71,18 @@ def _play(game: Game, players: Mapping[Player, tuple[str, ...]]) -> None:
         "moments cleared by set_lr",
         "the loss mask of an earlier batch of the same lengths",
         "k3 of the opposite divergence",
+        "sequences without loss tokens left out of the token budget",
+        "groups split once the token budget was changed",
+        "dropped sequences counted in the divisor of seq-mean",
+        "a group counted as one sequence in the divisor of seq-mean",
     )
 )
 def random_sequences_of_calls_equal_the_reference(bench: TrainBench) -> None:
     """In random sequences of calls, weights, outputs, losses, norms and random state are always those of a float64 reference.
 
     Two engines that train and a frozen one take turns: they infer, add gradients of random losses, step, skip, save, load,
-    sleep, take weights, and change rates and budgets. The two load each other's states.
+    sleep, take weights, and change rates and budgets. The two load each other's states. Sequences are dropped or stay
+    together; no micro-batch of several exceeds the budget, and weights of a loss are those of its aggregation's formula.
     """
     for seed in SEEDS if bench.place.world_size == 1 else SEEDS[:1]:
         game = Game(bench, seed, Random(seed), bench.reference())

@@ -10,7 +10,7 @@ from engine_core.types import LossCall
 from engine_plugin_testing.contracts import close, contract, near, same_direction
 from engine_plugin_testing.probes import PAIRS, PROBE, probed
 from engine_plugin_testing.reference import fill, gradient_of, nll_loss, norm_of, outputs_of, probe_outputs
-from engine_plugin_testing.train_bench import LENGTHS, MEASURE, NLL, ODD, POLICY, TrainBench
+from engine_plugin_testing.train_bench import LENGTHS, MEASURE, NLL, ODD, POLICY, TrainBench, check_plan
 from engine_plugin_testing.train_steps import OPTIONS
 
 if TYPE_CHECKING:
@@ -158,9 +158,18 @@ def infer_over_uneven_shares_is_that_of_the_whole(bench: TrainBench) -> None:
             close(values, expected[name], 5 * bench.tolerance, f"{name} of {what} batch")
 
 
-@contract(catches=("sequences that belong together split", "neighboring groups merged into one"))
+@contract(
+    catches=(
+        "sequences that belong together split",
+        "neighboring groups merged into one",
+        "a group packed by its longest sequence",
+    )
+)
 def sequences_that_belong_together_are_not_split(bench: TrainBench) -> None:
-    """A loss over groups of ``keep_together`` has the same value and gradient with any token budget."""
+    """A loss over groups of ``keep_together`` has the same value and gradient with any token budget.
+
+    A micro-batch of several groups has no more tokens than the budget.
+    """
     batch = bench.batch((9, 8, 5, 7, 6, 8, 4), seed=6)
     groups = batch.keep_together = torch.tensor([0, 1, 0, 1, 2, 3, 3])
     batch = batch.with_columns({}, {"sign": torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 1.0, 1.0])})
@@ -178,6 +187,11 @@ def sequences_that_belong_together_are_not_split(bench: TrainBench) -> None:
         2 * bench.gradient_tolerance,
         "norm of the loss of groups",
     )
+    for budget in (16, 22, 28, 36):
+        engine.set_token_budget(budget)
+        found = bench.forward_backward(engine, batch, LossCall(PAIRS))
+        near(found.loss, float(loss.detach()), 20 * bench.tolerance, f"loss of groups with a budget of {budget}")
+        check_plan(found, budget)
 
 
 @contract(
