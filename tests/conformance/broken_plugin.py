@@ -25,6 +25,7 @@ TRAIN = (
     "broken_states",
     "broken_adapters",
     "broken_sequences",
+    "broken_precision",
 )
 HELD = []
 sys.path.insert(0, str(HERE))

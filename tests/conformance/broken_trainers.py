@@ -27,13 +27,19 @@ class Forgets(SFTTrainer):
         return metrics | {"seen": float(self.seen)}
 
 
+class Interruptible(SFTTrainer):
+    def optimizer_step(self, role="actor"):
+        with self.signals.window():
+            return super().optimizer_step(role)
+
+
 class Loose(BaseModel):
     epochs: int = 1
 
 
 @hookimpl
 def engine_trainers():
-    trainers = {"idle": Idle, "forgets": Forgets, "loose": SFTTrainer}
+    trainers = {"idle": Idle, "forgets": Forgets, "interruptible": Interruptible, "loose": SFTTrainer}
     return {
         name: TrainerSpec(
             load=trainer,

@@ -25,6 +25,10 @@ class Train(TrainEngineSuite):
     plugins = ["broken_plugin.py"]
 
 
+class InBf16(Train):
+    in_bf16 = {"compute_dtype": "bf16"}
+
+
 class Buffered(TrainEngineSuite):
     plugins = ["broken_plugin.py", "custom_model_plugin.py"]
     write_model = "custom_model_plugin.py:write"
@@ -353,7 +357,14 @@ FAULTS = [
     (Stages, "centers", "rewards that follow a mean which is not in the state", "a_resumed_stage_continues"),
     (Trainers, "idle", "a step without an update", "a_run_trains"),
     (Trainers, "forgets", "state that is not in checkpoints", "a_resumed_run_ends_like_one_that_was_not_stopped"),
+    (Trainers, "interruptible", "an optimizer step that a stop interrupts", "a_stop_within_an_optimizer_step_loses_nothing"),
     (Trainers, "loose", "unknown options accepted", "unknown_options_are_refused"),
+    (InBf16, "ComputesInFloat32", "a compute type that is ignored", "computing_in_bf16_rounds_no_weight"),
+    (InBf16, "LendsInFloat32", "a module lent without the compute type", "computing_in_bf16_rounds_no_weight"),
+    (InBf16, "StreamsInHalf", "weights rounded to the compute type in a stream", "computing_in_bf16_rounds_no_weight"),
+    (InBf16, "StepsInHalf", "a step that is rounded to the compute type", "computing_in_bf16_rounds_no_weight"),
+    (InBf16, "TakesInHalf", "received weights rounded to the compute type", "computing_in_bf16_rounds_no_weight"),
+    (InBf16, "MergesInHalf", "an adapter merged in the compute type", "computing_in_bf16_rounds_no_weight"),
     (Environments, "greedy_reader", "a failure on a short turn", "short_responses_are_survived"),
     (Environments, "dice", "random numbers that ignore the episode's seed", "a_run_is_repeated_exactly"),
     (Environments, "shared_dice", "random numbers of Python's global generator", "a_run_is_repeated_exactly"),

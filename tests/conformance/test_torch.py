@@ -7,6 +7,7 @@ class TestTorch(TrainEngineSuite):
     backend = "torch"
     roles = ("critic", "reward_model")
     options = {"param_dtype": "fp32", "compute_dtype": "fp32", "log_prob_chunk_tokens": 64}
+    in_bf16 = {"compute_dtype": "bf16"}
 
 
 @pytest.mark.slow

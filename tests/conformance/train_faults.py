@@ -157,5 +157,11 @@ RUN_FAULTS = [
     (1, "CountsGroups", "a group counted as one sequence in the divisor of seq-mean", "random_sequences_of_calls_equal_the_reference"),
     (1, "KeepsMerged", "merged weights from before an adapter was loaded", "random_sequences_of_an_adapter_equal_the_reference"),
     (1, "SameBase", "a state of the base before a new one", "random_sequences_of_an_adapter_equal_the_reference"),
+    (1, "SharesDecoder", "a model given from Python that a critic shares with the actor", "roles_of_a_model_given_from_python_are_apart"),
+    (1, "OtherHead", "the language-model head of a model given from Python as a value head", "roles_of_a_model_given_from_python_are_apart"),
+    (1, "ReadsFolder", "the model folder read in place of a model given from Python", "roles_of_a_model_given_from_python_are_apart"),
+    (1, "StaysInTraining", "a model given from Python left in training mode", "roles_of_a_model_given_from_python_are_apart"),
+    (1, "HalfUntilTheEnd", "weights in half precision left by a call that was stopped", "a_call_that_is_stopped_leaves_the_last_step"),
+    (1, "MovesScheduleAtBegin", "a schedule that moves when a call begins", "a_call_that_is_stopped_leaves_the_last_step"),
     (1, "MovesBetweenCalls", "weights that change between the calls of a step", "gradients_add_up_over_calls"),
 ]  # fmt: skip

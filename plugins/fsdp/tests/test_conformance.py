@@ -9,6 +9,7 @@ class FSDP(TrainEngineSuite):
     backend = "fsdp"
     roles = ("critic", "reward_model")
     options = {"log_prob_chunk_tokens": 64}
+    in_bf16 = {"mixed_precision": {"param_dtype": "bf16"}}
     on_accelerator = {"mixed_precision": {"param_dtype": "fp32"}}
 
 

@@ -22,12 +22,16 @@ if TYPE_CHECKING:
 PROBE, PAIRS, SHORT = "kit_probe", "kit_pairs", "kit_short"
 SIZE = "kit/group_size"
 """Column [B]: the number of sequences of a batch that stay together with each."""
-SHORTAGES: list[bool] = []
-"""Of the next backward passes of ``short`` in this process: whether they run out of memory."""
+SHORTAGES: list[type[BaseException] | None] = []
+"""The errors of the next backward passes of ``short`` in this process."""
+
+
+class Stopped(BaseException):
+    """A stop that ends a call wherever it is, as a signal does."""
 
 
 class Shortage(torch.autograd.Function):
-    """The identity, whose backward pass runs out of memory as ``SHORTAGES`` says."""
+    """The identity, whose backward pass raises what ``SHORTAGES`` says."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -36,13 +40,10 @@ class Shortage(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        """Return ``gradient`` (``[*S]``).
-
-        Raises:
-            torch.OutOfMemoryError: it is this pass's turn.
-        """
-        if SHORTAGES and SHORTAGES.pop(0):
-            raise torch.OutOfMemoryError("out of memory, as the kit requested")
+        """Return ``gradient`` (``[*S]``), or raise the error of this pass."""
+        error = SHORTAGES.pop(0) if SHORTAGES else None
+        if error is not None:
+            raise error("as the kit requested")
         return gradient
 
 
@@ -85,7 +86,7 @@ def pairs(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str
 
 
 def short(outputs: Mapping[str, Tensor], batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return ``-sum_t w_t log p_t`` over ``log_probs`` [T]; the backward pass runs out of memory as ``SHORTAGES`` says."""
+    """Return ``-sum_t w_t log p_t`` over ``log_probs`` [T]; the backward pass raises what ``SHORTAGES`` says."""
     return Shortage.apply(-(batch["weights"] * outputs["log_probs"]).sum()), {}
 
 

@@ -111,8 +111,13 @@ class TrainBench(EngineBench):
         lora: LoRAConfig | None = None,
         override: Mapping[str, Any] | None = None,
         seed: int = 0,
+        options: Mapping[str, Any] | None = None,
+        live: nn.Module | None = None,
     ) -> TrainEngine:
-        """Build an engine on the tiny model (or ``path``), with an ``override`` of its config and `model.seed`."""
+        """Build an engine on the tiny model (or ``path``), with an ``override`` of its config and `model.seed`.
+
+        ``options`` are added to the suite's; ``live`` is a model given from Python.
+        """
         plugins = self.load_plugins(losses="ppo_clip")
         offer(plugins)
         config = RoleConfig(
@@ -120,7 +125,7 @@ class TrainBench(EngineBench):
             max_tokens_per_rank=budget,
             optim=OptimConfig(**{"lr": 1e-2, **(optim or {})}),
             lora=lora,
-            options=self.checked_options(plugins),
+            options=self.checked_options(plugins, options),
         )
         context = WorkerContext(
             plugins=plugins,
@@ -129,6 +134,7 @@ class TrainBench(EngineBench):
             rank=self.place.rank,
             world_size=self.place.world_size,
             total_steps=total_steps,
+            live=None if live is None else {"model": live},
         )
         made: TrainEngine = plugins.resolve(self.kind, self.name)(
             config,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from engine_core.types import Batch, LossCall
-from engine_plugin_testing.contracts import close, contract, near, same_direction
+from engine_plugin_testing.contracts import close, contract, identical, near, same_direction
 from engine_plugin_testing.probes import PROBE
 from engine_plugin_testing.reference import (
     gradient_of,
     norm_of,
+    outputs_of,
     published,
 )
 from engine_plugin_testing.train_bench import MEASURE, TrainBench
@@ -90,6 +91,58 @@ def the_value_gradient_equals_the_reference(bench: TrainBench) -> None:
         10 * bench.tolerance,
         "values of a critic built from its export",
     )
+
+
+@contract(
+    role="critic",
+    catches=(
+        "a model given from Python that a critic shares with the actor",
+        "the language-model head of a model given from Python as a value head",
+        "the model folder read in place of a model given from Python",
+        "a model given from Python left in training mode",
+    ),
+)
+def roles_of_a_model_given_from_python_are_apart(bench: TrainBench) -> None:
+    """Actor, reference and critic of one module that is given from Python begin with its weights and share none.
+
+    They equal those of its folder, also the critic's new head, and a step of the critic or the actor changes no other role.
+    The module has dropout, and is in training mode. Empty with several ranks, and with a ``reference`` of the suite.
+    """
+    if bench.place.world_size > 1 or bench.settings["reference"]:
+        return
+    from transformers import AutoModelForCausalLM
+
+    path, batch = bench.other_models()[-1], bench.batch(seed=2)
+    given = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+    elsewhere: Mapping[str, Any] = {"live": given, "optim": MEASURE, "budget": 24}
+    critic, actor = bench.engine(role="critic", **elsewhere), bench.engine(**elsewhere)
+    ref = bench.engine(role="ref", trainable=False, **elsewhere)
+    own = bench.engine(role="critic", path=path, optim=MEASURE, budget=24)
+    first, plain = bench.weights(critic), published(path)
+    identical(first, bench.weights(own), "weights of a critic of a model given from Python")
+    for engine in (actor, ref):
+        identical(
+            bench.weights(engine), plain, f"weights of the {engine.context.role} of a model given from Python"
+        )
+    values = bench.infer(own, batch, ("values",))["values"]
+    close(bench.infer(critic, batch, ("values",))["values"], values, bench.tolerance / 10, "values")
+    with torch.no_grad():
+        expected = outputs_of(bench.reference(path), batch)["log_probs"]
+    batch = batch.with_columns({"returns": values + 1, "values": values})
+    call = LossCall("value", {"value_clip": None}, outputs=("values",))
+    steps = [bench.step(engine, batch, call) for engine in (critic, own)]
+    near(steps[0].grad_norm, steps[1].grad_norm, bench.gradient_tolerance, "grad_norm of the critic")
+    identical(bench.weights(critic), bench.weights(own), "weights after a step of the critic", False)
+    for engine in (actor, ref):
+        identical(
+            bench.weights(engine), plain, f"weights of the {engine.context.role} after a step of the critic"
+        )
+        close(bench.infer(engine, batch)["log_probs"], expected, bench.tolerance, "log_probs")
+    later = bench.weights(critic)
+    bench.step(actor, batch)
+    assert any(not torch.equal(value, plain[name]) for name, value in bench.weights(actor).items())
+    identical(bench.weights(critic), later, "weights of the critic after a step of the actor")
+    identical(bench.weights(ref), plain, "weights of the ref after a step of the actor")
 
 
 def _compare_heads(

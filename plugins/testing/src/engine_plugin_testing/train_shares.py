@@ -190,7 +190,12 @@ def sequences_that_belong_together_are_not_split(bench: TrainBench) -> None:
     for budget in (16, 22, 28, 36):
         engine.set_token_budget(budget)
         found = bench.forward_backward(engine, batch, LossCall(PAIRS))
-        near(found.loss, float(loss.detach()), 20 * bench.tolerance, f"loss of groups with a budget of {budget}")
+        near(
+            found.loss,
+            float(loss.detach()),
+            20 * bench.tolerance,
+            f"loss of groups with a budget of {budget}",
+        )
         check_plan(found, budget)
 
 

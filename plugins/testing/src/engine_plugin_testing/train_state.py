@@ -18,7 +18,9 @@ from safetensors.torch import load_file, save_file
 from engine_core.config import OptimConfig
 from engine_core.contracts.engines import TrainEngine
 from engine_core.errors import EngineError
+from engine_core.types import LossCall
 from engine_plugin_testing.contracts import close, contract, identical, near
+from engine_plugin_testing.probes import SHORT, SHORTAGES, Stopped
 from engine_plugin_testing.reference import published
 from engine_plugin_testing.train_bench import rounding
 
@@ -140,6 +142,47 @@ def a_state_replaces_all_of_an_engine_that_trained(bench: TrainBench) -> None:
         bench.step(used, batch)
         what = f"weights one step after loading the state of step {number + 1}"
         identical(bench.weights(used), states[number + 1], what, bench.exact)
+
+
+@contract(
+    catches=(
+        "weights in half precision left by a call that was stopped",
+        "a schedule that moves when a call begins",
+    )
+)
+def a_call_that_is_stopped_leaves_the_last_step(bench: TrainBench) -> None:
+    """A stop may end ``forward_backward`` at any point. What ``save`` then writes is the state of the last step.
+
+    A fresh engine that loads it continues as a run that never stopped. With several ranks the others would wait.
+    """
+    if bench.place.world_size > 1:
+        return
+    batch, folder = bench.batch(), bench.folder / "stopped"
+    spared, hit = (bench.engine(optim=OPTIM, budget=24) for _ in range(2))
+    for engine in (spared, hit):
+        bench.step(engine, batch)
+    before = bench.weights(hit)
+    hit.mark()
+    random = torch.get_rng_state()
+    SHORTAGES[:] = [None, Stopped]  # the second micro-batch
+    try:
+        bench.forward_backward(hit, batch, LossCall(SHORT))
+    except Stopped:
+        pass
+    else:
+        raise AssertionError("A stop within forward_backward does not reach the caller.")
+    finally:
+        SHORTAGES.clear()
+    identical(bench.weights(hit), before, "weights after a call that was stopped")
+    assert torch.equal(torch.get_rng_state(), random), "A call that is stopped changes the random state."
+    hit.save(folder).result()
+    resumed = bench.engine(optim=OPTIM, budget=24, path=bench.model(seed=1))
+    resumed.load(folder)
+    for number in (2, 3):
+        steps = [bench.step(engine, batch) for engine in (spared, resumed)]
+        assert steps[0].lr == steps[1].lr, f"lr of step {number}: {steps[1].lr}, expected {steps[0].lr}."
+        what = f"weights after step {number} of a run that was stopped"
+        identical(bench.weights(resumed), bench.weights(spared), what, bench.exact)
 
 
 def _goes_on(bench: TrainBench) -> None:

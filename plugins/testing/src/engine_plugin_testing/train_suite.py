@@ -9,6 +9,7 @@ from engine_plugin_testing import (
     imports,
     train_adapters,
     train_outputs,
+    train_precision,
     train_roles,
     train_runs,
     train_sequences,
@@ -29,6 +30,7 @@ MODULES = (
     train_state,
     train_roles,
     train_adapters,
+    train_precision,
     train_sequences,
 )
 
@@ -66,6 +68,7 @@ class TrainEngineSuite(Suite, modules=MODULES):
             sliding window. Not used with ``write_model`` or a ``model_type`` in ``model``; empty: no such model.
         lora: tables of ``[actor.lora]``, besides `rank` and `alpha`, that contracts of adapters try in turn; take out those
             that the engine refuses, which is tested. The model is untied.
+        in_bf16: further options under which the engine computes in bfloat16 above float32 weights; empty: not tested.
         bit_exact: a resumed run continues bit for bit; False allows rounding.
     """
 
@@ -75,7 +78,7 @@ class TrainEngineSuite(Suite, modules=MODULES):
     fields = (
         "backend", "options", "plugins", "model", "second_model", "write_model", "reference", "value_reference",
         "optimizer", "gradients", "device", "tolerance", "gradient_tolerance", "norm_tolerance", "bit_exact",
-        "lora",
+        "lora", "in_bf16",
     )  # fmt: skip
 
     backend: str = "torch"
@@ -100,4 +103,5 @@ class TrainEngineSuite(Suite, modules=MODULES):
     norm_tolerance: float = 1e-6
     roles: Sequence[str] = ()
     lora: Sequence[Mapping[str, Any]] = train_adapters.KINDS
+    in_bf16: Mapping[str, Any] = {}
     bit_exact: bool = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,30 @@ class TrainerBench(Bench):
             for line in lines
             if line["step"]
         ]
+
+    def stopped(self, run: str, steps: int, at: int, **keys: Any) -> int:
+        """Train a run that a signal stops in the middle of optimizer step ``at``; return its exit code.
+
+        The weights have changed then, and the rest of the step is to come. 0: the run was not stopped.
+        """
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        left = [at]
+
+        def stop(*_: object) -> None:
+            """Raise the signal in its turn."""
+            left[0] -= 1
+            if not left[0]:
+                signal.raise_signal(signal.SIGTERM)
+
+        handle = register_optimizer_step_post_hook(stop)
+        try:
+            self.train(run, steps, **keys)
+        except SystemExit as ended:
+            return int(ended.code or 0)
+        finally:
+            handle.remove()
+        return 0
 
     def model(self) -> str:
         """Return the folder of a random model with its tokenizer."""

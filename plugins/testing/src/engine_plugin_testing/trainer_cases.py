@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engine_plugin_testing.contracts import contract, refused
 
@@ -46,6 +46,21 @@ def a_resumed_run_ends_like_one_that_was_not_stopped(bench: TrainerBench) -> Non
     whole = bench.train("whole", 4)
     bench.train("half", 2)
     compare(whole, bench.train("half", 4, resume=True), "The resumed run")
+
+
+@contract(catches=("an optimizer step that a stop interrupts",))
+def a_stop_within_an_optimizer_step_loses_nothing(bench: TrainerBench) -> None:
+    """A signal in the middle of an optimizer step ends the run with exit code 75 once the step is finished.
+
+    The resumed run has the same metrics as a run that was not stopped.
+    """
+    late: dict[str, Any] = {"checkpoint__every_steps": 9}  # the stop alone saves
+    whole = bench.train("untouched", 3, **late)
+    code = bench.stopped("stopped", 3, at=2, **late)
+    assert code == 75, (
+        f"A run that SIGTERM stopped within an optimizer step ended with exit code {code}; expected 75."
+    )
+    compare(whole, bench.train("stopped", 3, resume=True, **late), "The run that was stopped")
 
 
 @contract(catches=("unknown options accepted",))
