@@ -26,6 +26,7 @@ TRAIN = (
     "broken_adapters",
     "broken_sequences",
     "broken_precision",
+    "broken_options",
 )
 HELD = []
 sys.path.insert(0, str(HERE))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,7 @@ from engine_core.types import LossCall
 from engine_plugin_testing.contracts import close
 from engine_plugin_testing.probes import PROBE, SIZE
 from engine_plugin_testing.reference import ValueReference, probe_outputs, rows_of
+from engine_plugin_testing.sequence_policy import policy_case
 
 if TYPE_CHECKING:
     from random import Random
@@ -30,7 +31,6 @@ POOLS = {
 }
 """Outputs by role that the sequences ask for and differentiate."""
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 LARGEST = 3.0  # of a token's loss, per nat of its log-prob: ratios are at most e
 
 
@@ -43,21 +43,29 @@ class Case:
     loss: Tensor  # scalar, with a gradient
     metrics: dict[str, float]
     scales: Sequence[str]  # columns in which the loss is linear
+    means: dict[str, float] = field(default_factory=dict)  # further metrics, of a size of about 1 nat
+    largest: float = 1.0  # factor of a token's loss
 
     def multiplied(self, factor: float) -> Case:
         """Return the case with a loss that is ``factor`` times as large; the new loss has no gradient."""
         batch = self.batch.with_columns({name: factor * self.batch[name] for name in self.scales})
-        return Case(batch, self.call, factor * self.loss.detach(), self.metrics, self.scales)
+        return replace(self, batch=batch, loss=factor * self.loss.detach())
 
     def bound(self, tolerance: float) -> float:
         """Return how far the loss may be off if each output is known to ``tolerance``."""
-        return 5 * LARGEST * tolerance * float(sum(self.batch[name].abs().sum() for name in self.scales))
+        return (
+            5
+            * LARGEST
+            * self.largest
+            * tolerance
+            * float(sum(self.batch[name].abs().sum() for name in self.scales))
+        )
 
 
 def random_batch(bench: TrainBench, draws: Random, masks: Collection[str]) -> Batch:
     """Draw sizes, tokens, a temperature and a loss mask of one of the kinds ``prompt``, ``all``, ``some``, ``none``.
 
-    Sequences may be dropped (they have no loss token), and some may stay together.
+    Sequences may be dropped (they have no loss token), some may stay together, and some begin as others do.
     """
     seed, temperature = draws.randrange(2**30), draws.choice((0.6, 1.0, 1.7))
     batch = bench.batch(draws.choice(SIZES), seed=seed, temperature=temperature)
@@ -69,7 +77,7 @@ def random_batch(bench: TrainBench, draws: Random, masks: Collection[str]) -> Ba
         )
         mask[1] = kind != "none"
     noise = 0.5 + torch.rand(batch.num_tokens, generator=generator)
-    drops, groups, aggregates = (torch.rand(3, generator=generator) < 0.5).tolist()
+    drops, groups, aggregates, shares = (torch.rand(4, generator=generator) < 0.5).tolist()
     if drops:
         dropped = torch.rand(len(batch), generator=generator) < 0.3
         dropped[0] = False
@@ -80,7 +88,24 @@ def random_batch(bench: TrainBench, draws: Random, masks: Collection[str]) -> Ba
         ids = torch.randint(len(batch), (len(batch),), generator=generator)
         batch = batch.with_columns({}, {SIZE: ids.bincount()[ids]})
         batch.keep_together = ids
+    if shares:
+        batch = replace(batch, token_ids=_with_prefixes(batch, generator))
     return _aggregated(batch, generator) if aggregates else batch
+
+
+def _with_prefixes(batch: Batch, generator: torch.Generator) -> Tensor:
+    """Return token ids [T] where half of the sequences begin as the one before, or as the first, and equal it elsewhere too."""
+    parts = list(batch.token_ids.clone().split(batch.lengths.tolist()))
+    for number in range(1, len(parts)):
+        like, begins, equals = torch.randint(2, (3,), generator=generator).tolist()
+        source, target = parts[(number - 1) * like], parts[number]
+        most = min(len(source), len(target))
+        common = int(torch.randint(most + 1, (), generator=generator)) if begins else 0
+        same = torch.arange(most) < common
+        if equals:
+            same |= torch.rand(most, generator=generator) < 0.3
+        target[:most] = torch.where(same, source[:most], target[:most])
+    return torch.cat(parts)
 
 
 def _aggregated(batch: Batch, generator: torch.Generator) -> Batch:
@@ -161,7 +186,7 @@ def random_case(bench: TrainBench, draws: Random, module: nn.Module, role: str, 
     found = expected_outputs(module, batch, names)
     if kind == PROBE:
         return _probe(draws, batch, found)
-    return _of_tokens(draws, kind, batch, found)
+    return _of_tokens(draws, kind, batch, found, bench.tolerance < 1e-3)
 
 
 def _probe(draws: Random, batch: Batch, found: dict[str, Tensor]) -> Case:
@@ -176,49 +201,44 @@ def _probe(draws: Random, batch: Batch, found: dict[str, Tensor]) -> Case:
     return Case(batch, call, loss, {**metrics, "max/kit/low": most - 100}, [f"probe/{n}" for n in names])
 
 
-def _of_tokens(draws: Random, kind: str, batch: Batch, found: dict[str, Tensor]) -> Case:
+def _of_tokens(draws: Random, kind: str, batch: Batch, found: dict[str, Tensor], exact: bool) -> Case:
     """Build the case of a weighted sum over tokens: ``nll``, the clipped policy loss with KL and entropy, or ``value``."""
     generator = torch.Generator().manual_seed(draws.randrange(2**30))
     values = found[next(iter(found))]
     metrics: dict[str, float] = {}
     parameters: dict[str, Any] = {}
     columns: dict[str, Tensor] = {}
+    means: dict[str, float] = {}
+    largest = 1.0
     if kind == "nll":
         losses = -values
         metrics["actor/nll"] = float((batch["token_share"] * losses.detach()).sum())
     elif kind == "value":
-        columns["values"] = values.detach().float()
-        columns["returns"] = columns["values"] + torch.randn(values.shape, generator=generator)
-        losses, parameters = (values - columns["returns"]) ** 2 / 2, {"value_clip": None}
+        losses, columns, means = _value_losses(batch, values, generator, parameters)
     else:
-        clip, kl, bonus = draws.choice((0.2, 0.4)), draws.choice((0.0, 0.3)), draws.choice((0.0, 0.1))
-        shift = torch.randint(-1, 2, values.shape, generator=generator)  # in nats: no ratio is near the clip
-        columns["old_log_probs"] = (values.detach() + shift).float()
-        columns["ref_log_probs"] = (values.detach() + torch.randn(values.shape, generator=generator)).float()
-        ratio, advantages = (values - columns["old_log_probs"]).exp(), batch["advantages"]
-        losses = torch.maximum(-ratio * advantages, -ratio.clamp(1 - clip, 1 + clip) * advantages)
-        estimator = ESTIMATORS[int(torch.randint(len(ESTIMATORS), (), generator=generator))]
-        apart = values - columns["ref_log_probs"]
-        losses = losses + kl * _kl(apart, estimator) - bonus * found["entropy"]
-        table = {"clip_ratio_low": clip, "clip_ratio_high": clip}
-        parameters = {"loss": "ppo_clip", "loss_options": table, "entropy_coef": bonus}
-        parameters |= {"kl_coef": kl, "kl_estimator": estimator}
+        made = policy_case(draws, batch, found, exact, generator)
+        losses, parameters, columns, means = made.losses, made.parameters, made.columns, made.metrics
+        largest = made.largest
     call = LossCall(kind, parameters, outputs=tuple(found))
     loss = (batch["weights"] * losses).sum()
-    return Case(batch.with_columns(columns), call, loss, metrics, ("weights",))
+    return Case(batch.with_columns(columns), call, loss, metrics, ("weights",), means, largest)
 
 
-def _kl(apart: Tensor, estimator: str) -> Tensor:
-    """Return the estimate [T] of KL(policy || reference) from the difference of their log-probs, ``apart`` [T].
-
-    A ``+`` stands for the gradient of k2.
-    """
-    values = {
-        "k1": apart,
-        "abs": apart.abs(),
-        "k2": apart**2 / 2,
-        "k3": torch.expm1(-apart) + apart,
+def _value_losses(
+    batch: Batch, values: Tensor, generator: torch.Generator, parameters: dict[str, Any]
+) -> tuple[Tensor, dict[str, Tensor], dict[str, float]]:
+    """Return the losses [T] of a critic's ``values`` [T], the columns and the metrics; draw the clip into ``parameters``."""
+    clip = (None, 0.5, 1.5)[int(torch.randint(3, (), generator=generator))]
+    shift = torch.randint(-2, 3, values.shape, generator=generator)  # no value is near the edge of the clip
+    old = (values.detach() + shift).float()
+    returns = (values.detach() + torch.randn(values.shape, generator=generator)).float()
+    error = clipped = (values - returns) ** 2
+    if clip is not None:
+        clipped = (old.double() + (values - old).clamp(-clip, clip) - returns) ** 2
+    parameters["value_clip"] = clip
+    share = batch["token_share"].double()
+    means = {
+        "critic/value_mean": float((share * values.detach()).sum()),
+        "critic/return_mean": float((share * returns).sum()),
     }
-    if estimator in values:
-        return values[estimator]
-    return values[estimator[:2]].detach() + values["k2"] - values["k2"].detach()
+    return torch.maximum(error, clipped) / 2, {"values": old, "returns": returns}, means

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -15,11 +16,12 @@ import torch
 
 from engine_core.contracts.engines import TrainEngine
 from engine_core.errors import EngineError
+from engine_core.types import LossCall
 from engine_plugin_testing import reference, sequence_cases
 from engine_plugin_testing.contracts import close, identical, near, same_direction
 from engine_plugin_testing.probes import PROBE
 from engine_plugin_testing.train_adapters import PREFIX, A, B, adapted, adapter_of
-from engine_plugin_testing.train_bench import check_plan, rounding
+from engine_plugin_testing.train_bench import POLICY, check_plan, rounding
 from engine_plugin_testing.train_runs import compare_moves
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 STEPS = 10  # of the run, for schedules
 BUDGETS = (16, 40, 4096)
+MOST = 65536  # tokens of a budget ``auto``
 
 
 @dataclass
@@ -57,6 +60,10 @@ class Game:
     module: nn.Module  # the reference, filled with the weights of the engine whose turn it is
     saved: list[Saved] = field(default_factory=list)
     counts: dict[Any, int] = field(default_factory=dict)  # micro-batches by lengths and budget
+    more: Random = field(init=False)  # of what was added later: further draws leave the sequences as they are
+
+    def __post_init__(self) -> None:
+        self.more = random.Random(self.seed)
 
 
 class Player:
@@ -87,7 +94,7 @@ class Player:
         self.weights = self.trained()
         self.pending: dict[str, Tensor] = {}  # gradient since the last step
         self.marked: Tensor | None = None  # random state
-        self.budget = 4096
+        self.budget: int | str = 4096
 
     def trained(self) -> dict[str, Tensor]:
         """Return copies of the weights that are trained, [D_1, ...] by name: of an engine with an adapter, the adapter's."""
@@ -182,8 +189,9 @@ class Player:
         self.engine.wake()
 
     def set_token_budget(self) -> None:
-        """Set a random token budget."""
-        self.budget = self.draws.choice(BUDGETS)
+        """Set a random token budget, which may be ``auto``."""
+        budget = self.draws.choice(BUDGETS)
+        self.budget = "auto" if budget == max(BUDGETS) and self.game.more.random() < 0.5 else budget
         self.engine.set_token_budget(self.budget)
 
     def mark(self) -> None:
@@ -241,11 +249,16 @@ class Player:
         share, noise, before = self.draws.choice((0.25, 1.0)), self._noise(), self.weights
         new = {n: v + 0.05 * torch.randn(v.shape, generator=noise).to(v.dtype) for n, v in before.items()}
         names = self.draws.sample(sorted(new), len(new))
+        kind = self.game.more.choice(("float", "half", "strided"))
+        if kind == "half":
+            new = {name: value.bfloat16() for name, value in new.items()}
+        elif kind == "strided":
+            new = {name: value.mT.contiguous().mT if value.ndim > 1 else value for name, value in new.items()}
         self.engine.load_named_weights(((name, new[name]) for name in names), mix=share)
         self.weights = self.trained()
         for name, value in self.weights.items():
             mixed = (1 - share) * before[name].double() + share * new[name].double()
-            close(value, mixed, 2 * rounding(value), f"'{name}' with mix={share}")
+            close(value, mixed, 2 * rounding(value), f"'{name}' with mix={share} of a {kind} tensor")
         self.infer()
 
     def new_base(self) -> None:
@@ -266,9 +279,15 @@ class Player:
             self.optim["lr"] = self.peak * self.draws.choice((0.5, 1.0, 2.0))
             self.engine.set_lr(self.optim["lr"])
 
-    def backward(self) -> None:
+    def losses(self) -> None:
+        """Add the gradients of several random losses of the role's own objective, with random token budgets."""
+        for _ in range(8):
+            self.set_token_budget()
+            self.backward("value" if self.role == "critic" else "policy")
+
+    def backward(self, *kinds: str) -> None:
         """Add the gradient of a random loss, and compare loss, metrics and the number of micro-batches."""
-        case = sequence_cases.random_case(self.bench, self.draws, self.module, self.role)
+        case = sequence_cases.random_case(self.bench, self.draws, self.module, self.role, *kinds)
         gradient = self.gradient(case.loss)
         size = self.draws.choice((0.2, 0.6, 1.5)) / max(reference.norm_of(gradient), 1e-6)
         case = case.multiplied(size)
@@ -279,11 +298,21 @@ class Player:
         close(torch.tensor(found.loss), case.loss, case.bound(self.bench.tolerance), f"loss {what}")
         for name, metric in case.metrics.items():
             near(found.metrics[name], metric, max(1e-4, 50 * self.bench.tolerance), f"metric {name} {what}")
+        for name, mean in case.means.items():
+            allowed = max(1e-4, 50 * self.bench.tolerance) * (1 + abs(mean))
+            assert name in found.metrics, f"There is no metric {name} {what}."
+            assert abs(found.metrics[name] - mean) <= allowed, (
+                f"metric {name} {what}: {found.metrics[name]:.6g}, expected {mean:.6g}."
+            )
         self._compare_plan(case.batch, found)
 
     def _compare_plan(self, batch: Batch, found: TrainOutput) -> None:
         """Compare the number of micro-batches with that of an equal plan before, and check what they hold."""
-        check_plan(found, self.budget)
+        check_plan(found, MOST if self.budget == "auto" else int(self.budget))
+        if self.budget == "auto" and self.bench.device.type == "cpu":  # documented there: 8192
+            assert found.num_micro_batches <= 1, (
+                f"A batch of {batch.num_tokens} tokens has {found.num_micro_batches} micro-batches with a budget 'auto' on the CPU."
+            )
         ids = batch.keep_together
         together = None if ids is None else tuple(ids.tolist())
         plan = (tuple(batch.lengths.tolist()), self.budget, together)
@@ -305,7 +334,9 @@ class Player:
         case = sequence_cases.random_case(self.bench, self.draws, self.module, self.role, PROBE)
         column = case.batch[case.scales[0]].clone()
         column[sequence_cases.learned(case.batch).nonzero()[-1]] = math.inf
-        self.bench.forward_backward(self.engine, case.batch.with_columns({case.scales[0]: column}), case.call)
+        self.bench.forward_backward(
+            self.engine, *self._infinite(case.batch.with_columns({case.scales[0]: column}), case.call)
+        )
         if "late_scale" in self.bench.capabilities and self.draws.random() < 0.5:
             self.engine.scale_gradients(2.0)
         step, self.pending = self.engine.optimizer_step(), {}
@@ -313,6 +344,18 @@ class Player:
         if not self.bench.settings["gradients"]:
             rate = reference.rate_of(self.optim, self.steps.done, STEPS)
             near(step.lr, rate, 1e-5, "lr of a skipped step")
+
+    def _infinite(self, batch: Batch, call: LossCall) -> tuple[Batch, LossCall]:
+        """Return a batch and a loss that is not finite: as given, or a KL of infinity, whose gradient is finite."""
+        if self.role == "critic" or self.game.more.random() < 0.5:
+            return batch, call
+        reference_ = torch.zeros(batch.num_tokens)
+        reference_[sequence_cases.learned(batch).nonzero()[-1]] = -math.inf
+        weights = batch["loss_mask"].float()
+        options = {**POLICY.parameters, "kl_coef": 1.0, "kl_estimator": "k1"}
+        return batch.with_columns({"ref_log_probs": reference_, "weights": weights}), LossCall(
+            "policy", options
+        )
 
     def step(self) -> None:
         """Take a step, and compare norm, rate and moves, or the gradient where the suite reads it."""

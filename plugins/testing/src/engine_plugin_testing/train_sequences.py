@@ -73,6 +73,11 @@ def _play(game: Game, players: Mapping[Player, tuple[str, ...]]) -> None:
         "k3 of the opposite divergence",
         "sequences without loss tokens left out of the token budget",
         "groups split once the token budget was changed",
+        "an infinite loss with a finite gradient is trained",
+        "equal tokens behind other beginnings computed once",
+        "a tensor of a stream read in the order of its memory",
+        "a tensor of a stream in another type taken as numbers",
+        "an automatic token budget of a few tokens",
         "dropped sequences counted in the divisor of seq-mean",
         "a group counted as one sequence in the divisor of seq-mean",
     )
@@ -95,13 +100,37 @@ def random_sequences_of_calls_equal_the_reference(bench: TrainBench) -> None:
         _play(game, {first: DECK, second: DECK, frozen: CALLS})
 
 
-@contract(role="critic", catches=("values divided by the temperature",))
+@contract(
+    catches=(
+        "the gap measured against old log-probs with bypass",
+        "tokens that are not learned are trained",
+        "sequence weights as geometric means",
+        "rejection at a larger bound",
+        "a mask forgotten where sequences are rejected",
+    )
+)
+def random_policies_equal_the_reference(bench: TrainBench) -> None:
+    """For random options of the objective ``policy``, loss, metrics and gradients are those of its formulas in float64.
+
+    Clips, correction, masks, rejection, bypass, KL, entropy and learned tokens are drawn, and token budgets.
+    """
+    game = Game(bench, SEEDS[0], Random(SEEDS[0]), bench.reference())
+    player = Player(game, "policy", optim=_optim(bench, game.draws))
+    for _ in range(3):
+        for name in ("losses", "step"):
+            player.play(name)
+
+
+@contract(role="critic", catches=("values divided by the temperature", "the value clip too wide"))
 def random_sequences_of_a_critic_equal_the_reference(bench: TrainBench) -> None:
     """In a random sequence of calls, values, losses, norms and weights of a critic are always those of a float64 reference."""
     module = bench.value_reference(bench.weights(bench.engine(role="critic")))
     if module is not None:
         game = Game(bench, SEEDS[0], Random(SEEDS[0]), module)
-        _play(game, {Player(game, "critic", role="critic", optim=_optim(bench, game.draws)): DECK})
+        player = Player(game, "critic", role="critic", optim=_optim(bench, game.draws))
+        _play(game, {player: DECK})
+        player.play("losses")
+        player.play("step")
 
 
 @contract(

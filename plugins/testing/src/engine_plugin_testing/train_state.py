@@ -289,6 +289,37 @@ def saving_changes_nothing(bench: TrainBench) -> None:
     identical(bench.weights(saving), weights, "weights after going back to what was saved")
 
 
+@contract(
+    catches=("a failed save that counts as done", "a save into a place that cannot exist that never ends")
+)
+def a_save_that_cannot_be_written_raises(bench: TrainBench) -> None:
+    """If the files cannot be written, ``save`` or its future raises an ``OSError`` on a rank, and no rank waits forever.
+
+    The engine stays as it is, and the next save can be loaded.
+    """
+    engine, blocked = bench.engine(), bench.folder / "file"
+    bench.step(engine, bench.batch())
+    weights = bench.weights(engine)
+    if bench.place.rank == 0:
+        blocked.write_text("no folder")
+    bench.barrier()
+    failed = torch.zeros(())
+    try:
+        engine.save(blocked / "state").result(timeout=30)
+    except TimeoutError as error:
+        raise AssertionError("The future of a save that cannot be written is never done.") from error
+    except OSError:
+        failed += 1
+    bench.sum_over_ranks(failed)
+    assert failed, "A save into a folder that cannot exist raises no OSError."
+    identical(bench.weights(engine), weights, "weights after a save that failed")
+    engine.save(bench.folder / "state").result()
+    bench.barrier()
+    other = bench.engine(path=bench.model(seed=1))
+    other.load(bench.folder / "state")
+    identical(bench.weights(other), weights, "weights of the save after one that failed")
+
+
 def _is_safetensors(data: bytes) -> bool:
     """Return whether data begins with the header of a safetensors file: its length, and a JSON object."""
     try:

@@ -13,7 +13,6 @@ from engine_plugin_testing.probes import SHORT, SHORTAGES
 from engine_plugin_testing.reference import (
     clipped_loss,
     gradient_of,
-    logits_of,
     nll_loss,
     norm_of,
     outputs_of,
@@ -389,7 +388,7 @@ def a_role_that_is_not_trained_has_no_optimizer(bench: TrainBench) -> None:
 
 @contract(
     capability="set_lr",
-    catches=("set_lr sets the rate, not the peak", "set_lr ends the warm-up"),
+    catches=("set_lr sets the rate, not the peak", "set_lr ends the warm-up", "a peak of 0 that stays"),
 )
 def set_lr_replaces_the_peak(bench: TrainBench) -> None:
     """``set_lr`` changes the peak learning rate, starting with the next step.
@@ -411,81 +410,7 @@ def set_lr_replaces_the_peak(bench: TrainBench) -> None:
             1e-5,
             f"lr of step {number}, after set_lr(0.2) in the warm-up",
         )
-
-
-@contract(
-    capability="sleep",
-    catches=("optimizer state lost in sleep", "a step while the optimizer sleeps"),
-)
-def an_engine_that_slept_goes_on_as_if_it_had_not(bench: TrainBench) -> None:
-    """The step after ``sleep`` and ``wake`` is the same as without them.
-
-    All parts sleep, or one by one. A call that needs a part that is asleep is refused.
-    """
-    batch = bench.batch()
-    woken, rested = bench.engine(), bench.engine()
-    for engine in (woken, rested):
-        bench.step(engine, batch)
-    rested.sleep()
-    with refused("infer of an engine asleep"):
-        rested.infer(bench.share(rested, batch)[1], ["log_probs"])
-    rested.wake(only=("weights",))
-    bench.infer(rested, batch)
-    with refused("optimizer_step while the optimizer sleeps"):
-        rested.optimizer_step()
-    rested.wake()
-    rested.sleep(keep=("weights",))
-    identical(bench.weights(rested), bench.weights(woken), "weights kept in sleep", bench.exact)
-    rested.wake()
-    for engine in (woken, rested):
-        bench.step(engine, batch)
-    identical(bench.weights(rested), bench.weights(woken), "weights a step after sleep", bench.exact)
-
-
-@contract(
-    capability="sleep",
-    catches=(
-        "gradients lost in a sleep that keeps them",
-        "gradients lost in a sleep that keeps other parts too",
-        "weights in half precision after a sleep",
-    ),
-)
-def a_sleep_between_the_calls_of_a_step_changes_nothing(bench: TrainBench) -> None:
-    """An engine may sleep between two calls of one step. If it keeps the gradients, the step is the same.
-
-    Weights and optimizer state sleep, both or one of them. Weights that are kept can be used meanwhile.
-    """
-    batch = bench.batch()
-    woken, rested = bench.engine(), bench.engine()
-    for engine in (woken, rested):
-        bench.step(engine, batch)
-    for more in ((), ("optimizer",), ("weights",), ("weights", "optimizer")):
-        what = f"a step with sleep(keep={('gradients', *more)}) in it"
-        for engine in (woken, rested):
-            bench.forward_backward(engine, batch.select(range(4)))
-        rested.sleep(keep=("gradients", *more))
-        if "weights" in more:
-            bench.infer(rested, batch)
-        rested.wake()
-        steps = []
-        for engine in (woken, rested):
-            bench.forward_backward(engine, batch.select(range(4, 8)))
-            steps.append(engine.optimizer_step())
-        near(steps[1].grad_norm, steps[0].grad_norm, bench.norm_tolerance, f"norm of {what}")
-        identical(bench.weights(rested), bench.weights(woken), f"weights after {what}", bench.exact)
-
-
-@contract(capability="generation_module", catches=("module lent in training mode",))
-def the_generation_module_gives_the_logits_of_the_policy(bench: TrainBench) -> None:
-    """The module lent to a sampler is the policy in eval mode, and records no gradient."""
-    engine, batch = bench.engine(), bench.batch((9,))
-    bench.step(engine, batch)
-    expected = outputs_of(bench.reference(weights=bench.weights(engine)), batch)["log_probs"]
-    with engine.generation_module() as module:
-        assert not module.training, "The module is in training mode."
-        ids = batch.token_ids.to(next(module.parameters()).device)
-        logits = logits_of(module, ids).float().cpu()
-    assert not logits.requires_grad, "The forward of the generation module records a gradient."
-    rows = torch.log_softmax(logits[:-1], -1).gather(1, batch.token_ids[1:, None]).squeeze(1)
-    gap = float((rows - expected[1:])[1:].abs().max())
-    assert gap <= 10 * bench.tolerance, f"Log-probs of the generation module are off by {gap:.3g}."
+    still = bench.engine(optim={"lr": 0.0, "schedule": "linear", "decay_steps": 4})
+    near(bench.step(still, batch).lr, 0.0, 1e-5, "lr of a step with a peak of 0")
+    still.set_lr(0.2)
+    near(bench.step(still, batch).lr, 0.2 * 0.75, 1e-5, "lr of the second step, after set_lr(0.2) from 0")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from engine_plugin_testing import (
     imports,
+    train_adapter_options,
     train_adapters,
     train_outputs,
     train_precision,
@@ -14,6 +15,7 @@ from engine_plugin_testing import (
     train_runs,
     train_sequences,
     train_shares,
+    train_sleep,
     train_state,
     train_steps,
     train_weights,
@@ -24,12 +26,14 @@ MODULES = (
     imports,
     train_outputs,
     train_steps,
+    train_sleep,
     train_runs,
     train_shares,
     train_weights,
     train_state,
     train_roles,
     train_adapters,
+    train_adapter_options,
     train_precision,
     train_sequences,
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,38 @@ def named_weights_are_those_of_the_model_folder(bench: TrainBench) -> None:
         assert not unknown, f"named_weights gives weights that save_pretrained does not write: {unknown[:5]}."
         for name, value in expected.items():
             close(found[name].float(), value.float(), rounding(found[name]), f"weight '{name}'")
+
+
+@contract(
+    catches=("random weights that model.seed does not decide", "random weights that reset torch's generator")
+)
+def random_weights_are_those_of_the_seed(bench: TrainBench) -> None:
+    """A folder with a config and no weights gives random weights of `model.seed`, the same in each role and in each start.
+
+    Torch's random state does not change. Empty for models of the suite's own.
+    """
+    if bench.settings["write_model"]:
+        return
+    folder = bench.folder / "no-weights"
+    if bench.place.rank == 0:
+        ignored = shutil.ignore_patterns("*.safetensors")
+        shutil.copytree(bench.model(), folder, ignore=ignored)
+    else:
+        bench.model()
+    bench.barrier()
+    state = torch.get_rng_state()
+    first = bench.weights(bench.engine(path=str(folder), seed=3))
+    assert torch.equal(torch.get_rng_state(), state), "Drawing a model's weights changes the random state."
+    torch.rand(5)
+    again = bench.engine(path=str(folder), seed=3, trainable=False, role="ref")
+    identical(bench.weights(again), first, "random weights of a reference with the same model.seed")
+    other = bench.weights(bench.engine(path=str(folder), seed=4))
+    same = [name for name, value in first.items() if value.ndim > 1 and torch.equal(other[name], value)]
+    assert not same, f"Weights are the same for two values of model.seed: {same[:3]}."
+    batch = bench.batch((9, 12))
+    with torch.no_grad():
+        expected = outputs_of(bench.reference(weights=first), batch)["log_probs"]
+    close(bench.infer(again, batch)["log_probs"], expected, bench.tolerance, "log_probs of random weights")
 
 
 @contract(catches=("a tied weight given twice",))
