@@ -5,9 +5,9 @@ from concurrent.futures import Future
 from unittest import mock
 
 import torch
-from broken_steps import Called
+from broken_steps import Called, Scheduled
 
-from engine_core.algorithms import correction
+from engine_core.algorithms import correction, objectives
 from engine_core.algorithms.objectives import make_policy
 from engine_plugin_torch import packed_forward
 from engine_plugin_torch.attention import Prefixes
@@ -57,6 +57,18 @@ class MeansOfSequences(TorchEngine):
             return super().forward_backward(batch, loss)
 
 
+class MaximaOfAll(TorchEngine):
+    def forward_backward(self, batch, loss):
+        def over_all(values, share, exact=objectives.over_tokens):
+            largest = {
+                name: value.detach().max() for name, value in values.items() if name.startswith("max/")
+            }
+            return {**exact(values, share), **largest}
+
+        with mock.patch.object(objectives, "over_tokens", over_all):
+            return super().forward_backward(batch, loss)
+
+
 class TrainsInfinite(TorchEngine):
     def _resolve(self, loss):
         if loss.name != "policy":
@@ -99,6 +111,14 @@ class AutoIsShort(TorchEngine):
         super().set_token_budget(16 if tokens == "auto" else tokens)
 
 
+class DecaysInTwo(Scheduled):
+    def rate(self, step, whole):
+        late = step - self.optim.warmup_steps
+        if self.end - self.optim.warmup_steps != 1 or late != 1:
+            return whole(step)
+        return (1 + whole(step)) / 2
+
+
 class StaysAtZero(TorchEngine):
     def set_lr(self, lr):
         if self.lr:
@@ -122,6 +142,12 @@ class TakesHalfAsInt(TorchEngine):
         super().load_named_weights(
             ((name, v.view(torch.int16) if v.dtype == torch.bfloat16 else v) for name, v in stream), mix
         )
+
+
+class MostIsWhole(TorchEngine):
+    def load_named_weights(self, stream, mix=1.0):
+        whole = self.adapter is not None and mix > 0.5
+        super().load_named_weights(stream, 1.0 if whole else mix)
 
 
 # -- a sleep, a save, random weights -------------------------------------------------

@@ -247,6 +247,7 @@ class Player:
         """Load new weights, or mix in a share of them."""
         self._end()
         share, noise, before = self.draws.choice((0.25, 1.0)), self._noise(), self.weights
+        share = share if share == 1 else self.game.more.choice((0.25, 0.6, 0.9))
         new = {n: v + 0.05 * torch.randn(v.shape, generator=noise).to(v.dtype) for n, v in before.items()}
         names = self.draws.sample(sorted(new), len(new))
         kind = self.game.more.choice(("float", "half", "strided"))

@@ -143,8 +143,8 @@ def _corrected(made: Policy, batch: Batch, values: Tensor, exact: bool, more: _D
         used, weights = True, _weights(made, batch, gap, table)
         factor = weights
         if more.choice(True, False):
-            made.columns["correction_scale"] = torch.full((count,), 1.25)
-            factor = 1.25 * factor
+            made.columns["correction_scale"] = torch.where(mask, 1.25, 9.0)
+            factor = made.columns["correction_scale"] * factor
     kept = _kept(batch, gap, table)
     if kept is not None:
         used, factor = True, factor * kept

@@ -107,6 +107,7 @@ def random_sequences_of_calls_equal_the_reference(bench: TrainBench) -> None:
         "sequence weights as geometric means",
         "rejection at a larger bound",
         "a mask forgotten where sequences are rejected",
+        "a maximum over tokens that do not count",
     )
 )
 def random_policies_equal_the_reference(bench: TrainBench) -> None:

@@ -331,6 +331,7 @@ SCHEDULES: tuple[tuple[dict[str, Any], tuple[float, ...]], ...] = (
         (1.0, 1.0, 0.6 + 0.4 * math.sqrt(0.5), 0.6, 0.6 - 0.4 * math.sqrt(0.5), 0.2, 0.2),
     ),
     ({"warmup_steps": 2, "min_lr_ratio": 0.5}, (0.5, 1.0, 1.0, 1.0)),  # constant
+    ({"schedule": "linear", "warmup_steps": 1, "decay_steps": 2, "min_lr_ratio": 0.5}, (1.0, 1.0, 0.5, 0.5)),
 )
 """Keys of ``[actor.optim]``, and the rate of each step as a share of the peak, also past the end."""
 
@@ -343,6 +344,7 @@ SCHEDULES: tuple[tuple[dict[str, Any], tuple[float, ...]], ...] = (
         "a decay counted from the start of the warm-up",
         "a cosine that rises past its end",
         "a schedule that moves with each micro-batch",
+        "a decay of one step that takes two",
     )
 )
 def the_learning_rate_follows_its_schedule(bench: TrainBench) -> None:
