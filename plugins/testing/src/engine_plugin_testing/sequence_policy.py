@@ -20,6 +20,7 @@ ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 STEP = 0.8  # nats: differences of log-probs are whole numbers of it, and no bound is near one
 BOUNDS = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 """Of masks, where none are set."""
+SET_BOUNDS = {"token": (0.4, 2.0), "sequence": (0.3, 3.0), "geometric": (0.77, 1.31), "off": (None, None)}
 
 
 @dataclass
@@ -120,13 +121,20 @@ def _corrected(made: Policy, batch: Batch, values: Tensor, exact: bool, more: _D
     mask, count = batch["loss_mask"], batch.num_tokens
     bypass = exact and more.choice(True, False, False)
     one = torch.ones(count, dtype=torch.float64)
-    gap = more.shifts(count) * more.flags(count, 0.4)
+    way = batch.to_tokens(
+        more.shifts(len(batch))
+    )  # of a sequence: its tokens are all more, or all less likely
+    gap = more.choice(more.shifts(count), way) * more.flags(count, 0.4)
     gap = gap * batch.to_tokens(more.flags(len(batch), 0.7)) * mask
     trained = values if bypass else made.columns["old_log_probs"].double()
     made.columns["rollout_log_probs"] = (trained - gap).float()
     moved = (values - made.columns["rollout_log_probs"]) * mask  # the policy in training, from the sampler
-    table: dict[str, Any] = {"level": more.choice("off", "token", "sequence"), "cap": more.choice(None, 1.7)}
-    table |= {"mask": more.choice("off", "token", "sequence", "geometric")}
+    table: dict[str, Any] = {
+        "level": more.choice("off", "token", "sequence"),
+        "cap": more.choice(None, None, 1.7),
+    }
+    table["mask"] = more.choice("off", table["level"], "token", "sequence", "geometric")
+    table["mask_low"], table["mask_high"] = more.choice((None, None), SET_BOUNDS[table["mask"]])
     table |= {"reject": more.choice("off", "off", "k1", "k2", "k3"), "reject_ratio": 1.31}
     table |= {"off_policy_threshold": more.choice(None, 0.3137) if exact else None}
     made.parameters |= {"correction": table, "bypass": bypass}
@@ -138,6 +146,7 @@ def _corrected(made: Policy, batch: Batch, values: Tensor, exact: bool, more: _D
     if more.choice(True, False):
         fresh = made.columns["fresh"] = more.flags(count, 0.5)
         made.metrics["mismatch/fresh_share"] = _mean(batch, fresh.double())
+        made.metrics["mismatch/fresh_abs"] = _mean(batch, fresh * gap.abs())
     factor, used = one, False
     if table["level"] != "off":
         used, weights = True, _weights(made, batch, gap, table)
@@ -167,16 +176,22 @@ def _weights(made: Policy, batch: Batch, gap: Tensor, table: Mapping[str, Any]) 
     """Return the truncated importance weights [T], and add their metric."""
     whole = batch.to_tokens(batch.sum_by_sequence(gap)) if table["level"] == "sequence" else gap
     same = table["mask"] == table["level"]
-    cap = table["cap"] or (BOUNDS[table["mask"]][1] if same else 2.0)
+    cap = table["cap"] or (_bounds(table)[1] if same else 2.0)
     made.metrics["correction/capped_share"] = _mean(batch, (whole.exp() >= cap).double())
     return whole.exp().clamp(max=cap)
+
+
+def _bounds(table: Mapping[str, Any]) -> tuple[float, float]:
+    """Return the bounds of a mask."""
+    low, high = BOUNDS[table["mask"]]
+    return table["mask_low"] or low, table["mask_high"] or high
 
 
 def _kept(batch: Batch, gap: Tensor, table: Mapping[str, Any]) -> Tensor | None:
     """Return the tokens [T] that mask and rejection keep; None if both are off."""
     kept = None
     if table["mask"] != "off":
-        low, high = (math.log(bound) for bound in BOUNDS[table["mask"]])
+        low, high = (math.log(bound) for bound in _bounds(table))
         whole = {"token": gap, "sequence": batch.to_tokens(batch.sum_by_sequence(gap))}
         measured = whole.get(table["mask"], _mean_of_sequences(batch, gap))
         kept = (measured >= low) & (measured <= high)

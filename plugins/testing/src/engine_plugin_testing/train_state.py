@@ -176,7 +176,7 @@ def a_call_that_is_stopped_leaves_the_last_step(bench: TrainBench) -> None:
     identical(bench.weights(hit), before, "weights after a call that was stopped")
     assert torch.equal(torch.get_rng_state(), random), "A call that is stopped changes the random state."
     hit.save(folder).result()
-    resumed = bench.engine(optim=OPTIM, budget=24, path=bench.model(seed=1))
+    resumed = bench.engine(optim=OPTIM, budget=24)
     resumed.load(folder)
     for number in (2, 3):
         steps = [bench.step(engine, batch) for engine in (spared, resumed)]
@@ -315,7 +315,7 @@ def a_save_that_cannot_be_written_raises(bench: TrainBench) -> None:
     identical(bench.weights(engine), weights, "weights after a save that failed")
     engine.save(bench.folder / "state").result()
     bench.barrier()
-    other = bench.engine(path=bench.model(seed=1))
+    other = bench.engine()
     other.load(bench.folder / "state")
     identical(bench.weights(other), weights, "weights of the save after one that failed")
 
