@@ -1,5 +1,6 @@
 """Train engines, each with one mistake of an option: of the policy's objective, a token budget, a rate, an adapter, or a state."""
 
+import contextlib
 import dataclasses
 from concurrent.futures import Future
 from unittest import mock
@@ -9,6 +10,7 @@ from broken_steps import Called, Scheduled
 
 from engine_core.algorithms import correction, objectives
 from engine_core.algorithms.objectives import make_policy
+from engine_core.runs import state_files
 from engine_plugin_torch import packed_forward
 from engine_plugin_torch.attention import Prefixes
 from engine_plugin_torch.engine import TorchEngine
@@ -194,6 +196,16 @@ class IgnoresFullDisk(TorchEngine):
             done = Future()
             done.set_result(None)
             return done
+
+
+class LeavesFilesOut(TorchEngine):
+    def save(self, folder):
+        def save_tensors(file, tensors, exact=state_files.save_tensors):
+            with contextlib.suppress(OSError):
+                exact(file, tensors)
+
+        with mock.patch.object(state_files, "save_tensors", save_tensors):
+            return super().save(folder)
 
 
 class NeverDone(TorchEngine):

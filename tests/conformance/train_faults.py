@@ -181,6 +181,7 @@ RUN_FAULTS = [
     (1, "TrainsAsleep", "forward_backward of an engine asleep accepted", "an_engine_that_slept_goes_on_as_if_it_had_not"),
     (1, "LendsAsleep", "the module of an engine asleep lent", "an_engine_that_slept_goes_on_as_if_it_had_not"),
     (1, "IgnoresFullDisk", "a failed save that counts as done", "a_save_that_cannot_be_written_raises"),
+    (1, "LeavesFilesOut", "a file that cannot be written left out", "a_save_that_cannot_be_written_raises"),
     (1, "NeverDone", "a save into a place that cannot exist that never ends", "a_save_that_cannot_be_written_raises"),
     (1, "OneSeed", "random weights that model.seed does not decide", "random_weights_are_those_of_the_seed"),
     (1, "SeedsTorch", "random weights that reset torch's generator", "random_weights_are_those_of_the_seed"),

@@ -290,10 +290,14 @@ def saving_changes_nothing(bench: TrainBench) -> None:
 
 
 @contract(
-    catches=("a failed save that counts as done", "a save into a place that cannot exist that never ends")
+    catches=(
+        "a failed save that counts as done",
+        "a file that cannot be written left out",
+        "a save into a place that cannot exist that never ends",
+    )
 )
 def a_save_that_cannot_be_written_raises(bench: TrainBench) -> None:
-    """If the files cannot be written, ``save`` or its future raises an ``OSError`` on a rank, and no rank waits forever.
+    """If a file cannot be written, ``save`` or its future raises an ``OSError`` on a rank, and no rank waits forever.
 
     The engine stays as it is, and the next save can be loaded.
     """
@@ -303,21 +307,39 @@ def a_save_that_cannot_be_written_raises(bench: TrainBench) -> None:
     if bench.place.rank == 0:
         blocked.write_text("no folder")
     bench.barrier()
+    assert _fails(bench, engine, blocked / "state"), (
+        "A save into a folder that cannot exist raises no OSError."
+    )
+    identical(bench.weights(engine), weights, "weights after a save that failed")
+    good = bench.folder / "state"
+    engine.save(good).result()
+    bench.barrier()
+    other = bench.engine()
+    other.load(good)
+    identical(bench.weights(other), weights, "weights of the save after one that failed")
+    names = sorted(path.relative_to(good) for path in good.rglob("*") if path.is_file())
+    bench.barrier()
+    for number, name in enumerate(names):
+        folder = bench.folder / f"blocked-{number}"
+        (folder / name / "occupied").mkdir(parents=True, exist_ok=True)  # no file of this name can be written
+        bench.barrier()
+        if not _fails(bench, engine, folder):
+            assert (folder / name).is_file(), (
+                f"The file {name} could not be written, and save raises no OSError."
+            )
+
+
+def _fails(bench: TrainBench, engine: TrainEngine, folder: Path) -> bool:
+    """Save into a folder, and return whether an ``OSError`` was raised on a rank."""
     failed = torch.zeros(())
     try:
-        engine.save(blocked / "state").result(timeout=30)
+        engine.save(folder).result(timeout=30)
     except TimeoutError as error:
         raise AssertionError("The future of a save that cannot be written is never done.") from error
     except OSError:
         failed += 1
     bench.sum_over_ranks(failed)
-    assert failed, "A save into a folder that cannot exist raises no OSError."
-    identical(bench.weights(engine), weights, "weights after a save that failed")
-    engine.save(bench.folder / "state").result()
-    bench.barrier()
-    other = bench.engine()
-    other.load(bench.folder / "state")
-    identical(bench.weights(other), weights, "weights of the save after one that failed")
+    return bool(failed)
 
 
 def _is_safetensors(data: bytes) -> bool:
