@@ -71,6 +71,12 @@ class MaximaOfAll(TorchEngine):
             return super().forward_backward(batch, loss)
 
 
+class WatchedOnly(TorchEngine):
+    def _outputs(self, micro, grad, watched=()):
+        found = super()._outputs(micro, grad, watched)
+        return {name: value.detach() if name in watched else value for name, value in found.items()}
+
+
 class TrainsInfinite(TorchEngine):
     def _resolve(self, loss):
         if loss.name != "policy":
@@ -150,6 +156,14 @@ class MostIsWhole(TorchEngine):
     def load_named_weights(self, stream, mix=1.0):
         whole = self.adapter is not None and mix > 0.5
         super().load_named_weights(stream, 1.0 if whole else mix)
+
+
+class TrainsOnceLent(TorchEngine):
+    @contextlib.contextmanager
+    def generation_module(self):
+        with super().generation_module() as module:
+            yield module
+        module.train()
 
 
 # -- a sleep, a save, random weights -------------------------------------------------

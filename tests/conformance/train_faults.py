@@ -177,6 +177,8 @@ RUN_FAULTS = [
     (1, "MaximaOfAll", "a maximum over tokens that do not count", "random_policies_equal_the_reference"),
     (1, "DecaysInTwo", "a decay of one step that takes two", "the_learning_rate_follows_its_schedule"),
     (1, "MostIsWhole", "more than half of an adapter taken whole", "the_tensors_of_an_adapter_are_mixed_in_their_share"),
+    (1, "WatchedOnly", "an output without gradient because it is watched too", "random_policies_equal_the_reference"),
+    (1, "TrainsOnceLent", "a module in training mode once it was lent", "roles_of_a_model_given_from_python_are_apart"),
     (1, "StaysAtZero", "a peak of 0 that stays", "set_lr_replaces_the_peak"),
     (1, "TrainsAsleep", "forward_backward of an engine asleep accepted", "an_engine_that_slept_goes_on_as_if_it_had_not"),
     (1, "LendsAsleep", "the module of an engine asleep lent", "an_engine_that_slept_goes_on_as_if_it_had_not"),

@@ -209,7 +209,7 @@ def _of_tokens(draws: Random, kind: str, batch: Batch, found: dict[str, Tensor],
     parameters: dict[str, Any] = {}
     columns: dict[str, Tensor] = {}
     means: dict[str, float] = {}
-    largest = 1.0
+    largest, outputs = 1.0, (tuple(found), tuple[str, ...]())
     if kind == "nll":
         losses = -values
         metrics["actor/nll"] = float((batch["token_share"] * losses.detach()).sum())
@@ -218,8 +218,8 @@ def _of_tokens(draws: Random, kind: str, batch: Batch, found: dict[str, Tensor],
     else:
         made = policy_case(draws, batch, found, exact, generator)
         losses, parameters, columns, means = made.losses, made.parameters, made.columns, made.metrics
-        largest = made.largest
-    call = LossCall(kind, parameters, outputs=tuple(found))
+        largest, outputs = made.largest, (made.outputs, made.watched)
+    call = LossCall(kind, parameters, *outputs)
     loss = (batch["weights"] * losses).sum()
     return Case(batch.with_columns(columns), call, loss, metrics, ("weights",), means, largest)
 

@@ -20,7 +20,7 @@ ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 STEP = 0.8  # nats: differences of log-probs are whole numbers of it, and no bound is near one
 BOUNDS = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 """Of masks, where none are set."""
-SET_BOUNDS = {"token": (0.4, 2.0), "sequence": (0.3, 3.0), "geometric": (0.77, 1.31), "off": (None, None)}
+SET_BOUNDS = {"token": (0.4, 2.0), "sequence": (0.3, 3.0), "geometric": (0.51, 2.1), "off": (None, None)}
 
 
 @dataclass
@@ -32,6 +32,8 @@ class Policy:
     columns: dict[str, Tensor] = field(default_factory=dict)  # of tokens, [T]
     metrics: dict[str, float] = field(default_factory=dict)
     largest: float = 1.0  # factor of a token's loss
+    outputs: tuple[str, ...] = ("log_probs", "entropy")
+    watched: tuple[str, ...] = ()  # may also be in ``outputs``, as in a run with an entropy bonus
 
 
 class _Draws:
@@ -87,6 +89,9 @@ def policy_case(
     apart = _kl(values - ref, estimator)
     made.metrics |= {"actor/kl": _mean(batch, apart), "actor/entropy": _mean(batch, found["entropy"])}
     made.losses = factor * losses + kl * apart - bonus * found["entropy"]
+    made.watched = more.choice((), ("entropy",))
+    if made.watched and not bonus:
+        made.outputs = ("log_probs",)
     made.largest = max(1.0, float(factor.max()))
     return made
 
@@ -124,7 +129,7 @@ def _corrected(made: Policy, batch: Batch, values: Tensor, exact: bool, more: _D
     way = batch.to_tokens(
         more.shifts(len(batch))
     )  # of a sequence: its tokens are all more, or all less likely
-    gap = more.choice(more.shifts(count), way) * more.flags(count, 0.4)
+    gap = more.choice(more.shifts(count), way) * more.flags(count, more.choice(0.4, 1.0))
     gap = gap * batch.to_tokens(more.flags(len(batch), 0.7)) * mask
     trained = values if bypass else made.columns["old_log_probs"].double()
     made.columns["rollout_log_probs"] = (trained - gap).float()
@@ -133,7 +138,7 @@ def _corrected(made: Policy, batch: Batch, values: Tensor, exact: bool, more: _D
         "level": more.choice("off", "token", "sequence"),
         "cap": more.choice(None, None, 1.7),
     }
-    table["mask"] = more.choice("off", table["level"], "token", "sequence", "geometric")
+    table["mask"] = more.choice("off", table["level"], "token", "sequence", "geometric", "geometric")
     table["mask_low"], table["mask_high"] = more.choice((None, None), SET_BOUNDS[table["mask"]])
     table |= {"reject": more.choice("off", "off", "k1", "k2", "k3"), "reject_ratio": 1.31}
     table |= {"off_policy_threshold": more.choice(None, 0.3137) if exact else None}

@@ -100,6 +100,7 @@ def the_value_gradient_equals_the_reference(bench: TrainBench) -> None:
         "the language-model head of a model given from Python as a value head",
         "the model folder read in place of a model given from Python",
         "a model given from Python left in training mode",
+        "a module in training mode once it was lent",
     ),
 )
 def roles_of_a_model_given_from_python_are_apart(bench: TrainBench) -> None:
@@ -140,6 +141,9 @@ def roles_of_a_model_given_from_python_are_apart(bench: TrainBench) -> None:
     near(steps[0].grad_norm, steps[1].grad_norm, bench.gradient_tolerance, "grad_norm of the critic")
     moved, expected_ = ({n: first[n] - v for n, v in bench.weights(e).items()} for e in (critic, own))
     _same_gradient(bench, moved, expected_, first, "step of a critic of a model given from Python")
+    if "generation_module" in bench.capabilities:
+        with actor.generation_module() as module:
+            assert not module.training, "The module that is lent is in training mode."
     for engine, weights in untouched.items():
         what = f"weights of the {engine.context.role} after a step of the critic"
         identical(bench.weights(engine), weights, what)
