@@ -20,7 +20,7 @@ ESTIMATORS = ("k1", "abs", "k2", "k3", "k1+", "k3+")
 STEP = 0.8  # nats: differences of log-probs are whole numbers of it, and no bound is near one
 BOUNDS = {"token": (0.5, 5.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 """Of masks, where none are set."""
-SET_BOUNDS = {"token": (0.4, 2.0), "sequence": (0.3, 3.0), "geometric": (0.51, 2.1), "off": (None, None)}
+SET_BOUNDS = {"token": (0.4, 3.0), "sequence": (0.3, 3.0), "geometric": (0.51, 2.1), "off": (None, None)}
 
 
 @dataclass
@@ -138,7 +138,9 @@ def _corrected(made: Policy, batch: Batch, values: Tensor, exact: bool, more: _D
         "level": more.choice("off", "token", "sequence"),
         "cap": more.choice(None, None, 1.7),
     }
-    table["mask"] = more.choice("off", table["level"], "token", "sequence", "geometric", "geometric")
+    table["mask"] = more.choice(
+        "off", table["level"], table["level"], "token", "sequence", "geometric", "geometric"
+    )
     table["mask_low"], table["mask_high"] = more.choice((None, None), SET_BOUNDS[table["mask"]])
     table |= {"reject": more.choice("off", "off", "k1", "k2", "k3"), "reject_ratio": 1.31}
     table |= {"off_policy_threshold": more.choice(None, 0.3137) if exact else None}
