@@ -124,7 +124,9 @@ def value(outputs: Outputs, batch: Batch, *, value_clip: float | None = None) ->
     clipped = error
     if value_clip is not None:
         old = batch["values"]
-        clipped = (old + (values - old).clamp(-value_clip, value_clip) - returns) ** 2
+        moved = values - old
+        bounded = (old + moved.clamp(-value_clip, value_clip) - returns) ** 2
+        clipped = torch.where(moved.abs() > value_clip, bounded, error)  # else they differ by rounding
     loss = 0.5 * torch.maximum(error, clipped)
     metrics = {
         "value_mean": values.detach(),
