@@ -363,6 +363,14 @@ class KeepsHalf(Adapted):
         return self.first.setdefault(name, value) if "lora_A" in name else value
 
 
+class TrustsHalf(HFRolloutEngine):
+    def update_weights(self, stream, version):
+        try:
+            return super().update_weights(stream, version)
+        finally:
+            self._incomplete = ""
+
+
 class TakesWhole(HFRolloutEngine):
     def update_weights(self, stream, version):
         (first, *rest) = stream

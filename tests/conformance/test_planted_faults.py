@@ -249,6 +249,7 @@ FAULTS = [
     (Rollout, "OnTop", "an adapter on top of the one before", "an_adapter_alone_is_sampled_like_merged_weights"),
     (Rollout, "NotUsed", "an adapter that is not used", "an_adapter_alone_is_sampled_like_merged_weights"),
     (Rollout, "KeepsHalf", "half of an adapter kept from before", "an_adapter_alone_is_sampled_like_merged_weights"),
+    (Rollout, "TrustsHalf", "half of an update of an adapter sampled from", "an_adapter_alone_is_sampled_like_merged_weights"),
     (Rollout, "TakesWhole", "whole weights taken for an adapter", "an_adapter_alone_is_sampled_like_merged_weights"),
     (Rollout, "ShortStops", "only the last two characters of a stop string compared", "stop_strings_cross_the_borders_of_tokens"),
     (Rollout, "FirstStop", "only the first of several stop strings", "stop_strings_cross_the_borders_of_tokens"),
