@@ -125,6 +125,7 @@ class TestPython(RewardSuite):
     failing = [("late", "timeout"), ("fail", "error")]
 
 
+@pytest.mark.slow
 class TestAsync(RewardSuite):
     name = "python"
     options = {
@@ -136,6 +137,7 @@ class TestAsync(RewardSuite):
     examples = [("abc", 1.0), ("abcd", 0.0)]
 
 
+@pytest.mark.slow
 class TestAsyncGroups(RewardSuite):
     name = "python"
     options = {"path": "short_answers.py", "function": "shortest", "allow_local_code": True}
