@@ -186,6 +186,19 @@ class BlamesTheScale(TorchEngine):
         return dataclasses.replace(step, rescaled=step.skipped)
 
 
+class TellsNoOverflow(TorchEngine):
+    lost = False
+
+    def forward_backward(self, batch, loss):
+        output = super().forward_backward(batch, loss)
+        self.lost |= not math.isfinite(output.loss)
+        return output
+
+    def optimizer_step(self):
+        step = super().optimizer_step()
+        return dataclasses.replace(step, rescaled=step.skipped and not self.lost)
+
+
 class LongWindows(TorchEngine):
     def forward_backward(self, batch, loss):
         def longer(length, device, window=None, causal=attention._causal):
