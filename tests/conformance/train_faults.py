@@ -19,7 +19,7 @@ RUN_FAULTS = [
     (1, "PlainNorms", "norm weights of 1 assumed", "other_models_are_as_right_as_the_first"),
     (1, "NoBiases", "biases of 0 assumed", "other_models_are_as_right_as_the_first"),
     (1, "BlamesTheScale", "a loss that is not finite taken for an overflow in fp16", "a_gradient_that_is_not_finite_skips_the_step"),
-    (1, "TellsNoOverflow", "overflows in fp16 not told after a loss that is not finite", "a_gradient_that_is_not_finite_skips_the_step"),
+    (1, "TellsNoOverflow", "overflows in fp16 not reported after a loss that is not finite", "a_gradient_that_is_not_finite_skips_the_step"),
     (1, "LongWindows", "a sliding window one token too long", "other_models_are_as_right_as_the_first"),
     (1, "DropsOut", "dropout in training", "other_models_are_as_right_as_the_first"),
     (1, "Windowed", "attention limited to a window", "long_packs_equal_the_reference"),

@@ -72,7 +72,7 @@ RESULTS = {
 
 
 def happens(do, value):
-    """Note the call, do what ``do`` says, and return a result."""
+    """Note the call, do what ``do`` says (raise, exit, hang and others), and return a result."""
     with open(do["file"], "a", encoding="utf-8") as file:
         file.write(f"{do['id']}\n")
     kind = do["kind"]

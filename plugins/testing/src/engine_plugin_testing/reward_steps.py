@@ -100,7 +100,11 @@ def _drawn_step(
 def score_step(
     runner: RewardRunner, rollouts: list[Rollout], step: int, way: str, draws: random.Random
 ) -> dict[str, float]:
-    """Score a step in one of ``WAYS``: rollouts arrive in any order, groups are scored before."""
+    """Score a step in one of ``WAYS``: rollouts arrive in any order, groups are scored before.
+
+    Raises:
+        EngineError: the runner's; what was scored early is cancelled.
+    """
     early: Any = None
     if way == "as they arrive":
         requests = [Request(r.request_id, r.prompt, Sampling(), r.group_id) for r in rollouts]

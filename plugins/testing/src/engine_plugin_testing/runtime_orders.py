@@ -83,7 +83,11 @@ class _Calls:
         self.checks.append((what, look))
 
     def settle(self) -> None:
-        """Check the results of the calls so far, in a random order."""
+        """Check the results of the calls so far, in a random order.
+
+        Raises:
+            AssertionError: a result is wrong; names the call.
+        """
         for what, check in self.draws.sample(self.checks, len(self.checks)):
             try:
                 check()
@@ -286,7 +290,7 @@ def random_calls_reach_every_engine_as_sent(bench: RuntimeBench) -> None:
     ),
 )
 def a_phase_wakes_what_it_needs(bench: RuntimeBench) -> None:
-    """With ``offload_idle_roles``, engines that a phase does not need are asleep in it, and the others are awake.
+    """Engines that a phase does not need are asleep in it with ``offload_idle_roles``, and the others are awake.
 
     The trainers are awake to train, the samplers to sample. Weights are kept, because they are pushed. ``traded_seconds``
     grows.

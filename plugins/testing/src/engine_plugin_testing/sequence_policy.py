@@ -47,11 +47,11 @@ class _Draws:
         return values[int(torch.randint(len(values), (), generator=self.generator))]
 
     def shifts(self, count: int, most: int = 1) -> Tensor:
-        """Return [count] float64: whole numbers of ``STEP`` between ``-most`` and ``most``."""
+        """Return [COUNT] float64: whole numbers of ``STEP`` between ``-most`` and ``most``."""
         return STEP * torch.randint(-most, most + 1, (count,), generator=self.generator).double()
 
     def flags(self, count: int, share: float) -> Tensor:
-        """Return [count] bool, True with probability ``share``."""
+        """Return [COUNT] bool, True with probability ``share``."""
         return torch.rand(count, generator=self.generator) < share
 
 
@@ -126,18 +126,14 @@ def _corrected(made: Policy, batch: Batch, values: Tensor, exact: bool, more: _D
     mask, count = batch["loss_mask"], batch.num_tokens
     bypass = exact and more.choice(True, False, False)
     one = torch.ones(count, dtype=torch.float64)
-    way = batch.to_tokens(
-        more.shifts(len(batch))
-    )  # of a sequence: its tokens are all more, or all less likely
+    way = batch.to_tokens(more.shifts(len(batch)))  # one shift for all tokens of a sequence
     gap = more.choice(more.shifts(count), way) * more.flags(count, more.choice(0.4, 1.0))
     gap = gap * batch.to_tokens(more.flags(len(batch), 0.7)) * mask
     trained = values if bypass else made.columns["old_log_probs"].double()
     made.columns["rollout_log_probs"] = (trained - gap).float()
     moved = (values - made.columns["rollout_log_probs"]) * mask  # the policy in training, from the sampler
-    table: dict[str, Any] = {
-        "level": more.choice("off", "token", "sequence"),
-        "cap": more.choice(None, None, 1.7),
-    }
+    table: dict[str, Any] = {"level": more.choice("off", "token", "sequence")}
+    table["cap"] = more.choice(None, None, 1.7)
     table["mask"] = more.choice(
         "off", table["level"], table["level"], "token", "sequence", "geometric", "geometric"
     )

@@ -33,7 +33,7 @@ STEP = 1e-6  # far less than bfloat16 resolves
     )
 )
 def computing_in_bf16_rounds_no_weight(bench: TrainBench) -> None:
-    """With the options ``in_bf16`` of the suite, the forward pass is in bfloat16, and weights, steps and streams in float32.
+    """The options ``in_bf16`` of a suite put the forward pass in bfloat16, and leave weights, steps and streams in float32.
 
     ``infer``, ``forward_backward`` and a module that is lent compute alike: their log-probs differ by less than rounding
     moves them.

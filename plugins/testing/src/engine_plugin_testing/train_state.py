@@ -151,7 +151,7 @@ def a_state_replaces_all_of_an_engine_that_trained(bench: TrainBench) -> None:
     )
 )
 def a_call_that_is_stopped_leaves_the_last_step(bench: TrainBench) -> None:
-    """A stop may end ``forward_backward`` at any point. What ``save`` then writes is the state of the last step.
+    """A stop, which raises, may end ``forward_backward`` at any point. What ``save`` then writes is the state of the last step.
 
     A fresh engine that loads it continues as a run that never stopped. With several ranks the others would wait.
     """

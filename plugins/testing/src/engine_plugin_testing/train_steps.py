@@ -284,7 +284,7 @@ def _poisoned(batch: Batch) -> Batch:
         "a schedule that moves with a skipped step",
         "finite gradients left by a skipped step",
         "a loss that is not finite taken for an overflow in fp16",
-        "overflows in fp16 not told after a loss that is not finite",
+        "overflows in fp16 not reported after a loss that is not finite",
     )
 )
 def a_gradient_that_is_not_finite_skips_the_step(bench: TrainBench) -> None:
