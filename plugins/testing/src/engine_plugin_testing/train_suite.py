@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from engine_plugin_testing import (
     imports,
-    train_adapter_options,
+    train_adapter_forms,
     train_adapters,
     train_outputs,
     train_precision,
@@ -33,7 +33,7 @@ MODULES = (
     train_state,
     train_roles,
     train_adapters,
-    train_adapter_options,
+    train_adapter_forms,
     train_precision,
     train_sequences,
 )
