@@ -285,8 +285,8 @@ class EngineHost:
         """Start a sampler in separate processes.
 
         A restarted sampler receives its weights from the actor if the actor has one rank. With several ranks all of
-        them would have to stream, so the sampler keeps a copy of its weights instead. It also keeps a copy if the actor
-        may be in the middle of an update.
+        them would have to stream, so a sampler that may be restarted keeps a copy of its weights instead. It also keeps
+        a copy if the actor may be in the middle of an update.
 
         Raises:
             ConfigError: the model was passed from Python.

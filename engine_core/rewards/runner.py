@@ -179,19 +179,20 @@ class RewardRunner:
         self._start()
 
     def only(self, names: Collection[str]) -> RewardRunner:
-        """Return a runner of these rewards, which shares their workers; of all rewards if there are no names.
+        """Return a runner for other data, which shares the workers: of these rewards, or of all if there are no names.
 
         Raises:
             ConfigError: the run has no reward of one of the names.
         """
+        part = copy.copy(self)
+        part.columns = {}
         if not names:
-            return self
+            return part
         known = [*(scorer.config.name for scorer in self.scorers), *self.given]
         for name in set(names) - {*known}:
             raise ConfigError(
                 f"eval: rewards: got '{name}', which is no reward of the run.{did_you_mean(name, known)}"
             )
-        part = copy.copy(self)
         part.scorers = [scorer for scorer in self.scorers if scorer.config.name in names]
         part.pools = [pool for pool in self.pools if pool.name in names]
         part.given = {name: weight for name, weight in self.given.items() if name in names}
@@ -416,6 +417,8 @@ class RewardRunner:
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Refuse rewards that need a column that the data lacks, before ``score`` would fail in step 1.
+
+        From then on rows that lack a column of the data give rewards None for it.
 
         Raises:
             DataError: names every such reward.

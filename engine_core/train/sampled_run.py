@@ -205,7 +205,7 @@ class SampledRun(TrainingRun):
                 overlapped = early.busy_seconds if early else 0.0
                 scored = self.score(sampled, step, early=early)  # handles failures by `on_error`
                 if greedy is not None:
-                    self.score(greedy, step, training=False)
+                    self.score(greedy, step)
                 rounds.add(sampled, scored, overlapped, greedy)
         rollouts, metrics = rounds.finish(self.describe(rounds.sampled))
         if self.config.data.curriculum:
@@ -268,9 +268,18 @@ class SampledRun(TrainingRun):
         early: EarlyScores | Known | None = None,
         names: Collection[str] = (),
     ) -> dict[str, float]:
-        """Fill in the rewards of the rollouts, or those of ``names`` alone; return their metrics and failures."""
+        """Fill in the rewards of rollouts, of rows of the training data or of others; return metrics and failures.
+
+        Args:
+            rollouts: to score.
+            step: for messages.
+            training: the prompts are rows of the training data, whose columns are known.
+            early: what was scored before.
+            names: of the only rewards to use, for other data.
+        """
         with self.runtime.phase(REWARD_PHASE):  # also in an evaluation, which is outside the step
-            return self.rewards.only(names).score(rollouts, step, early=early)
+            rewards = self.rewards if training else self.rewards.only(names)
+            return rewards.score(rollouts, step, early=early)
 
     def describe(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Return metrics of a step's rollouts: counts, lengths, timeouts, turns."""

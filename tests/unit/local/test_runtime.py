@@ -1,3 +1,4 @@
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -5,6 +6,7 @@ import torch
 
 from engine_core.builtin import LocalOptions
 from engine_core.config import EngineConfig
+from engine_core.config.roles import ProcessConfig
 from engine_core.contracts.engines import RolloutEngine, TrainEngine
 from engine_core.contracts.runtime import Role
 from engine_core.contracts.weight_sync import same_process
@@ -51,7 +53,7 @@ class Sample(RolloutEngine):
 
 
 class Broken(Sample):
-    def __init__(self, config, model_config, context):
+    def __init__(self, config, model_config, context, **more):
         raise RuntimeError("no memory")
 
 
@@ -98,6 +100,45 @@ def test_each_role_has_an_engine_and_only_trained_ones_an_optimizer():
     _, groups = started(Plugins())
     assert set(groups) == set(ROLES)
     assert EVENTS == ["build actor trainable=True of 7", "build ref trainable=False of 7", "build rollout"]
+
+
+class Apart(Plugins):
+    """Plugins with the part that runs samplers in separate processes."""
+
+    def spec(self, kind, name):
+        return SimpleNamespace(concurrent=False) if kind == "trainers" else super().spec(kind, name)
+
+    def require(self, kind, name):
+        return self
+
+    def make(self, config, model_config, context, source):
+        EVENTS.append("start the process")
+        return SimpleNamespace(
+            build=lambda: Sample(config, model_config, context),
+            close=lambda: EVENTS.append("end the process"),
+        )
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_sampler_in_a_process_starts_before_the_actor_is_built_and_ends_if_it_cannot_be(
+    broken, monkeypatch
+):
+    if broken:
+        monkeypatch.setattr(Train, "__init__", Broken.__init__)
+    config = EngineConfig()
+    config.runtime.options, config.rollout.process = LocalOptions(), ProcessConfig()
+    runtime = LocalRuntime(config, Apart(), {"tokenizer": "t"})
+    with pytest.raises(RuntimeError, match="no memory") if broken else contextlib.nullcontext():
+        runtime.start(ROLES, total_steps=7)
+    assert EVENTS[0] == "start the process"
+    if broken:
+        assert EVENTS[1:] == ["end the process"]
+    else:
+        assert EVENTS[1:] == [
+            "build actor trainable=True of 7",
+            "build ref trainable=False of 7",
+            "build rollout",
+        ]
 
 
 def test_what_a_role_cannot_do_here_is_refused_before_any_is_built(monkeypatch):

@@ -33,6 +33,21 @@ def test_only_some_rewards_score_and_an_unknown_name_is_refused(runner, rollouts
         both.only(["leters"])
 
 
+def test_other_data_does_not_have_the_columns_of_the_training_data(runner, rollouts):
+    def styled(completions, style="plain"):
+        return [float(style == "plain") for _ in completions]
+
+    both = runner(live=[styled])
+    both.check_columns({"style"})
+    both.only(()).check_columns({"answer"})
+    scored = rollouts("a", "bbb")
+    both.score(scored, 1)
+    assert [r.rewards["styled"] for r in scored] == [0.0, 0.0]  # a row without the column has None
+    both.only(()).score(scored, 1)
+    assert [r.rewards["styled"] for r in scored] == [1.0, 1.0]  # no row has it: the default
+    assert list(both.columns) == ["style"]
+
+
 # ---- sums, clipping, normalisation ---------------------------------------------------------------
 
 
