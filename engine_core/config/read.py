@@ -333,6 +333,11 @@ def _read_text(file: Path, shown: str) -> str:
     if not file.is_file():
         if re.fullmatch(r"[\w.]+=.*", shown):  # other frameworks take keys like this
             raise ConfigError(f"{shown}: there is no such file. To set a key, write --set {shown}.")
+        if file.is_dir():
+            inside = ", ".join(sorted(f"'{shown}/{p.name}'" for p in file.glob("*.toml")))
+            raise ConfigError(
+                f"{shown}: is a folder. Name a run file" + (f" in it: {inside}." if inside else ".")
+            )
         names = [p.name for p in file.parent.glob("*.toml")] if file.parent.is_dir() else []
         raise ConfigError(f"{shown}: there is no such file.{did_you_mean(file.name, names) if names else ''}")
     try:

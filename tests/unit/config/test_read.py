@@ -143,6 +143,11 @@ def test_an_absent_file_names_its_neighbour(write, tmp_path):
     )
 
 
+def test_a_folder_is_named_with_the_run_files_in_it(write, tmp_path):
+    write("run.toml", "")
+    assert error_of(tmp_path).endswith(f"is a folder. Name a run file in it: '{tmp_path}/run.toml'.")
+
+
 def test_a_key_given_as_a_file_is_named_with_its_option():
     assert error_of("train.total_steps=3").endswith("To set a key, write --set train.total_steps=3.")
 
