@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from engine_core.config.choices import bare
-from engine_core.config.evaluation import evaluation_problems, held_out_sets
+from engine_core.config.evaluation import held_out_sets, sampling_problems, set_problems
 from engine_core.config.read import key_text
 from engine_core.config.schedule import boundaries, config_at, schedule_problems
 from engine_core.config.wording import Problem
@@ -31,8 +31,10 @@ def cross_problems(config: EngineConfig, sections: Collection[str]) -> list[Prob
         problems += _adaptive(config)
     if "rollout" in sections:
         problems += _stopping(config, sections)
+    if "eval" in sections:
+        problems += set_problems(config)
     if {"eval", "rollout"} <= set(sections):
-        problems += evaluation_problems(config)
+        problems += sampling_problems(config)
     broken = [Problem(("schedule", key), text) for key, text in schedule_problems(config)]
     for step in [1] if broken else boundaries(config):
         now = config if broken else config_at(config, step)

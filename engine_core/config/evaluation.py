@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Self
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer
 
 from engine_core.config.wording import Problem
 from engine_core.tables import Distribution, NonNegativeFloat, NonNegativeInt, PositiveInt, Table, Text
@@ -57,6 +57,12 @@ class EvalSetConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
     options: Any = Field(default=None, exclude=True)
     """The table of the data source, filled in by the loader."""
 
+    @model_serializer(mode="wrap")
+    def _set_keys(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
+        """Leave out unset keys with those without a value: a later ``--set eval.KEY`` then applies to this set too."""
+        left_out = info.exclude_none
+        return {k: value for k, value in dump(self).items() if k in self.model_fields_set or not left_out}
+
 
 class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
     """``[eval]``: scores on held-out files, during training and by ``engine eval``."""
@@ -72,14 +78,6 @@ class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
     """Evaluate after the last step."""
     set: list[EvalSetConfig] = []
     """Held-out sets in addition to `data.validation`."""
-
-    @model_validator(mode="after")
-    def _complete_sets(self) -> Self:
-        """Give each set the values of this table for keys that it does not set."""
-        for each in self.set:
-            for key in SetOptions.model_fields.keys() - each.model_fields_set:
-                setattr(each, key, getattr(self, key))
-        return self
 
     @property
     def during_training(self) -> str:
@@ -130,12 +128,14 @@ def held_out_sets(config: EngineConfig) -> list[HeldOut]:
     shared["stop"] = config.rollout.stop if evaluation.stop is None else evaluation.stop
     if any(data.validation) or data.source:
         sets.append(HeldOut(path=data.validation, source=data.source, **shared))
-    own = [{key: value for key, value in each if value is not None} for each in evaluation.set]
-    return sets + [HeldOut(**shared | each) for each in own]
+    for each in evaluation.set:
+        own = {key: value for key, value in each if key in each.model_fields_set and value is not None}
+        sets.append(HeldOut(**shared | own))
+    return sets
 
 
-def evaluation_problems(config: EngineConfig) -> Iterator[Problem]:
-    """Yield the problems of ``[eval]`` and its sets."""
+def set_problems(config: EngineConfig) -> Iterator[Problem]:
+    """Yield the problems of the names and files of ``[[eval.set]]``."""
     for name, count in Counter(each.name for each in config.eval.set).items():
         if count > 1:
             text = f"'{name}' is listed {count} times, expected once. Rename the others."
@@ -147,6 +147,10 @@ def evaluation_problems(config: EngineConfig) -> Iterator[Problem]:
         if any(each.path) == bool(each.source):
             text = "expected either files in path, or the name of a data source in source (engine plugins)."
             yield Problem(("eval", "set", each.name), text)
+
+
+def sampling_problems(config: EngineConfig) -> Iterator[Problem]:
+    """Yield the problems of how ``[eval]`` and its sets sample."""
     for held_out in held_out_sets(config):
         samples = held_out.samples_per_prompt
         if max(held_out.k, default=0) > samples:

@@ -174,3 +174,14 @@ def test_a_set_of_plain_text_has_nothing_of_the_chat_template(config_of):
     )
     assert (few.system, few.chat_template_kwargs) == ("s", {"thinking": False})
     assert (last.chat_template, last.system, last.chat_template_kwargs) == (False, None, {})
+
+
+def test_a_resolved_set_still_takes_what_the_table_gets_later(config_of):
+    resolved = dump_toml(config_of(SETS))
+    _, easy, hard = held_out_sets(config_of(resolved.replace("temperature = 0.6", "temperature = 0.9")))
+    assert (easy.temperature, hard.temperature) == (0.9, 1.0)
+
+
+def test_sets_of_one_name_are_refused_for_a_trainer_that_samples_nothing(problems_of):
+    sets = "[[eval.set]]\nname = 'a'\npath = 'a'\n[[eval.set]]\nname = 'a'\npath = 'b'"
+    assert "'a' is listed 2 times, expected once" in "\n".join(problems_of(f"trainer = 'sft'\n{sets}"))

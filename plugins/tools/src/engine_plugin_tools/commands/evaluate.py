@@ -14,6 +14,7 @@ from engine_core import load_config
 from engine_core.cli.loading import chosen_checkpoint, load_trainer, read, read_run
 from engine_core.cli.options import AllowCode, Json, Sets, Step
 from engine_core.cli.output import check_new, print_json, print_table
+from engine_core.config.evaluation import held_out_sets
 from engine_core.config.read import key_text, read_config
 from engine_core.data import load_tokenizer
 from engine_core.data.tokenizer import end_tokens
@@ -204,7 +205,7 @@ def result(
     """
     prefix = f"eval/{name}/"
     measured = {key.removeprefix(prefix): value for key, value in metrics.items() if key.startswith(prefix)}
-    (table,) = (each for each in config.eval.set if each.name == name)
+    (table,) = (each for each in held_out_sets(config) if each.name == name)
     not_here = [f"eval.set.{each.name}." for each in config.eval.set if each.name != name]
     not_here += [] if table.chat_template else ["data.system", "data.chat_template_kwargs"]
     changed = [
