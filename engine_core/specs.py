@@ -241,6 +241,8 @@ class Stage(Spec):
     ``(rollouts, step)``. ``state() -> StageState`` is saved in every checkpoint, and a resumed
     run calls ``load_state(state)`` before the next step.
 
+    If it enlarges batches, a property ``growth`` of its options, the factor, lets the learning-rate schedule end in time.
+
     Args:
         off_policy: the stage adds rollouts of older policies. `algorithm.correction.level = "auto"` then
             weighs tokens, and the stage must come after all stages that refill.
@@ -313,6 +315,10 @@ class TrainerSpec(Spec):
     for_eval: frozenset[str] = frozenset()
     stored: bool = False
     concurrent: bool = False
+
+    def sections_for(self, evaluates: object) -> frozenset[str]:
+        """Return the sections whose backends a run needs that evaluates, or does not; empty: all."""
+        return self.sections if evaluates else self.sections - self.for_eval
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,7 +125,8 @@ def check_config(config: EngineConfig, live: Collection[str] = ()) -> list[Engin
     """
     plugins = plugins_for(config)
     trainer: Any = plugins.spec("trainers", config.trainer)
-    reads_rewards = not trainer.sections or "reward" in trainer.sections
+    sections = trainer.sections_for(config.eval.during_training)
+    reads_rewards = not sections or "reward" in sections
     checks = [
         partial(check_complete, config, live, plugins),
         *(partial(_check_reward, config, reward, plugins) for reward in config.reward if reads_rewards),

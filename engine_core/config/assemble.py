@@ -117,8 +117,7 @@ def _load(raw: RawConfig) -> PluginSet:
     trainer = next((spec for spec, _ in first.chosen.values() if isinstance(spec, TrainerSpec)), None)
     if trainer is None:  # only its problems, as the other needs are unknown
         raise PluginProblems(unknown, _loaded(raw, used_names(raw.data))[0])
-    sections = trainer.sections if _asks_for_scores(raw) else trainer.sections - trainer.for_eval
-    names = used_names(raw.data, sections or None)  # none: it reads all
+    names = used_names(raw.data, trainer.sections_for(_asks_for_scores(raw)) or None)  # none: it reads all
     plugins, problems = _loaded(
         raw, names | {kind: {name} for _, kind, name in _chosen_by_trainer(raw, trainer)}
     )

@@ -88,6 +88,10 @@ def _absent_tables(
             f"reward: missing. Trainer '{config.trainer}' needs at least one [[reward]] with a name, or an [environment] "
             "that sets rewards."
         )
+    if not rewarded and "algorithm" in reads and "reward" not in spec.required:
+        advantage: Any = plugins.spec("advantages", config.algorithm.advantage)
+        if "reward_terms" in advantage.needs:
+            yield f"reward: missing. '{config.algorithm.advantage}' reads names and weights of [[reward]]: name those of the rollouts."
     evaluates = config.eval.during_training if "eval" in reads else ""
     if evaluates and "reward" in spec.for_eval and not rewarded:
         yield f"reward: missing. {evaluates} asks for scores: name a [[reward]], or remove {evaluates}."

@@ -11,6 +11,7 @@ import torch
 from variants import variants
 
 from engine_core import Trainer, load_config
+from engine_core.cli.loading import check_config
 from engine_core.config.assemble import check_inputs, plugins_for
 from engine_core.errors import ConfigError, DataError, PluginError
 from engine_core.local.runtime import LocalRuntime
@@ -397,3 +398,15 @@ def test_generated_rollouts_are_data_too(offline, world, sampled, tmp_path):
     lines = trained(made(offline, {"data.train": [str(file), str(rollout_file(sampled))]}))
     assert len(lines) == 3  # 8 + 4 groups
     assert torch.isfinite(torch.tensor([line["actor/loss"] for line in lines])).all()
+
+
+def test_rewards_of_a_run_that_evaluates_nothing_need_not_be_loaded(offline):
+    terms = {"algorithm.advantage": "gdpo", "reward": [{"name": "early", "weight": 2.0}]}
+    config = load_config(overrides=offline | terms)
+    assert check_config(config) == []
+    assert ("rewards", "early") not in plugins_for(config).chosen  # no plugin offers it
+
+
+def test_advantages_of_each_reward_need_the_names_of_the_rewards(offline):
+    (error,) = check_config(load_config(overrides=offline | {"algorithm.advantage": "gdpo"}))
+    assert "reward: missing. 'gdpo' reads names and weights of [[reward]]" in str(error)
