@@ -8,6 +8,7 @@ the estimator. A column that nothing computes is refused here, by name.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -163,10 +164,12 @@ def updates_in(algorithm: AlgorithmConfig, groups: int) -> int:
 
 
 def optimizer_steps(config: EngineConfig, steps: int) -> int:
-    """Return the planned optimizer steps of the first ``steps`` steps of a run."""
+    """Return the planned optimizer steps of the first ``steps`` steps of a run; stages may enlarge batches."""
+    growth = math.prod(getattr(stage.options, "growth", 1.0) for stage in config.stage)
+    groups = round(config.data.prompts_per_step * growth)
     starts = [*(start for start in boundaries(config) if start <= steps), steps + 1]
     return sum(
-        (end - start) * updates_in(config_at(config, start).algorithm, config.data.prompts_per_step)
+        (end - start) * updates_in(config_at(config, start).algorithm, groups)
         for start, end in itertools.pairwise(starts)
     )
 

@@ -6,6 +6,7 @@ from engine_core.config import AlgorithmConfig, EngineConfig
 from engine_core.config.requirements import ROLLOUT_COLUMNS, optimizer_steps, plan, plan_run, producers_of
 from engine_core.errors import ConfigError, PluginError
 from engine_core.specs import Advantage, Column, Loss
+from engine_plugin_trainers.options import ReplayCacheOptions
 
 GRPO = Advantage(load=lambda: None)
 CLIP = Loss(load=lambda: None)
@@ -297,3 +298,11 @@ def test_two_columns_of_one_output_are_both_made():
     made = plan(AlgorithmConfig(kl_coef=0.1), needing("rewards", "again"), CLIP, 4, producers)
     calls = made.inferred(torch.tensor([0, 0]), AlgorithmConfig(kl_coef=0.1))
     assert calls["ref"] == {"ref_log_probs": "log_probs", "again": "log_probs"}
+
+
+def test_updates_are_planned_for_batches_that_a_stage_enlarges():
+    config = EngineConfig(
+        data={"prompts_per_step": 4}, algorithm={"mini_batch_prompts": 2}, stage=[{"name": "replay_cache"}]
+    )
+    config.stage[0].options = ReplayCacheOptions(share=0.2)
+    assert optimizer_steps(config, 10) == 10 * 3  # 5 groups a step

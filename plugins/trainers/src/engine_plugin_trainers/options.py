@@ -67,6 +67,11 @@ class ReplayCacheOptions(Options):
     seed: int = Field(0, ge=0)
     """Seed of the draw. The number of the step is added to the seed."""
 
+    @property
+    def growth(self) -> float:
+        """Factor by which a full cache enlarges the batch."""
+        return 1 / (1 - self.share)
+
 
 class PFPPOOptions(Options):
     """``[stage.pf_ppo_resample]``: options of the stage `pf_ppo_resample`."""
