@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from engine_core.errors import PluginError, TrainingFailed
-from engine_core.metrics import Sum
+from engine_core.metrics import Sum, over_updates
 from engine_core.rewards.runner import reward_statistics
 from engine_core.runs.rollout_files import read_rollouts, write_rollouts
 from engine_core.runs.state_files import plain_state
@@ -216,7 +216,7 @@ class Rounds:
         self.kept: list[Rollout] = []
         self.scored: list[tuple[int, dict[str, float]]] = []
         self.rewarded: dict[str, float] = {}  # statistics of the rewards of all rounds
-        self.staged: dict[str, float] = {}
+        self.staged: list[Mapping[str, float]] = []  # metrics of the stages, by round
         self.greedy: dict[str, float] = {}  # metrics of greedy responses
         self.baselines: dict[int, float] = {}  # group -> reward of its greedy response
 
@@ -259,14 +259,13 @@ class Rounds:
                 rollout.greedy_reward = self.baselines.get(rollout.group_id)
         kept, noted = self.stages.run(self.each_round, rollouts, self.step)
         self.kept += kept
-        for name, value in noted.items():
-            self.staged[name] = self.staged.get(name, 0.0) + value
+        self.staged.append(noted)
         if self.missing == 0:
             self.closed = True  # groups that the remaining stages drop are not replaced
             if self.refill:
                 self._close_refill(self.refill[-1].name)
             self.kept, noted = self.stages.run(self.at_end, self.kept, self.step)
-            self.staged |= noted
+            self.staged.append(noted)
 
     def finish(self, described: Mapping[str, float]) -> tuple[list[Rollout], dict[str, float]]:
         """Return the step's rollouts after all stages, and the metrics of rewards, rollouts and stages.
@@ -274,7 +273,9 @@ class Rounds:
         Args:
             described: metrics of ``sampled``.
         """
-        metrics = combined(self.scored) | self.rewarded | dict(described) | self.staged | self.greedy
+        metrics = (
+            combined(self.scored) | self.rewarded | dict(described) | over_updates(self.staged) | self.greedy
+        )
         metrics["time/reward_overlap"] = self.overlapped
         metrics["tokens/total"] = float(sum(len(r.token_ids) for r in sequences_of(self.kept)))
         if self.greedy:
@@ -288,11 +289,12 @@ class Rounds:
         chosen = set(groups[:wanted])
         self.kept = [r for r in self.kept if r.group_id in chosen]
         missing = wanted - len(chosen)
-        self.staged |= {
-            f"stage/{name}/rounds": float(self.count),
-            f"stage/{name}/surplus_groups": float(len(groups) - len(chosen)),
-            f"stage/{name}/missing_groups": float(missing),
+        counts = {
+            "rounds": self.count,
+            "surplus_groups": len(groups) - len(chosen),
+            "missing_groups": missing,
         }
+        self.staged.append({f"stage/{name}/{key}": Sum(count) for key, count in counts.items()})
         if missing:
             log.warning(
                 "Step %d: %d of %d groups are missing after %d rounds of sampling (stage.%s.max_rounds).",

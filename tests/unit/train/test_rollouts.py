@@ -10,6 +10,7 @@ import torch
 from engine_core.config import EngineConfig
 from engine_core.metrics import Sum
 from engine_core.rewards.runner import reward_statistics
+from engine_core.specs import RefillOptions
 from engine_core.train.rollouts import Rounds, Sampler, combined
 from engine_core.train.settings import Settings
 from engine_core.types import TIMEOUT, Prompt, Rollout
@@ -75,3 +76,15 @@ def test_a_reward_named_like_a_count_is_a_mean():
 def test_a_reward_that_applied_in_one_round_has_the_mean_of_that_round():
     found = combined([(4, {"reward/mean": 1.0, "reward/style": 0.5}), (4, {"reward/mean": 0.0})])
     assert found == {"reward/mean": 0.5, "reward/style": 0.5}
+
+
+def test_a_stage_that_runs_in_each_round_has_the_mean_of_its_shares_and_the_sum_of_its_counts():
+    noted = iter([{"share": 0.5, "dropped": Sum(2)}, {"share": 1.0, "dropped": Sum(1)}])
+    stages = SimpleNamespace(run=lambda configs, rollouts, step: (rollouts, next(noted) if configs else {}))
+    config = EngineConfig(data={"prompts_per_step": 2}, stage=[{"name": "refill"}])
+    config.stage[0].options = RefillOptions(max_rounds=2)
+    rounds = Rounds(config, stages, step=1)
+    for group in range(2):
+        rounds.add([rollout(1.0, group=group)], {})
+    _, metrics = rounds.finish({})
+    assert (metrics["share"], metrics["dropped"], metrics["stage/refill/rounds"]) == (0.75, 3, 2)

@@ -8,6 +8,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from engine_core.metrics import Max, Sum
 from engine_core.train.rollouts import groups_of
 from engine_core.types import StageState
 
@@ -61,10 +62,10 @@ class ReplayCache:
         metrics = {
             "share": sum(map(len, old)) / max(len(batch), 1),
             "size": float(len(self.groups)),
-            "too_old": float(too_old),
+            "too_old": Sum(too_old),
         }
         if ages := [newest - min(_versions([r])) for group in old for r in group if _versions([r])]:
-            metrics |= {"age_mean": sum(ages) / len(ages), "age_max": float(max(ages))}
+            metrics |= {"age_mean": sum(ages) / len(ages), "age_max": Max(max(ages))}
         return batch, metrics
 
     def state(self) -> StageState:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine_core.errors import ConfigError, did_you_mean
+from engine_core.metrics import Sum
 
 if TYPE_CHECKING:
     from engine_core.types import Rollout
@@ -87,4 +88,4 @@ def dynamic_sampling(
             values[rollout.group_id].add(value)
     kept = [rollout for rollout in rollouts if len(values[rollout.group_id]) > 1]
     dropped = sum(len(seen) < 2 for seen in values.values())
-    return kept, {"groups": float(len(values)), "dropped_groups": float(dropped)}
+    return kept, {"groups": Sum(len(values)), "dropped_groups": Sum(dropped)}

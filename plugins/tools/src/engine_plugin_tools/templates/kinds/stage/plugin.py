@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic import Field
 
 from engine_core import hookimpl
+from engine_core.metrics import Sum
 from engine_core.specs import Options, Stage
 from engine_core.types import StageState
 
@@ -37,7 +38,7 @@ class TemplateName:
         kept = [rollout for rollout in rollouts if self.seen.get(rollout.prompt.id, 0) < self.times]
         for prompt in {rollout.prompt.id for rollout in kept}:
             self.seen[prompt] = self.seen.get(prompt, 0) + 1
-        return kept, {"kept": float(len(kept))}
+        return kept, {"kept": Sum(len(kept))}
 
     def state(self) -> StageState:
         """Return what a checkpoint holds: values that JSON can hold, and rollouts."""
