@@ -23,7 +23,8 @@ import inspect
 import math
 import numbers
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -330,7 +331,7 @@ def evaluate(
     try:
         with guard(timeout + ASYNC_GRACE_SECONDS if signature.per_sample else timeout):
             if signature.per_sample:
-                results = asyncio.run(_gather(reward, rows, timeout))
+                results = _run(_gather(reward, rows, timeout))
             else:
                 results = numbers_of(reward.name, _finish(reward.call(columns)), count)
     except (Exception, SystemExit) as exc:
@@ -344,7 +345,17 @@ def _finish(result: Any) -> Any:
         """Await the result."""
         return await result
 
-    return asyncio.run(wait()) if inspect.isawaitable(result) else result
+    return _run(wait()) if inspect.isawaitable(result) else result
+
+
+def _run(made: Coroutine[Any, Any, Any]) -> Any:
+    """Run a coroutine to its end; in a thread if this one has a running loop, as a notebook's cell has."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(made)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, made).result()
 
 
 async def _gather(reward: RewardFunction, rows: Sequence[Mapping[str, Any]], timeout: float) -> list[Outcome]:

@@ -1,3 +1,4 @@
+import asyncio
 import functools
 import math
 from contextlib import nullcontext
@@ -286,3 +287,17 @@ def test_an_exception_in_a_list_fails_its_sample_alone():
         (None, "", ""),
     ]
     assert not any(o.contract or o.trace for o in found)
+
+
+@pytest.mark.parametrize("argument", ["completion", "completions"])
+def test_an_asynchronous_reward_is_called_within_a_running_loop_as_in_a_notebook(argument):
+    async def one(completion):
+        return float(len(completion))
+
+    async def several(completions):
+        return [float(len(text)) for text in completions]
+
+    async def cell():
+        return outcomes({"completion": one, "completions": several}[argument], 2, **{argument: ["a", "bc"]})
+
+    assert [outcome.value for _, outcome in asyncio.run(cell())] == [1.0, 2.0]
