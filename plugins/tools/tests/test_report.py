@@ -208,6 +208,9 @@ def test_a_run_that_died_and_steps_without_a_number_have_a_page(tmp_path):
     assert found["sets"] == []
     assert str(run.rollout_file(1)) in found["unreadable"]
     assert write_report([run.path]).exists()
+    for text in "[]", "null", '{"git": null}':
+        (run.path / "env.json").write_text(text)
+        assert run_of(run)["facts"][0][1].startswith("env.json cannot be read: ")
 
 
 def test_a_run_without_a_step_has_a_page(tmp_path):

@@ -57,6 +57,13 @@ def test_a_run_whose_lock_is_held_is_running_and_looking_takes_no_lock(tmp_path)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
+@pytest.mark.parametrize("text", ["null", "[]", '{"started": null}', "{"])
+def test_a_start_that_cannot_be_read_is_that_of_the_folder(tmp_path, text):
+    run = make(tmp_path, 2, HEAD)
+    (folder := run / "logs" / "attempt_0").joinpath("env.json").write_text(text)
+    assert run_state(run).started == pytest.approx(folder.stat().st_mtime, abs=5)
+
+
 def test_only_the_newest_attempt_counts_and_its_warnings_are_kept(tmp_path):
     make(tmp_path, 2, HEAD, *FAILED)
     found = run_state(make(tmp_path, 4, HEAD, "WARNING engine: Careful.", attempt=10))

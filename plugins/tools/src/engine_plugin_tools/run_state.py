@@ -102,7 +102,7 @@ def _started(environment: Path) -> float | None:
         return datetime.fromisoformat(
             json.loads(environment.read_text(encoding="utf-8"))["started"]
         ).timestamp()
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -40,6 +40,12 @@ def test_the_bytes_of_a_checkpoint_are_those_of_its_files(engine, sft_run, tmp_p
     assert planned["kept"] == 2
 
 
+def test_the_best_checkpoints_are_kept_in_addition_to_the_last(engine, sft_run):
+    best = ["--set", "checkpoint.best_metric=actor/loss", "--set", "checkpoint.keep_best=5"]
+    planned = engine("plan", "run.toml", "--memory", "24", "--json", *best)
+    assert json.loads(planned.out)["disk"]["kept"] == 2 + 5
+
+
 def test_a_sampler_without_an_estimate_is_said_to_be_unknown(engine, rl_run):
     answer = engine("plan", "rl.toml", "--devices", "h200")
     assert answer.code == 0, answer.err

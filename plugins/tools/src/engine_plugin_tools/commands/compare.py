@@ -17,6 +17,8 @@ from engine_core.runs.rollout_files import read_rollouts
 from engine_core.runs.tracking import RunFolder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine_core.types import Rollout
     from engine_plugin_tools.eval_metrics import Estimate
 
@@ -34,7 +36,7 @@ def compare(
     second: Target,
     score: Annotated[
         str | None,
-        typer.Option("--score", metavar="REWARD", help="The reward to compare; default: the first."),
+        typer.Option("--score", metavar="REWARD", help="The reward to compare; default: the first of FIRST."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -96,7 +98,9 @@ def paired(first: Path, second: Path, score: str | None) -> dict[str, Estimate]:
     """
     from engine_plugin_tools.eval_metrics import mean_interval, score_interval
 
-    ours, theirs = (_by_prompt(file, score) for file in (first, second))
+    read = [read_rollouts(file, arrays=True) for file in (first, second)]
+    score = score or next((name for r in read[0] for name in r.rewards), "")
+    ours, theirs = (_by_prompt(*each, score) for each in zip((first, second), read, strict=True))
     common = [prompt for prompt in ours if prompt in theirs]
     if not common:
         raise DataError(f"{first} and {second} have no prompt in common: they are evaluations of other rows.")
@@ -108,16 +112,14 @@ def paired(first: Path, second: Path, score: str | None) -> dict[str, Estimate]:
     }
 
 
-def _by_prompt(file: Path, score: str | None) -> dict[tuple[Any, ...], list[float]]:
+def _by_prompt(file: Path, rollouts: Sequence[Rollout], score: str) -> dict[tuple[Any, ...], list[float]]:
     """Return the scores of each prompt's responses; responses without a score are left out."""
-    rollouts = read_rollouts(file, arrays=True)
     names = list(dict.fromkeys(name for r in rollouts for name in r.rewards))
-    chosen = score or (names[0] if names else "")
-    if chosen not in names:
-        raise DataError(f"{file}: no rollout has the reward '{chosen}'.{did_you_mean(chosen, names)}")
+    if score not in names:
+        raise DataError(f"{file}: no rollout has the reward '{score}'.{did_you_mean(score, names)}")
     scores: dict[tuple[Any, ...], list[float]] = {}
     for rollout in rollouts:
-        value = rollout.rewards.get(chosen)
+        value = rollout.rewards.get(score)
         if value is not None:
             scores.setdefault(_key(rollout), []).append(value)
     return scores

@@ -188,7 +188,11 @@ def plan_run(trainer: TrainingRun, device: Device, response: float | None) -> Ru
     daily = 1440 * stored / saving.every_minutes if stored and saving.every_minutes else None
     if stored and saving.every_steps and step and step.seconds:
         daily = max(daily or 0.0, DAY / step.seconds / saving.every_steps * stored)
-    disk = {"checkpoint_bytes": stored, "kept": saving.keep_last, "bytes_a_day": daily}
+    disk = {
+        "checkpoint_bytes": stored,
+        "kept": saving.keep_last + saving.keep_best * bool(saving.best_metric),
+        "bytes_a_day": daily,
+    }
     return RunPlan(pools, step, why, trainer.total_steps, disk, most_tokens(trainer))
 
 
