@@ -246,7 +246,7 @@ class RunConfig(Table):
     steps: PositiveInt | None = None
     """Number of training steps; default: the steps of `epochs` passes over the data."""
     epochs: PositiveInt = 1
-    """Number of passes over the training data if `steps` is not set."""
+    """Number of passes over the training data if `steps` is not set. Stages that replace groups take more rows."""
     seed: Seed = 0
     """Seed of the data order and of sampling."""
     finish_above: dict[str, float] = {}

@@ -328,6 +328,11 @@ class Resume:
             if problem := resolve(spec.check_checkpoint)(self.path / role, was, now):
                 raise ConfigError(f"{role}.backend: {problem}")
 
+    def progress(self, config: EngineConfig) -> tuple[int, int]:
+        """Return the finished steps, and the rows that they asked for; without a record, as many as ``config`` says."""
+        step = int(self.state["step"])
+        return step, int(self.state["trainer"].get("rows_done", step * config.data.prompts_per_step))
+
     def check_inputs(self, tokenizer: Any, roles: Mapping[str, Role]) -> None:
         """Refuse another tokenizer, and roles that the checkpoint lacks, before any model is built.
 
@@ -349,4 +354,9 @@ class Resume:
             raise ConfigError(
                 f"{self.path.name} holds no role '{missing[0]}': the run had no such role until now, so it cannot be "
                 "resumed. Start a new run: `engine export RUN OUT`, then train with model.path = 'OUT'."
+            )
+        if "ref" in roles and not roles["ref"].saved and (self.path / "ref").is_dir():
+            raise ConfigError(
+                f"algorithm.ref_refresh_steps: got 0, but the reference of {self.path.name} has followed the actor and would "
+                "be that of its folder again. To keep it as it is, set the key to more steps than the run has."
             )

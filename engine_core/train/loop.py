@@ -285,15 +285,14 @@ class Loop:
             raise PluginError(
                 f"{type(run).__name__}.step must return the metrics of the step as a dict; it gave {metrics!r}."
             )
-        run.step_done = step
+        run.step_done, run.rows_done = step, run.rows_done + run.config.data.prompts_per_step
         seconds = run.clock.now() - start
         metrics |= {f"time/{name}": value for name, value in run.times.items()} | {"time/step": seconds}
         metrics |= self._throughput(metrics) | run.source.counters
         metrics |= machine.memory_metrics() | run.runtime.memory_metrics()
         if self.writer:
-            metrics |= self.writer.write(
-                {name: group.world_size for name, group in run.groups.items()}, metrics
-            )
+            names = {group: name for name, group in reversed(run.groups.items())}  # a group may have two
+            metrics |= self.writer.write({name: group.world_size for group, name in names.items()}, metrics)
         metrics["plugins/observer_failures"] = float(run.plugins.observer_failures)
         self.point = run.resume_point(metrics, unfinished=metrics)
         run.weights_changed = False  # since the point
@@ -366,9 +365,11 @@ class Loop:
             ConfigError: no step measures a metric that has a bound or chooses the best checkpoint.
         """
         self._measured |= set(metrics)
-        evaluated = any(name.startswith("eval/") for name in self._measured)
+        late = tuple(
+            p for p in ("actor/loss", "eval/") if not any(name.startswith(p) for name in self._measured)
+        )
         for key, name in self.run.config.chosen_metrics:
-            waits = "actor/loss" not in self._measured or (name.startswith("eval/") and not evaluated)
+            waits = "actor/loss" in late or name.startswith((*late, *self.run.late_metrics))
             if name not in self._measured and not waits:
                 raise ConfigError(f"{key}: no step measures '{name}'.{did_you_mean(name, self._measured)}")
         for name, bound in self.run.config.run.fail_above.items():

@@ -58,6 +58,9 @@ class TrainingRun(abc.ABC):
         data: rows (dicts) instead of ``[data] train``.
     """
 
+    samples = False  #: whether each step samples the rollouts that it learns from, and records them
+    late_metrics: tuple[str, ...] = ("stage/",)  #: prefixes of metrics that the first step may lack
+
     def __init__(
         self,
         config: EngineConfig,
@@ -80,6 +83,7 @@ class TrainingRun(abc.ABC):
         self.folder: RunFolder | None = None  #: the run folder, from the start of ``train``
         self.groups: dict[str, WorkerGroup] = {}  #: the workers by role, after ``setup``
         self.runtime: Runtime  #: starts and stops the workers; set by ``setup``
+        self.rows_done = 0  # of the finished steps, for `run.epochs`
         self.step_done = self.step_now = 0  #: number of the last finished step, and of the step in work
         self.skipped_in_a_row: dict[str, int] = {}  # optimizer steps, by role
         self.signals = StopSignals()  # takes signals only within ``train``
@@ -183,6 +187,7 @@ class TrainingRun(abc.ABC):
         if resume is not None:
             resume.check_inputs(self.tokenizer, self.roles(training=True))
             self.source.load_state(resume.state["data"])
+            self.step_done, self.rows_done = resume.progress(self.config)
         runtime = self.plugins.resolve("runtimes", self.config.runtime.backend)
         self.runtime = runtime(self.config, self.plugins, {**self.live, "tokenizer": self.tokenizer})
         self._cleanup.callback(self.runtime.close)
@@ -229,7 +234,8 @@ class TrainingRun(abc.ABC):
         run = self.config.run
         if run.steps is not None:
             return run.steps
-        steps = run.epochs * len(self.source) // self.config.data.prompts_per_step
+        left = max(run.epochs * len(self.source) - self.rows_done, 0)
+        steps = self.step_done + left // self.config.data.prompts_per_step
         if steps == 0:
             raise ConfigError(
                 f"{self.given.place} has {len(self.source)} usable rows and data.prompts_per_step = "
@@ -292,7 +298,8 @@ class TrainingRun(abc.ABC):
         for name in filter(self.groups.__contains__, self._saved_roles):
             self.groups[name].call("load", folder=resume.path / name).result()
         state = resume.state
-        self.step_done = self.step_now = state["step"]
+        self.step_done, self.rows_done = resume.progress(self.config)
+        self.step_now = self.step_done
         with reading(resume.path / STATE):
             self.load_state(state["trainer"], resume.path)
             self.skipped_in_a_row = dict(state["trainer"]["skipped_in_a_row"])
@@ -315,7 +322,7 @@ class TrainingRun(abc.ABC):
             self.step_done,
             self.source.state(),
             plain_state(type(self).__name__, self.guarded(self.state)())
-            | {"skipped_in_a_row": dict(self.skipped_in_a_row)},
+            | {"skipped_in_a_row": dict(self.skipped_in_a_row), "rows_done": self.rows_done},
             checkpointing.random_state(),
             checkpointing.plain_metrics(metrics),
             None if unfinished is None else checkpointing.plain_metrics(unfinished),
@@ -444,11 +451,6 @@ class TrainingRun(abc.ABC):
             f"{role}/skipped_steps": Sum(done.skipped),
             f"{role}/micro_batches": float(output.num_micro_batches),
         }
-
-    @property
-    def samples(self) -> bool:
-        """Whether each step samples the rollouts that it learns from, and records them."""
-        return False
 
     def emit(self, event: str, data: Mapping[str, Any]) -> list[str]:
         """Send an event to the observers; return their answers, see ``engine_on_event``."""

@@ -56,6 +56,8 @@ class Trainer(SampledRun):
         if plan.needs("teacher"):
             check_teacher(config, plugins, self.tokenizer)
         self.critic = CriticUpdate(plan.needs("critic"), config.critic, self.learn)
+        if self.training:
+            self.critic.check_warmup(self.total_steps)
         self.advantage = plugins.function("advantages", config.algorithm.advantage)
         self.samples_greedy = plan.greedy
         if self.samples:

@@ -23,7 +23,7 @@ from engine_core.algorithms.regularizers import AdaptiveEntropy, AdaptiveKL, hig
 from engine_core.config import requirements
 from engine_core.config.schedule import boundaries, config_at
 from engine_core.contracts.runtime import Role
-from engine_core.errors import PluginError, TrainingFailed
+from engine_core.errors import ConfigError, PluginError, TrainingFailed
 from engine_core.metrics import Sum, over_updates
 from engine_core.types import LossCall
 
@@ -339,6 +339,18 @@ class CriticUpdate:
     def roles(self) -> dict[str, Role]:
         """Return the role ``critic`` if the algorithm needs it, else {}."""
         return {"critic": Role("train")} if self.needed else {}
+
+    def check_warmup(self, steps: int) -> None:
+        """Refuse a warm-up that lasts for all ``steps`` of the run.
+
+        Raises:
+            ConfigError: names the key.
+        """
+        if self.warmup_steps >= steps:
+            raise ConfigError(
+                f"critic.warmup_steps: got {self.warmup_steps}, expected less than the {steps} steps of the run: the policy "
+                "would never learn."
+            )
 
     def alone(self, step: int) -> bool:
         """Return whether only the critic learns in this step."""

@@ -8,6 +8,7 @@ import pytest
 from engine_core import load_config
 from engine_core.cli.loading import load_trainer
 from engine_core.errors import DataError
+from engine_core.train.checkpointing import Resume
 
 LONG = {"prompt": "1+1=", "response": "2" * 40}
 HELD_OUT = [
@@ -47,3 +48,12 @@ def test_learning_rates_are_planned_for_the_updates_that_the_schedule_gives(rl_r
         trainer.load_inputs()
         assert trainer.optimizer_steps(trainer.total_steps) == 1 + 1 + 1 + 3
         assert "3 optimizer step(s) each, 6 in all," in trainer.derived()
+
+
+def test_a_pass_over_the_data_ends_with_its_last_row_if_the_batch_changed(sft_run, tmp_path, engine):
+    assert engine("train", "run.toml").code == 0  # two steps: 8 of 16 rows
+    for rows, steps in (4, 4), (8, 3), (2, 6), (16, 2):
+        settings = {"run.steps": None, "run.epochs": 1, "data.prompts_per_step": rows}
+        with closing(load_trainer(load_config(sft_run, overrides=settings))) as trainer:
+            trainer.setup(training=True, resume=Resume.find(tmp_path / "runs/first"))
+            assert trainer.total_steps == steps

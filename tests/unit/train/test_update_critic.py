@@ -1,11 +1,13 @@
-"""How well a critic knows the returns, as one number."""
+"""How well a critic knows the returns, as one number, and a warm-up that never ends."""
 
 import statistics
 
 import pytest
 import torch
 
-from engine_core.train.update import explained_variance
+from engine_core.config.roles import CriticConfig
+from engine_core.errors import ConfigError
+from engine_core.train.update import CriticUpdate, explained_variance
 from engine_core.types import Batch
 
 
@@ -37,3 +39,12 @@ def test_returns_without_a_spread_give_zero():
     assert explained_variance(batch_of([1.0, 2.0], [3.0, 3.0], [True, True])) == 0
     assert explained_variance(batch_of([1.0, 2.0], [3.0, 4.0], [True, False])) == 0
     assert explained_variance(batch_of([1.0, 2.0], [3.0, 4.0], [False, False])) == 0
+
+
+def test_a_warm_up_of_all_steps_is_refused():
+    critic = CriticUpdate(True, CriticConfig(warmup_steps=5), learn=dict)
+    critic.check_warmup(6)
+    with pytest.raises(
+        ConfigError, match=r"critic.warmup_steps: got 5, expected less than the 5 steps of the run"
+    ):
+        critic.check_warmup(5)
