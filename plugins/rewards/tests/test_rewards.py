@@ -153,6 +153,11 @@ def test_an_answer_without_a_number_is_an_error_of_the_data():
         (r"\boxed{x^2+2x+1}", r"$(x+1)^2$", 1.0),
         ("The answer is 1,234.", "1234", 1.0),
         (r"\boxed{3}", "1 + 1 = 2\n#### 2", 0.0),
+        (r"It costs \boxed{\$18.90}", r"\$18.90", 1.0),  # a currency is no formula's end
+        (r"\boxed{36}", r"\$36", 1.0),
+        (r"\boxed{32348}", r"\$32,\!348", 1.0),
+        (r"\boxed{36}", r"$\$36$", 1.0),
+        (r"\boxed{37}", r"\$36", 0.0),
         ("no idea", "2", 0.0),
         ("", "2", 0.0),
         ("2", None, None),

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from typing import Any
 
 from math_verify import parse, verify
+
+DOLLAR = re.compile(r"(?<!\\)\$")  # begins or ends a formula; ``\$`` is a currency
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # no warnings about the missing timeouts
 
@@ -46,6 +49,6 @@ def same_mathematics(
 @functools.lru_cache(maxsize=1024)
 def _expected(answer: str) -> list[Any]:
     answer = answer.rpartition("####")[2].strip()
-    if "$" not in answer and r"\boxed" not in answer:
+    if not DOLLAR.search(answer) and r"\boxed" not in answer:
         answer = f"${answer}$"
     return parse(answer, parsing_timeout=None)
