@@ -69,6 +69,19 @@ def test_right_and_wrong_programs_in_every_style(judge, style):
     assert judge("class Solution:\n  def add(self, a, b): return a + b", ADD)[0] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("program", "score"),
+    [
+        ("def f(text): return text[::-1]", 1.0),
+        ("def f(text): return int(text[::-1])", 0.5),  # the text may be JSON, too
+        ("def f(text): return text", 0.0),
+    ],
+)
+def test_a_text_that_a_function_must_return_may_look_like_json(judge, program, score):
+    tests = {"fn_name": "f", "inputs": [["21"], ["]1["]], "outputs": ["12", "[1]"]}
+    assert judge(program, tests)[0] == score
+
+
 FORGERIES = {
     "exit": "import os\nos._exit(0)",
     "exit in the function": "import os\ndef add(a, b): os._exit(0)",

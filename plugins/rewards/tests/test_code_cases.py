@@ -13,14 +13,22 @@ from engine_plugin_rewards.code_cases import Assertions, BadTests, Call, Express
         ({"inputs": ["1\n", ["2", "3"]], "outputs": ["2\n", "5"]}, [Stdin("1\n", "2\n"), Stdin("2\n3", "5")]),
         (
             {"fn_name": "f", "inputs": [[1, [2]], "3\n[4]"], "outputs": [[5], "true"]},
-            [Call("f", [1, [2]], [5], wrapped=True), Call("f", [3, [4]], True, wrapped=True)],
+            [Call("f", [1, [2]], [5], also=(5,)), Call("f", [3, [4]], True, also=("true",))],
         ),
         (
             [
                 {"input": "1", "output": "2", "testtype": "stdin"},
                 {"input": "1\n2", "output": "3", "testtype": "functional", "func_name": "g"},
             ],
-            [Stdin("1", "2"), Call("g", [1, 2], 3, wrapped=True)],
+            [Stdin("1", "2"), Call("g", [1, 2], 3)],
+        ),
+        (
+            [{"input": '"a"', "output": '"12"', "testtype": "functional", "fn_name": "g"}],
+            [Call("g", ["a"], "12")],
+        ),
+        (
+            {"test_cases": [{"input": ["a"], "output": "[7]", "type": "function_call", "fn_name": "g"}]},
+            [Call("g", ["a"], [7], also=("[7]", 7))],
         ),
         (
             {"language": "python", "test_cases": [{"input": "a", "output": "b", "type": "stdin_stdout"}]},

@@ -67,8 +67,10 @@ def test_other_values(got, expected):
     assert verdict(Call("f", [], expected), ended(got), 1e-9) == "wrong"
 
 
-def test_a_value_may_be_wrapped_where_the_form_of_the_data_says_so():
-    assert verdict(Call("f", [], [5], wrapped=True), ended(5), 0) == "passed"
+def test_further_values_count_as_the_expected_one():
+    assert verdict(Call("f", [], [5], also=("a", 5)), ended(5), 0) == "passed"
+    assert verdict(Call("f", [], [5], also=("a", 5)), ended([5]), 0) == "passed"
+    assert verdict(Call("f", [], [5], also=("a", 5)), ended(6), 0) == "wrong"
     assert verdict(Call("f", [], [5]), ended(5), 0) == "wrong"
 
 
