@@ -237,6 +237,13 @@ def test_prelude_template_and_number_of_tests():
         ("", "last", None),
         ("  ```Python\na\n  ```", "last", "a"),
         ("```python\n```", "last", ""),
+        ("1. So:\n   ```python\n   if a:\n       b\n\n     \n   ```", "last", "if a:\n    b\n\n  "),
+        ("  ```\n\n  a('\\\nb')\n```", "last", "\na('\\\nb')"),
+        ("    ```python\nif a:\n    b\n    ```", "last", "if a:\n    b"),  # only the fence is indented
+        ("````python\na\n````", "last", "a"),
+        ("````python\n'a\n```\nb\n```'\n```\n`````", "last", "'a\n```\nb\n```'\n```"),
+        ("````python\na\n```", "last", None),
+        ("```a```\n```python\nb\n```", "last", "b"),
     ],
 )
 def test_the_program_is_a_fenced_block(text, block, program):

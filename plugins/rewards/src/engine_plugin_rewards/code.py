@@ -8,6 +8,7 @@ data.
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import time
 from collections import Counter
@@ -25,8 +26,8 @@ from engine_plugin_rewards.sandbox.box import Box, BoxProblem, Ended
 DEFAULT_SHARE, LARGEST_SHARE = 0.5, 0.9  # of the time limit of a sample
 LEAST_SECONDS = 0.01
 SHOWN_CHARACTERS = 200
-FENCE = "```"
-LANGUAGES = ("python", "python3", "py")  # words after the three backticks
+FENCE = re.compile(r"(?P<indent>\s*)(?P<ticks>`{3,})(?P<name>[^`]*)")
+LANGUAGES = ("python", "python3", "py")  # words after the backticks
 NEVER_SHOWN = ("/proc", "/sys", "/dev", "/run")
 
 
@@ -193,7 +194,8 @@ def _last_line(errors: bytes) -> str:
 def extract(completion: str, block: str) -> str | None:
     """Return the program in a response; None if it contains none.
 
-    Blocks that say they are Python take precedence over those that say nothing; others are ignored.
+    Blocks that say they are Python take precedence over those that say nothing; others are ignored. As in Markdown, a
+    block ends at a line of at least as many backticks as its first fence, whose indentation its lines lose.
 
     Args:
         completion: the response.
@@ -202,21 +204,28 @@ def extract(completion: str, block: str) -> str | None:
     if block == "whole":
         return completion
     found: dict[bool, list[str]] = {True: [], False: []}
-    name: str | None = None
+    begun: re.Match[str] | None = None
     lines: list[str] = []
     for line in completion.splitlines():
-        mark = line.strip()
-        if name is None:
-            if mark.startswith(FENCE):
-                name, lines = mark.lstrip("`").strip().lower(), []
-        elif mark == FENCE:
+        fence = FENCE.fullmatch(line)
+        if begun is None:
+            begun, lines = fence, []
+        elif fence and not fence["name"].strip() and len(fence["ticks"]) >= len(begun["ticks"]):
+            name = begun["name"].strip().lower()
             if name in LANGUAGES or not name:
-                found[bool(name)].append("\n".join(lines))
-            name = None
+                found[bool(name)].append(_without_indent(lines, len(begun["indent"])))
+            begun = None
         else:
             lines.append(line)
     chosen = found[True] or found[False]
     return None if not chosen else chosen[0 if block == "first" else -1]
+
+
+def _without_indent(lines: Sequence[str], most: int) -> str:
+    """Remove the indentation of the first line of text, at most ``most`` characters, from all lines of a block."""
+    indents = [len(line) - len(line.lstrip()) for line in lines]
+    first = next((indent for line, indent in zip(lines, indents, strict=True) if line.strip()), 0)
+    return "\n".join(line[min(first, most, indent) :] for line, indent in zip(lines, indents, strict=True))
 
 
 def health() -> str:
