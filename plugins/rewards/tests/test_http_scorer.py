@@ -234,6 +234,36 @@ def test_the_time_of_the_reward_bounds_all_tries_together(scorer_server):
     assert "no time is left for another" in str(asked[0])
 
 
+def test_a_request_that_waits_for_a_connection_keeps_all_its_time(scorer_server):
+    def slowly(handler, sent):
+        time.sleep(0.4)
+        scorer_server.lengths(handler, sent)
+
+    begun = time.monotonic()
+    found = ask(scorer_server(slowly).url, ["ab"] * 12, timeout=2.0, batch_size=1, connections=2)
+    assert found == [2.0] * 12
+    assert time.monotonic() - begun > 2.0
+
+
+@pytest.mark.parametrize(
+    ("options", "samples"),
+    [
+        ({"connections": 3, "batch_size": 5}, 15.0),
+        ({"connections": 3, "batch_size": 5, "columns": ["group_ids"]}, None),
+        ({"connections": 3, "chat": {"model": "m", "prompt": "{completion}"}}, 3.0),
+        (
+            {
+                "connections": 3,
+                "chat": {"model": "m", "prompt": "{completion}", "votes": 2, "temperature": 1.0},
+            },
+            1.5,
+        ),
+    ],
+)
+def test_the_reward_says_how_many_samples_are_asked_about_in_the_time_of_one_request(options, samples):
+    assert http("http://127.0.0.1/", **options).samples_per_timeout == samples
+
+
 def test_group_rewards_are_posted_whole(scorer_server):
     server = scorer_server()
     function = http(server.url, columns=["group_ids"], batch_size=2)
@@ -368,6 +398,20 @@ def test_a_slow_server_is_a_time_out_of_its_samples_and_costs_no_worker(runner, 
     metrics = one.score(batch, 1)
     assert (metrics["reward/http/timeouts"], metrics["reward/http/restarts"]) == (3.0, 0.0)
     assert not any(r.valid for r in batch)
+
+
+def test_a_call_of_several_rounds_costs_no_worker(runner, scorer_server):
+    def slowly(handler, sent):
+        time.sleep(0.6)
+        scorer_server.lengths(handler, sent)
+
+    batch = rollouts(["ab"] * 12)
+    one = runner(scorer_server(slowly).url, timeout=2.0, options={"batch_size": 1, "connections": 2})
+    begun = time.monotonic()
+    metrics = one.score(batch, 1)
+    assert time.monotonic() - begun > 3.5  # longer than a call of one round may take
+    assert [r.rewards["http"] for r in batch] == [2.0] * 12
+    assert (metrics["reward/http/timeouts"], metrics["reward/http/restarts"]) == (0.0, 0.0)
 
 
 def test_a_missing_column_is_refused_before_anything_is_sent(runner, scorer_server):

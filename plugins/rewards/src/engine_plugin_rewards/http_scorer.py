@@ -32,7 +32,7 @@ from engine_plugin_rewards.plugin import HTTPOptions
 if TYPE_CHECKING:
     from engine_plugin_rewards.plugin import ChatOptions
 
-SHARE_OF_TIMEOUT = 0.9  # of a call's timeout; the rest is for returning the scores
+SHARE_OF_TIMEOUT = 0.9  # for a request; the rest is for returning the scores
 
 Score = float | None | Exception
 
@@ -45,7 +45,7 @@ def make_http(timeout: float, **options: Any) -> Callable[..., list[Score]]:
     """Make the reward function of one worker.
 
     Args:
-        timeout: seconds of a call.
+        timeout: seconds of a request with all its tries, from the moment at which a connection is free for it.
         options: the fields of ``HTTPOptions``.
 
     Raises:
@@ -57,13 +57,16 @@ def make_http(timeout: float, **options: Any) -> Callable[..., list[Score]]:
     judge = None if chosen.chat is None else Chat(chosen.chat)
     columns = chosen.columns if judge is None else judge.columns
     votes = 1 if chosen.chat is None else chosen.chat.votes
+    size = chosen.batch_size if judge is None else 1
+    together = "group_ids" in columns  # the reward compares samples: all are one batch
     threads = ThreadPoolExecutor(chosen.connections, thread_name_prefix="http-reward")
 
-    def scores(batch: Mapping[str, Sequence[Any]], deadline: float) -> list[Score]:
+    def scores(batch: Mapping[str, Sequence[Any]]) -> list[Score]:
         """Return a score for each sample of a batch; for a failed batch, the same exception for each."""
         body = request_of(batch) if judge is None else judge.request(batch)
         if body is None:
             return [None]
+        deadline = time.monotonic() + SHARE_OF_TIMEOUT * timeout
         count, error = len(batch["completions"]), Exception()
         try:
             answer = asker.answer(json.dumps(body).encode(), deadline)
@@ -80,14 +83,12 @@ def make_http(timeout: float, **options: Any) -> Callable[..., list[Score]]:
 
     def http(**given: Sequence[Any]) -> list[Score]:
         """Score the samples of one call; its signature names the columns that the server receives."""
-        deadline, count = time.monotonic() + SHARE_OF_TIMEOUT * timeout, len(given["completions"])
-        size = chosen.batch_size if judge is None else 1
-        if "group_ids" in columns:  # samples that the reward compares stay together
-            size = max(count, 1)
+        count = len(given["completions"])
+        step = max(count, 1) if together else size
         batches = [
-            {name: values[i : i + size] for name, values in given.items()} for i in range(0, count, size)
+            {name: values[i : i + step] for name, values in given.items()} for i in range(0, count, step)
         ]
-        asked = [[threads.submit(scores, batch, deadline) for _ in range(votes)] for batch in batches]
+        asked = [[threads.submit(scores, batch) for _ in range(votes)] for batch in batches]
         answers = [[future.result() for future in voting] for voting in asked]
         return [mean_vote(sample) for voting in answers for sample in zip(*voting, strict=True)]
 
@@ -96,6 +97,8 @@ def make_http(timeout: float, **options: Any) -> Callable[..., list[Score]]:
         Parameter(name, Parameter.KEYWORD_ONLY, default=d) for name, d in (named | {"messages": None}).items()
     ]
     http.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    # read by the worker pool, which allows a call one timeout for every so many samples
+    http.samples_per_timeout = None if together else size * chosen.connections / votes  # type: ignore[attr-defined]
     return http
 
 

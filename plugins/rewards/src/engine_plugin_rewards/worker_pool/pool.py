@@ -57,7 +57,7 @@ class ReplyChannel(JsonChannel):
         match super().receive():
             case (
                 {"refused": str(), "message": str()}
-                | {"ready": {}, "notes": [*_]}
+                | {"ready": {}, "notes": [*_], "samples_per_timeout": None | int() | float()}
                 | {"done": True}
                 | {
                     "at": None | int(),
@@ -86,6 +86,7 @@ class Worker(ChildProcess):
             False  # whether it ran out of memory, so that later samples could fail for what it has kept
         )
         self.job: Sequence[int] | None = None  # positions of the samples of its request
+        self.seconds = 0.0  # that a call of its request may take
         self.since = time.monotonic()  # when the request was sent, or the last message came
         self.sent = 0.0  # when the request was sent, in the timeline's seconds
         self.messages: deque[dict[str, Any] | None] = deque()  # None: the worker has ended
@@ -125,6 +126,7 @@ class Pool:
         self.timeout: float = order["timeout"]
         self.workers: list[Worker] = []
         self.signature: Signature | None = None
+        self.samples_per_timeout: float | None = None  # scored by a call in one timeout; None: all
         self.columns: dict[str, list[Any]] = {}
         self.queue: deque[Sequence[int]] = deque()
         self.outcomes: list[Outcome | None] = []
@@ -197,14 +199,16 @@ class Pool:
             self.workers.append(Worker(self.order))
 
     def _late(self, worker: Worker) -> bool:
-        limit = self.timeout + GRACE_SECONDS if worker.ready else STARTUP_SECONDS
+        limit = worker.seconds + GRACE_SECONDS if worker.ready else STARTUP_SECONDS
         waiting = worker.job is not None or not worker.ready
         return waiting and time.monotonic() - worker.since > limit
 
     def _give(self, worker: Worker, job: Sequence[int]) -> None:
         columns = {name: [values[i] for i in job] for name, values in self.columns.items()}
+        timeouts = 1 if self.samples_per_timeout is None else math.ceil(len(job) / self.samples_per_timeout)
+        worker.seconds = timeouts * self.timeout
         try:
-            worker.send({"count": len(job), "columns": columns})
+            worker.send({"count": len(job), "seconds": worker.seconds, "columns": columns})
         except TypeError as exc:
             raise DataError(
                 f"Reward '{self.name}' needs data that cannot be sent to its worker: {exc}. Keep text, numbers, "
@@ -219,6 +223,7 @@ class Pool:
         if "ready" in message:
             worker.ready = True
             first, self.signature = self.signature is None, Signature(**message["ready"])
+            self.samples_per_timeout = message["samples_per_timeout"]
             for line in message["notes"] if first else ():
                 logger.info("%s", line)
         elif "done" in message:
@@ -245,7 +250,7 @@ class Pool:
         stacks = worker.stacks()
         # Its own watchdog was faster; in the middle of C code the watchdog may crash while it prints the stacks.
         late |= worker.popen.returncode in (1, -signal.SIGSEGV) and WATCHDOG in worker.tail(KEPT_LINES)
-        message = f"no answer after {self.timeout:g} s" if late else f"its worker {worker.ending()}"
+        message = f"no answer after {worker.seconds:g} s" if late else f"its worker {worker.ending()}"
         outcome = Outcome(None, "timeout" if late else "error", message, stacks)
         self._blame(worker, outcome, on_failure)
 

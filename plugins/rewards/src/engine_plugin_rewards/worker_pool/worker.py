@@ -2,7 +2,7 @@
 
 The first message is the order (``Pool``): which reward, by name, from which plugins. Then::
 
-    {"count": 2, "columns": {"completions": ["4", "5"], "answer": ["4", "4"]}}
+    {"count": 2, "seconds": 10.0, "columns": {"completions": ["4", "5"], "answer": ["4", "4"]}}
     -> {"at": 0, "outcome": {"value": 1.0}}
     -> {"at": 1, "outcome": {"value": 0.0}}
     -> {"done": true}
@@ -61,8 +61,9 @@ def run(order: dict[str, Any], channel: JsonChannel) -> None:
         channel.send({"refused": type(exc).__name__, "message": str(exc)})
         return
     lines = [record.getMessage() for record in notes.buffer]  # the controller logs them again
-    channel.send({"ready": vars(reward.signature), "notes": lines})
-    serve(reward, order["timeout"], channel)
+    paced = getattr(reward.function, "samples_per_timeout", None)
+    channel.send({"ready": vars(reward.signature), "notes": lines, "samples_per_timeout": paced})
+    serve(reward, channel)
 
 
 def _limit_memory(gigabytes: float) -> None:
@@ -92,7 +93,7 @@ def build(order: dict[str, Any]) -> RewardFunction:
     return load_reward(name, plugins, order["options"], order["timeout"])
 
 
-def serve(reward: RewardFunction, timeout: float, channel: JsonChannel) -> None:
+def serve(reward: RewardFunction, channel: JsonChannel) -> None:
     """Answer requests.
 
     Raises:
@@ -116,6 +117,7 @@ def serve(reward: RewardFunction, timeout: float, channel: JsonChannel) -> None:
 
     while True:
         request = channel.receive()
-        for position, outcome in evaluate(reward, request["columns"], request["count"], timeout, watchdog):
+        columns, count, seconds = request["columns"], request["count"], request["seconds"]
+        for position, outcome in evaluate(reward, columns, count, seconds, watchdog):
             channel.send({"at": position, "outcome": vars(outcome)})
         channel.send({"done": True})
