@@ -6,6 +6,7 @@ import pytest
 from chat_templates import FAMILIES, TEMPLATES, tokenizer_of
 
 from engine_core.errors import DataError
+from engine_core.rewards.signatures import OFFERED
 
 ANSWERED = """
 async def mine(episode):
@@ -158,3 +159,20 @@ def test_a_template_that_cannot_is_refused_with_a_way_out(environment, scripted,
         DataError, match=r"Use episode\.append\(text, control_tokens=True\) with the text that the model"
     ):
         play(environment(ANSWERED, own=tokenizer), scripted(), requests(1, group_size=1))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma3", "glm4", "llama3", "gpt_oss"])
+def test_the_end_of_a_turn_is_no_part_of_its_text(episode, name):
+    source = """
+    async def mine(episode):
+        turn = await episode.sample()
+        return episode.rollout({"right": float(turn.text == "yes")})
+
+    SPEC = {"rewards": frozenset({"right"})}
+    """
+    for end in {FAMILIES[name].eos, *FAMILIES[name].end.split(), *FAMILIES[name].ends}:
+        _, rollout, _ = episode(source, name, ["yes" + end])
+        assert OFFERED["last_turns"](rollout) == "yes"
+        assert rollout.rewards == {"right": 1.0}
+    _, rollout, _ = episode(source, name, ["yes"])  # a turn that was cut
+    assert OFFERED["last_turns"](rollout) == "yes"

@@ -215,6 +215,13 @@ def test_a_turns_text_shows_special_tokens_but_not_the_end(environment, scripted
     assert rollout.text == "ab"
 
 
+def test_a_stop_token_of_the_run_is_no_part_of_a_turns_text(environment, scripted, requests, play, tokenizer):
+    runner, engine = environment(ONE_TURN.format("pass")), scripted(lambda r: ("ab", "stop"))
+    [end] = tokenizer("b", add_special_tokens=False)["input_ids"]
+    (rollout,) = play(runner, engine, requests(1, stop_token_ids=(end,)))
+    assert (rollout.messages[0]["content"], rollout.text) == ("a", "ab")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -196,9 +196,6 @@ class Conversations:
 
     def _read(self, question: Question, turn: Turn) -> Answer:
         tokenizer, text = self.episode.tokenizer, turn.text
-        ends = {*tokenizer.all_special_ids, *self.episode.policy.request.sampling.stop_token_ids}
-        if turn.token_ids[-1:] and turn.token_ids[-1] in ends:
-            text = tokenizer.decode(turn.token_ids[:-1], skip_special_tokens=False)
         found = min(
             ((at, stop) for stop in question.stop or () if (at := text.find(stop)) >= 0), default=None
         )

@@ -44,7 +44,7 @@ class Turn:
     log_probs: Tensor  # [n] float32, of the sampled tokens
     policy_versions: Tensor  # [n] int32
     finish_reason: str  # "stop" (end token or stop string), "length", "abort"
-    text: str  # decoded for reading, special tokens kept except the end of sequence; never encoded again
+    text: str  # decoded for reading, special tokens kept except the end of the turn; never encoded again
     extras: dict[str, Tensor] = field(default_factory=dict)  # [n], as in ``Rollout.extras``
     seconds: float = 0.0  # from the request to the sampler until its answer
 
@@ -157,8 +157,6 @@ class Policy:
     def _turn(self, number: int, before: list[int], rollout: Rollout, seconds: float) -> Turn:
         start = len(before)
         tokens: list[int] = rollout.token_ids[start:].tolist()
-        end = self.tokenizer.eos_token_id
-        shown = tokens[:-1] if tokens[-1:] == [end] else tokens
         return Turn(
             number,
             before,
@@ -166,10 +164,17 @@ class Policy:
             rollout.rollout_log_probs[start:].clone(),
             rollout.policy_versions[start:].clone(),
             rollout.finish_reason,
-            self.tokenizer.decode(shown, skip_special_tokens=False),
+            self._text(tokens),
             {name: tensor[start:].clone() for name, tensor in rollout.extras.items()},
             seconds,
         )
+
+    def _text(self, token_ids: list[int]) -> str:
+        """Return the text of a turn without the token that ends it: a special token or one of `rollout.stop_token_ids`."""
+        decode, last = self.tokenizer.decode, token_ids[-1:]
+        special = decode(last, skip_special_tokens=True) != decode(last, skip_special_tokens=False)
+        ended = special or any(token in self.request.sampling.stop_token_ids for token in last)
+        return str(decode(token_ids[:-1] if ended else token_ids, skip_special_tokens=False))
 
 
 async def _refuse(request: Request) -> Rollout:
