@@ -111,6 +111,24 @@ def test_calls_in_the_models_form_are_answered_in_the_templates_form(episode, na
     assert [message["name"] for message in rollout.messages[1:-1]] == ["add", "now"][: len(answers)]
 
 
+@pytest.mark.parametrize("answers", [[{}, {}], [{"name": "add"}, {}], [{}, {"tool_call_id": "call00002"}]])
+def test_answers_without_a_name_get_those_of_the_calls(episode, answers):
+    source = """
+    async def mine(episode):
+        await episode.sample()
+        answers = [{"role": "tool", "content": "a", **more} for more in episode.prompt.columns["more"]]
+        episode.append_messages(*answers, {"role": "user", "content": "b"})
+        return episode.rollout()
+    """
+    _, rollout, _ = episode(source, "qwen3", [CALLS["qwen3"][0]], columns={"more": answers})
+    assert [message.get("name") for message in rollout.messages] == [None, "add", "now", None]
+
+
+def test_an_answer_names_the_tool_that_was_called(episode):
+    parts, _, _ = episode(ANSWERED, "gpt_oss", [CALLS["gpt_oss"][0], "Done"])
+    assert parts[1][1].startswith("<|start|>functions.add to=assistant")
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_no_turn_with_broken_calls_makes_an_episode_fail(episode, name):
     drawn, said = random.Random(0), CALLS[name][0]

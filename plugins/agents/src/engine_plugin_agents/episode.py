@@ -171,15 +171,26 @@ class Episode:
 
         Args:
             messages: e.g. ``{"role": "tool", "content": "84"}``. A message of a role that the template does not know
-                becomes a user message.
+                becomes a user message. Answers of tools without a ``name`` get the names of the last turn's calls, in
+                order.
 
         Raises:
             LimitReached: the messages do not fit; nothing was appended.
             DataError: the tokenizer has no chat template that supports this.
         """
-        stops = self.policy.request.sampling.stop_token_ids
-        ids = self.chat.following(list(messages), self.token_ids, self._tools, stops)
-        self._extend(ids, [dict(message) for message in messages])
+        stops, named = self.policy.request.sampling.stop_token_ids, self._named(messages)
+        ids = self.chat.following(named, self.token_ids, self._tools, stops)
+        self._extend(ids, named)
+
+    def _named(self, messages: Sequence[dict[str, str]]) -> list[dict[str, Any]]:
+        """Return messages; answers of tools have the names of the last turn's calls, which some templates write."""
+        answers = any(message["role"] == "tool" for message in messages)
+        calls = self.tool_calls(self._turns[-1][1]) if answers and self._turns else ()
+        names, named = iter([call.name for call in calls]), list[dict[str, Any]]()
+        for message in messages:
+            name = next(names, "") if message["role"] == "tool" else ""
+            named.append({"name": name, **message} if TOOL_NAME.fullmatch(name) else {**message})
+        return named
 
     @property
     def _tools(self) -> list[Mapping[str, Any]] | None:
@@ -261,9 +272,7 @@ class Episode:
         answers = []
         for number, call in enumerate(self.tool_calls(turn), 1):
             id = call.id if MISTRAL_ID.fullmatch(call.id) else f"call{number:05}"
-            name = {"name": call.name} if TOOL_NAME.fullmatch(call.name) else {}
-            answer = await self._answer(call, tools)
-            answers.append({"role": "tool", "content": answer, "tool_call_id": id, **name})
+            answers.append({"role": "tool", "content": await self._answer(call, tools), "tool_call_id": id})
         if answers:
             self.append_messages(*answers)
         return len(answers)
