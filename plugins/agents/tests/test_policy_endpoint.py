@@ -94,7 +94,7 @@ def test_a_changed_history_begins_a_branch_and_all_branches_are_learned(
     assert rollout.extras["turns"][rollout.loss_mask].unique().tolist() == [1, 5]
     assert rollout.rewards["good"] == len("three")
     metrics = runner.metrics()
-    assert metrics["environment/branches"] == 4
+    assert (metrics["environment/turns"], metrics["environment/branches"]) == (5, 4)
     assert metrics["environment/reencoded_tokens"] == len("I said")
 
 
@@ -110,7 +110,8 @@ def test_equal_requests_at_once_are_different_turns(harness, scripted, requests,
     runner = harness(textwrap.dedent(source), max_turns=6)
     rollouts = play(runner, scripted(), requests(4, max_response_tokens=3))
     assert [r.rewards["good"] for r in rollouts] == [6.0] * 4
-    assert runner.metrics()["environment/branches"] == 24
+    metrics = runner.metrics()
+    assert (metrics["environment/turns"], metrics["environment/branches"]) == (6, 24)
 
 
 TOOLS = """

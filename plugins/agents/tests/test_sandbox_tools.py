@@ -90,6 +90,22 @@ def test_state_lasts_for_an_episode_and_no_longer(tools, converse):
     assert seen[1] == "/box\n\n"
 
 
+@pytest.mark.parametrize("turns", [1, 2])
+def test_an_episode_whose_last_call_has_no_answer_is_truncated(tools, scripted, requests, play, turns):
+    def script(request):
+        call = {"name": "python", "arguments": {"code": "1"}}
+        return "Done" if request.id.endswith(":2") else json.dumps(call), "stop"
+
+    runner = tools({"max_turns": turns}, tools=["python"])
+    [rollout] = play(runner, scripted(script), requests(1, max_response_tokens=200))
+    assert (rollout.failure, rollout.finish_reason) == ("", "length" if turns == 1 else "stop")
+    assert [message["role"] for message in rollout.messages] == ["assistant", "tool", "assistant"][
+        : turns * 2 - 1
+    ]
+    metrics = runner.metrics()
+    assert (metrics["environment/truncated"], metrics["environment/tool_calls"]) == (turns == 1, turns - 1)
+
+
 def test_a_call_without_end_is_an_observation_and_the_episode_continues(tools, converse):
     runner = tools({"tool_timeout_seconds": 2}, tools=["python"])
     seen = converse(runner, ("python", "x = 1"), ("python", "while True: pass"), ("python", "x"))

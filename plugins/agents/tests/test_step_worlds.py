@@ -177,9 +177,22 @@ def test_a_conversation_is_continued_through_the_chat_template(world, act):
     assert text.count("assistant\n") == 1
 
 
-def test_limits_end_an_episode_with_its_rewards_so_far(world, act):
-    [rollout] = act(world(settings={"max_turns": 2}), "one", "two", "three")
-    assert (rollout.failure, rollout.rewards) == ("", {"score": 1.0})
+@pytest.mark.parametrize(
+    ("limits", "actions", "reason", "score"),
+    [
+        ({"max_turns": 2}, ["one", "two"], "length", 1.0),
+        ({"max_turns": 2}, ["one", "end"], "stop", 1.0),
+        ({"max_tokens": 20}, ["one"], "length", 0.5),  # the observation does not fit
+    ],
+)
+def test_limits_truncate_an_episode_that_is_not_over_and_keep_its_rewards(
+    world, act, limits, actions, reason, score
+):
+    runner = world(settings=limits)
+    [rollout] = act(runner, *actions)
+    assert (rollout.failure, rollout.finish_reason, rollout.rewards) == ("", reason, {"score": score})
+    assert rollout.messages[-1]["role"] == "assistant"
+    assert runner.metrics()["environment/truncated"] == (reason == "length")
 
 
 @pytest.mark.parametrize(

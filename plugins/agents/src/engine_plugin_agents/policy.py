@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import time
-from collections.abc import Awaitable, Callable, MutableSequence, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,16 @@ Ask = Callable[[Request], Awaitable["Rollout"]]
 
 
 class LimitReached(Exception):
-    """An error: the episode has no turn or no token left. Uncaught, it ends the episode with a truncated rollout."""
+    """An error: the episode has no turn or no token left. Uncaught, it ends the episode with a truncated rollout.
+
+    Args:
+        message: what is used up.
+        rewards: rewards of the truncated episode by name; the others that its environment declares are 0.
+    """
+
+    def __init__(self, message: str, rewards: Mapping[str, float | None] | None = None) -> None:
+        super().__init__(message)
+        self.rewards = rewards or {}
 
 
 @dataclass(frozen=True, slots=True)

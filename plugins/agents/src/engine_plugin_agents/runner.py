@@ -223,7 +223,6 @@ class EnvironmentRunner:
         counts = self._counts[request.id.startswith(HELD_OUT)]
         counts.update(end.counts)
         self._seconds[request.id.startswith(HELD_OUT)].append(end.seconds)
-        counts["turns"] += int(rollout.extras["turns"].max())
         counts["truncated"] += end.limited
         rollout.request_id, rollout.group_id, rollout.index = request.id, request.group_id, request.index
         if end.failure:

@@ -266,6 +266,7 @@ class EpisodeSession:
             in_time = task.done()
             task.cancel()
             episode.policy.close()
+            episode.counts["turns"] = len(episode.policy.turns)
         if not in_time:
             # what it has sampled is complete when it ends; one that resists cancellation is abandoned
             await asyncio.wait({task}, timeout=ENDING_SECONDS)
@@ -294,7 +295,8 @@ class EpisodeSession:
             if len(episode.prompt.token_ids) < episode.policy.limits.tokens:
                 return Finished(request, made, counts, "error", NOTHING_SAMPLED)
         if error is None or isinstance(error, LimitReached):
-            made = episode.rollout(dict.fromkeys(self.game.rewards, 0.0))
+            rewards = error.rewards if error else {}
+            made = episode.rollout({**dict.fromkeys(self.game.rewards, 0.0), **rewards})
             made.finish_reason = "length"
             return Finished(request, made, counts, limited=True)
         if isinstance(error, EngineError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,33 +40,30 @@ class StepEnvironment:
 
         Raises:
             WorldError: the world failed; the episode follows `environment.on_error`.
+            LimitReached: the limits ended the episode before the world did.
         """
-        total = 0.0
-        limits = episode.policy.limits
-        async with self._worlds.session(limits.tool_seconds) as call:
-            columns = episode.prompt.columns
-            await call("reset", row={"seed": columns["seed"]})
-            while True:
-                turn = await episode.sample()
-                text = episode.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
-                action = find_tag(text, self._tag) if self._tag else text
-                state: dict[str, Any]
-                if action is None:
-                    state = {"text": f"error: no <{self._tag}> in the turn", "reward": 0.0, "done": False}
-                else:
-                    state = await call("step", text=action)
-                total += state["reward"]
-                if state["done"] or not episode.goes_on:
-                    break
-                observation = as_answer(state["text"], limits.tool_characters)
-                try:
-                    if "messages" in columns:
-                        episode.append_messages({"role": "user", "content": observation})
-                    else:
-                        episode.append(observation, "user")
-                except LimitReached:
-                    break
-        return episode.rollout({"score": total})
+        score = 0.0
+        async with self._worlds.session(episode.policy.limits.tool_seconds) as call:
+            await call("reset", row={"seed": episode.prompt.columns["seed"]})
+            try:
+                while True:
+                    state = await self._step(episode, call)
+                    score += state["reward"]
+                    if state["done"]:
+                        return episode.rollout({"score": score})
+                    _observe(episode, state["text"])
+            except LimitReached as error:
+                raise LimitReached(str(error), {"score": score}) from error
+
+    async def _step(self, episode: Episode, call: Callable[..., Any]) -> dict[str, Any]:
+        """Sample a turn; return the state of the world after its action."""
+        turn = await episode.sample()
+        text = episode.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
+        action = find_tag(text, self._tag) if self._tag else text
+        if action is None:
+            return {"text": f"error: no <{self._tag}> in the turn", "reward": 0.0, "done": False}
+        state: dict[str, Any] = await call("step", text=action)
+        return state
 
     async def close(self) -> None:
         """End the world's processes."""
@@ -83,3 +80,14 @@ class OpenEnvEnvironment(StepEnvironment):
     """The environment ``openenv``."""
 
     kind = "openenv"
+
+
+def _observe(episode: Episode, text: str) -> None:
+    """Append an observation; raise ``LimitReached`` if the policy cannot answer it."""
+    if not episode.goes_on:
+        raise LimitReached("no turn or token is left")
+    observation = as_answer(text, episode.policy.limits.tool_characters)
+    if "messages" in episode.prompt.columns:
+        episode.append_messages({"role": "user", "content": observation})
+    else:
+        episode.append(observation, "user")

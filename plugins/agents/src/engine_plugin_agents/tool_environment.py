@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import ConfigError
 from engine_plugin_agents.mcp_tools import McpTools, listed_schemas
+from engine_plugin_agents.policy import LimitReached
 from engine_plugin_agents.sandbox_tools import SandboxTool, sandbox_schema, sandbox_tier
 from engine_plugin_agents.tool_options import McpServer, ToolsOptions
 
@@ -86,13 +87,18 @@ class ToolEnvironment:
         await asyncio.gather(*(server.close() for server in self._servers.values()))
 
     async def play(self, episode: Episode, tools: Tools) -> Rollout:
-        """Sample turns and answer their calls, until a turn has none or the limits are reached.
+        """Sample turns and answer their calls, until a turn has none.
 
         Args:
             episode: the episode.
             tools: the tools' functions by name.
+
+        Raises:
+            LimitReached: the last turn that the limits allow has calls.
         """
         turn = await episode.sample()
         while episode.goes_on and await episode.answer_calls(turn, tools):
             turn = await episode.sample()
+        if episode.tool_calls(turn):
+            raise LimitReached("the calls of the last turn are not answered")
         return episode.rollout()
