@@ -90,6 +90,11 @@ def test_an_error_has_the_clients_form(solved):
         client.messages.create(messages=[image], **given)
     except Exception as error:
         assert "found using 'type' does not match" in error.body["error"]["message"], error
-    client.messages.create(messages=[user], **given)
+    search = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
+    try:
+        client.messages.create(messages=[user], tools=[search], **given)
+    except Exception as error:
+        assert error.body["error"]["message"] == "tools.0.type: Input should be 'custom'"
+    client.messages.create(messages=[user], tools=[{"type": "custom", **tools[0]}], **given)
     """
     solved(source, "ok")

@@ -44,6 +44,11 @@ def one(rollouts):
             {"json": {"response_format": {"type": "json_object"}}},
             (400, "invalid_request", "response_format.type: Input should be 'text'"),
         ),
+        ({"json": {"logprobs": True}}, (400, "invalid_request", "logprobs: Input should be False")),
+        (
+            {"json": {"tools": [{"type": "custom", "custom": {"name": "add"}}]}},
+            (400, "invalid_request", "tools.0: Value error, the type must be 'function'"),
+        ),
         (
             {"json": {"tools": [{"type": "function", "function": {"name": "add"}}] * 2}},
             (400, "invalid_request", "tools: the tool 'add' is declared twice"),
@@ -94,6 +99,20 @@ def solve(row, base_url, api_key):
 """
     rollout = one(play(harness(source, on_error="fail"), scripted(), requests(1)))
     assert rollout.loss_mask.any()
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_null_for_an_option_is_its_default(harness, scripted, requests, play, path):
+    source = f"""
+    body = {{"input" if "{path}" == "responses" else "messages": messages}}
+    body |= dict.fromkeys(("stream", "tools", "temperature"))
+    if "{path}" == "chat/completions":
+        body |= dict.fromkeys(("logprobs", "response_format", "stop", "n"))
+    sent = {{"headers": {{"Authorization": f"Bearer {{api_key}}"}}, "json": body}}
+    found = httpx.post(f"{{base_url}}/{path}", **sent)
+    assert found.status_code == 200 and found.json()["model"] == "policy", found.text
+"""
+    play(harness(ASK % source.strip(), on_error="fail"), scripted(), requests(1))
 
 
 def test_a_key_is_valid_until_its_episode_ends(harness, scripted, requests, play):

@@ -81,10 +81,12 @@ def test_what_is_not_supported_is_refused(solved):
         "does not match any of the expected tags: 'message'": {"input": [user, {"type": "item_reference", "id": "x"}]},
         "tools.0.type: Input should be 'function'": {"tools": [{"type": "web_search"}]},
         "List should have at least 1 item": {"input": []},
+        "text.format.type: Input should be 'text'": {"text": {"format": {"type": "json_object"}}},
     }
     for text, changed in expected.items():
         status, message = refused(**changed)
         assert (status, text in message) == (400, True), message
-    client.responses.create(input=[user, {"type": "reasoning", "id": "r", "summary": []}], **given)
+    text = {"format": {"type": "text"}, "verbosity": "low"}
+    client.responses.create(input=[user, {"type": "reasoning", "id": "r", "summary": []}], text=text, **given)
     """
     solved(source, "ok")

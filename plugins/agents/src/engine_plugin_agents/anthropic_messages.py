@@ -61,6 +61,7 @@ class BlockMessage(BaseModel):
 class Tool(BaseModel):
     """A tool that the policy may call."""
 
+    type: Literal["custom"] | None = None
     name: str
     description: str = ""
     input_schema: dict[str, Any] = {}
@@ -80,7 +81,7 @@ class MessagesRequest(Asking):
     tools: list[Tool] | None = None
     max_tokens: PositiveInt | None = None
     stop_sequences: list[str] | None = None
-    stream: bool = False
+    stream: bool | None = None
 
     def question(self) -> Question:
         """Return the request in the terms of chat templates."""

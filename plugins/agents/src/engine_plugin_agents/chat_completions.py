@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, BaseModel, Field, PositiveInt, model_validator
 
 from engine_plugin_agents.conversations import Answer, Question
 
@@ -54,6 +54,12 @@ class ChatMessage(BaseModel):
         return made | ({"tool_call_id": self.tool_call_id} if self.tool_call_id else {})
 
 
+def _function(tool: Text) -> Text:
+    if tool.get("type", "function") != "function":
+        raise ValueError("the type must be 'function'")
+    return tool
+
+
 class TextFormat(BaseModel):
     """The form of the answer; constrained decoding would sample from another distribution than the policy's."""
 
@@ -96,13 +102,14 @@ class ChatRequest(Asking):
 
     model: str = "policy"
     messages: list[ChatMessage] = Field(min_length=1)
-    tools: list[Text] | None = None
+    tools: list[Annotated[Text, AfterValidator(_function)]] | None = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
     stop: str | list[str] | None = None
     n: Literal[1] | None = None
     response_format: TextFormat | None = None
-    stream: bool = False
+    logprobs: Literal[False] | None = None
+    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     def question(self) -> Question:

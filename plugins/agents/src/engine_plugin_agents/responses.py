@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, PositiveInt, Tag, model_validator
 
-from engine_plugin_agents.chat_completions import Drawn
+from engine_plugin_agents.chat_completions import Drawn, TextFormat
 from engine_plugin_agents.conversations import Answer, Message, Question
 
 
@@ -77,6 +77,12 @@ class FunctionTool(BaseModel):
         return {"type": "function", "function": function}
 
 
+class TextOptions(BaseModel):
+    """Options of the answer's text."""
+
+    format: TextFormat | None = None
+
+
 class ResponsesRequest(Drawn):
     """A request. Fields that are not listed here, such as ``reasoning``, have no effect."""
 
@@ -86,7 +92,8 @@ class ResponsesRequest(Drawn):
     tools: list[FunctionTool] | None = None
     max_output_tokens: PositiveInt | None = None
     previous_response_id: None = None
-    stream: bool = False
+    text: TextOptions | None = None
+    stream: bool | None = None
 
     @model_validator(mode="after")
     def _ends_with_a_question(self) -> ResponsesRequest:
