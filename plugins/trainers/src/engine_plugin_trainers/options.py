@@ -33,7 +33,7 @@ class SFTOptions(Options):
     max_tokens: int = Field(4096, gt=0)
     """Maximum length of a sequence, in tokens. A longer sequence follows `data.over_long`."""
     train_on_prompt: bool = False
-    """Also learn the tokens of the prompt."""
+    """Also learn the tokens of the prompt, except the first token of a sequence, which nothing predicts."""
 
 
 class DistillOptions(Options):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 
 from engine_core.config.models import DataConfig
 from engine_core.data.layouts import Row
 from engine_core.data.rows import BadRow
 from engine_core.errors import DataError
-from engine_plugin_trainers.data.examples import LearnedRenderer
+from engine_plugin_trainers.data.examples import Example, LearnedRenderer
+from engine_plugin_trainers.sft import example_batch
 
 USER = {"role": "user", "content": "What is 12 plus 7?"}
 ASSISTANT = {"role": "assistant", "content": "The answer is 19."}
@@ -72,11 +74,39 @@ def test_a_completion_is_learned_and_the_assistant_of_the_prompt_is_not(tokenize
     assert learned(tokenizer, rendered) == "two<|im_end|>"
 
 
-def test_the_prompt_is_learned_on_request(tokenizer):
+def learning_all(tokenizer):
+    """A renderer that also learns prompts."""
     renderer = LearnedRenderer(tokenizer, DataConfig())
     renderer.train_on_prompt = True
-    rendered = renderer.fit(Row([USER, ASSISTANT]), 100)
-    assert rendered.loss_mask == [True] * len(rendered.token_ids)
+    return renderer
+
+
+@pytest.mark.parametrize("row", [Row([USER, ASSISTANT]), Row("2+2=", "4"), Row("", "4")])
+def test_the_prompt_is_learned_on_request_but_never_its_first_token(tokenizer, row):
+    rendered = learning_all(tokenizer).fit(row, 100)
+    assert rendered.loss_mask == [False] + [True] * (len(rendered.token_ids) - 1)
+
+
+def test_the_first_token_of_a_response_without_a_prompt_is_not_learned(tokenizer):
+    rendered = LearnedRenderer(tokenizer, DataConfig()).fit(Row("", "19"), 100)
+    assert learned(tokenizer, rendered) == "9<|im_end|>"
+
+
+def test_the_first_token_of_each_sequence_of_a_batch_is_not_learned(tokenizer):
+    rows = [Row([USER, ASSISTANT]), Row("", "19"), Row("2+2=", "4")]
+    made = [learning_all(tokenizer).fit(row, 100) for row in rows]
+    batch = example_batch([Example("train:0", one.token_ids, one.loss_mask) for one in made])
+    firsts = batch.offsets[:-1]
+    assert not batch["loss_mask"][firsts].any()
+    assert int(batch["loss_mask"].sum()) == batch.num_tokens - len(rows)
+    assert torch.equal(batch["token_share"] > 0, batch["loss_mask"])
+
+
+def test_a_sequence_of_one_token_teaches_nothing(tokenizer):
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(BadRow, match="nothing to learn: fewer than 2 tokens"):
+        learning_all(tokenizer).fit(Row([{"role": "user", "content": "a"}]), 100)
 
 
 def test_a_conversation_without_the_assistant_teaches_nothing(tokenizer):

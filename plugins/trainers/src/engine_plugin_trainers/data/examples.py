@@ -29,9 +29,9 @@ class Example:
 
 
 class LearnedRenderer(Renderer):
-    """A renderer of whole sequences with a loss mask."""
+    """A renderer of whole sequences with a loss mask; the first token, which nothing predicts, is never learned."""
 
-    train_on_prompt = False  #: learn every token
+    train_on_prompt = False  #: learn every token but the first
 
     def render(self, row: Row) -> Rendered:
         """Render a row that has its system message; the responses are learned, or the assistant's turns without one.
@@ -49,8 +49,11 @@ class LearnedRenderer(Renderer):
             rendered = self.chat.conversation([*prompt, *turns], len(prompt), row.columns.get("tools"))
         if self.train_on_prompt:
             rendered.loss_mask = [True] * len(rendered.token_ids)
-        elif not any(rendered.loss_mask):
-            raise BadRow("nothing to learn: no token is the assistant's")
+        if rendered.loss_mask:
+            rendered.loss_mask[0] = False
+        if not any(rendered.loss_mask):
+            why = "no token is the assistant's" if len(rendered.loss_mask) > 1 else "fewer than 2 tokens"
+            raise BadRow(f"nothing to learn: {why}")
         return rendered
 
     def _continuation(self, prompt: str, response: Any) -> Rendered:
@@ -74,7 +77,7 @@ class ExamplePreparer(Preparer):
         rows, tokenizer, config, split, limit: as `Preparer`.
         table: name of the trainer's option table, for messages.
         held: as `Preparer`.
-        train_on_prompt: learn every token.
+        train_on_prompt: learn every token but the first.
     """
 
     makes: type = Example
