@@ -51,6 +51,9 @@ OF_TEACHER = {
 }
 """Output of the teacher -> column that the student's objective reads."""
 
+PLACE = ("seed", "shuffle", "epoch", "position")
+"""Part of a source's state: the order of the rows, and how far they are used."""
+
 
 class DistillTrainer(SampledRun):
     """A trainer that learns a teacher's distribution at the tokens that the student samples.
@@ -96,8 +99,7 @@ class DistillTrainer(SampledRun):
     def step(self, step: int) -> dict[str, float]:
         """Take sequences of the student or of the data, query the teacher, and make one update; return metrics."""
         if self.from_data(step):
-            assert self.examples is not None
-            batch = example_batch(self.examples.take(self.config_now.data.prompts_per_step))
+            batch = example_batch(self.take_examples())
             metrics = {"tokens/total": float(batch.num_tokens)}
         else:
             batch, metrics = self.sampled(step)
@@ -115,6 +117,14 @@ class DistillTrainer(SampledRun):
         """Return whether a step uses the responses of the data; seeded by step, so a resumed run draws the same."""
         drawn = sampling_seed(self.config.run.seed, step, -1, -1) / 2**63
         return drawn < self.options.data_share
+
+    def take_examples(self) -> list[Example]:
+        """Return the examples of a step; in an epoch, a row gives either a prompt or an example."""
+        assert self.examples is not None
+        self._pass_on(self.source, self.examples)
+        examples = self.examples.take(self.config_now.data.prompts_per_step)
+        self._pass_on(self.examples, self.source)
+        return examples
 
     def sampled(self, step: int) -> tuple[Batch, dict[str, float]]:
         """Return the batch of a step's rollouts after rewards and stages, with token weights, and metrics."""
@@ -185,6 +195,9 @@ class DistillTrainer(SampledRun):
         super().load_state(state, folder)
         if self.training and self.examples is not None and "examples" in state:
             self.examples.load_state(state["examples"])
+            prompts, examples = self.source.state(), self.examples.state()
+            if (prompts["epoch"], prompts["position"]) < (examples["epoch"], examples["position"]):
+                self._pass_on(self.examples, self.source)
 
     def _candidates(self, vocabulary: int) -> int:
         """Return K: `distill.top_k`, 128 by default, and at most the size of the vocabulary.
@@ -215,6 +228,18 @@ class DistillTrainer(SampledRun):
         source = example_source(rows, data, self.tokenizer, limits, seed, held=held)
         self._cleanup.callback(source.close)
         return source
+
+    def _pass_on(self, ahead: Source[Any], behind: Source[Any]) -> None:
+        """Let a source of the training rows continue after the rows that the other one has used.
+
+        A curriculum orders prompts alone, so each source then has its own position.
+        """
+        if self.config.data.curriculum:
+            return
+        now, passed = behind.state(), ahead.state()
+        moved = now | {key: passed[key] for key in PLACE}
+        if moved != now:  # else rows that workers have prepared would be discarded
+            behind.load_state(moved)
 
     def _without_rewards(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics; without those of rewards if no reward is configured."""

@@ -48,7 +48,7 @@ class DistillOptions(Options):
     temperature: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Softmax temperature of both distributions; default: `rollout.temperature`."""
     data_share: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the steps that learn from the responses of the data instead of the student's responses. With 1, sampling happens only in evaluations."""
+    """Share of the steps that learn from the responses of the data instead of the student's responses. With 1, sampling happens only in evaluations. In an epoch, each row is used once, by a step of either kind; with `data.curriculum`, which orders only prompts, by each kind."""
     max_tokens: int = Field(4096, gt=0)
     """Maximum length, in tokens, of a sequence in a step from the data. A longer sequence follows `data.over_long`."""
     max_values: int = Field(67_108_864, gt=0)
