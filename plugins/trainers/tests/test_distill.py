@@ -9,6 +9,7 @@ import pytest
 
 from engine_core import load_config
 from engine_core.config.assemble import plugins_for
+from engine_core.errors import DataError
 
 ROWS = [{"prompt": f"{i}+{i}=", "response": str(2 * i)} for i in range(12)]
 
@@ -94,6 +95,41 @@ def test_a_checkpoint_of_two_positions_is_continued_after_the_later_one(opened, 
     assert taken(resumed(opened(), state), "sdsd") == order[4:]
 
 
+LONG = {"prompt": "1+1=", "response": "2" * 20}  # too long for an example
+UNUSABLE = {"prompt": "", "response": "2"}  # no prompt
+LIMITS = {"distill.max_tokens": 16, "data.over_long": "skip", "data.max_bad_rows": 2, "data.shuffle": False}
+
+
+def skipped(trainer):
+    return {name: trainer.source.counters[f"data/{name}"] for name in ("over_long", "bad_rows")}
+
+
+def test_rows_that_steps_of_either_kind_skip_are_counted_together(opened):
+    rows = [LONG, UNUSABLE, *ROWS[:4], UNUSABLE, LONG, *ROWS[4:7]]
+    trainer = opened(LIMITS, rows)
+    assert taken(trainer, "d") == [1, 2]  # without a prompt, an example is usable
+    assert skipped(trainer) == {"over_long": 1.0, "bad_rows": 0.0}
+    assert taken(trainer, "ss") == [3, 4, 5, 7]
+    assert skipped(trainer) == {"over_long": 1.0, "bad_rows": 1.0}
+    again = resumed(opened(LIMITS, rows), saved(trainer))
+    assert taken(again, "dd") == [8, 9, 10, 1]
+    assert skipped(again) == {"over_long": 2.0, "bad_rows": 1.0}
+
+
+def test_a_limit_of_unusable_rows_counts_those_of_both_kinds(opened):
+    no_response, rows = {"prompt": "1+1=", "response": ""}, ROWS[:2]
+    trainer = opened(LIMITS, [no_response, *rows, UNUSABLE, *rows, UNUSABLE, *rows])
+    assert taken(trainer, "ds") == [1, 2, 4, 5]
+    with pytest.raises(DataError, match=r"Unusable rows so far: 3; \[data\] max_bad_rows is 2"):
+        trainer.take_prompts(2)
+
+
+def test_an_example_that_is_too_long_names_the_key_of_distillation(opened):
+    trainer = opened(LIMITS | {"data.over_long": "error"}, [LONG, *ROWS])
+    with pytest.raises(DataError, match=r"\[distill\] max_tokens is 16\. Raise it, or set over_long"):
+        trainer.take_examples()
+
+
 DOWN = """
 from engine_core import hookimpl
 from engine_core.specs import Curriculum
@@ -108,5 +144,6 @@ def engine_curricula():
 def test_a_curriculum_orders_prompts_alone(opened, tmp_path, monkeypatch):
     (tmp_path / "down.py").write_text(DOWN)
     monkeypatch.chdir(tmp_path)
-    trainer = opened({"plugins": ["down.py"], "data.curriculum": "down", "data.shuffle": False})
-    assert taken(trainer, "sdsd") == [11, 10, 0, 1, 9, 8, 2, 3]
+    trainer = opened(LIMITS | {"plugins": ["down.py"], "data.curriculum": "down"}, [LONG, *ROWS])
+    assert taken(trainer, "sdsd") == [12, 11, 1, 2, 10, 9, 3, 4]
+    assert skipped(trainer) == {"over_long": 1.0, "bad_rows": 0.0}

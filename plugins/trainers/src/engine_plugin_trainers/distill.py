@@ -54,6 +54,9 @@ OF_TEACHER = {
 PLACE = ("seed", "shuffle", "epoch", "position")
 """Part of a source's state: the order of the rows, and how far they are used."""
 
+COUNTS = ("bad", "counts")
+"""Part of a source's state: the unusable rows, and the numbers of rows for metrics."""
+
 
 class DistillTrainer(SampledRun):
     """A trainer that learns a teacher's distribution at the tokens that the student samples.
@@ -196,8 +199,9 @@ class DistillTrainer(SampledRun):
         if self.training and self.examples is not None and "examples" in state:
             self.examples.load_state(state["examples"])
             prompts, examples = self.source.state(), self.examples.state()
-            if (prompts["epoch"], prompts["position"]) < (examples["epoch"], examples["position"]):
-                self._pass_on(self.examples, self.source)
+            later = (examples["epoch"], examples["position"]) > (prompts["epoch"], prompts["position"])
+            if later and not self.config.data.curriculum:
+                self.source.load_state(prompts | {key: examples[key] for key in PLACE})
 
     def _candidates(self, vocabulary: int) -> int:
         """Return K: `distill.top_k`, 128 by default, and at most the size of the vocabulary.
@@ -225,19 +229,18 @@ class DistillTrainer(SampledRun):
         data, seed = self.config.data, self.config.run.seed
         limits = SFTOptions(max_tokens=self.config.options.max_tokens)
         rows, held = open_rows(data, "train", self.given.train()), table_length(self.text_config)
-        source = example_source(rows, data, self.tokenizer, limits, seed, held=held)
+        source = example_source(rows, data, self.tokenizer, limits, seed, held=held, table="distill")
         self._cleanup.callback(source.close)
         return source
 
     def _pass_on(self, ahead: Source[Any], behind: Source[Any]) -> None:
-        """Let a source of the training rows continue after the rows that the other one has used.
+        """Let a source of the training rows continue after the rows that the other one has used, with its counts.
 
         A curriculum orders prompts alone, so each source then has its own position.
         """
-        if self.config.data.curriculum:
-            return
+        shared = COUNTS if self.config.data.curriculum else PLACE + COUNTS
         now, passed = behind.state(), ahead.state()
-        moved = now | {key: passed[key] for key in PLACE}
+        moved = now | {key: passed[key] for key in shared}
         if moved != now:  # else rows that workers have prepared would be discarded
             behind.load_state(moved)
 

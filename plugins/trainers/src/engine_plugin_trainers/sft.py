@@ -71,6 +71,7 @@ def example_source(
     seed: int,
     split: str = "train",
     held: int | None = None,
+    table: str = "sft",
 ) -> Source[Example]:
     """Return a source of sequences to learn.
 
@@ -78,12 +79,13 @@ def example_source(
         rows: the opened rows.
         data: ``[data]``.
         tokenizer: the run's tokenizer.
-        options: ``[sft]``.
+        options: ``[sft]``, or the same options of another table.
         seed: seed of the order.
         split: first part of every id.
         held: length of the model's position table, in tokens; a longer sequence is over-long too.
+        table: name of the option table that has ``max_tokens``, for messages.
     """
-    how = options.max_tokens, "sft", held, options.train_on_prompt
+    how = options.max_tokens, table, held, options.train_on_prompt
     return Source(ExamplePreparer(rows, tokenizer, data, split, *how), seed)
 
 
