@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine_core import load_config
 from engine_core.config.assemble import plugins_for
-from engine_core.errors import DataError
+from engine_core.errors import DataError, TrainingFailed
 
 ROWS = [{"prompt": f"{i}+{i}=", "response": str(2 * i)} for i in range(12)]
 
@@ -36,7 +37,6 @@ def opened(tiny_model, tmp_path):
         trainers.append(trainer)
         trainer.training = True
         trainer.load_inputs()
-        trainer.push_weights = lambda updated: {}  # there is no sampler
         return trainer
 
     yield make
@@ -56,6 +56,7 @@ def saved(trainer):
 
 
 def resumed(trainer, state):
+    trainer.push_weights = lambda updated: {}  # there is no sampler
     trainer.source.load_state(state[0])
     trainer.load_state(state[1], Path())
     return trainer
@@ -147,3 +148,28 @@ def test_a_curriculum_orders_prompts_alone(opened, tmp_path, monkeypatch):
     trainer = opened(LIMITS | {"plugins": ["down.py"], "data.curriculum": "down"}, [LONG, *ROWS])
     assert taken(trainer, "sdsd") == [12, 11, 1, 2, 10, 9, 3, 4]
     assert skipped(trainer) == {"over_long": 1.0, "bad_rows": 0.0}
+
+
+REPLAY = {
+    "distill.data_share": 0.0,
+    "stage": [{"name": "replay_cache"}],
+    "rollout.max_response_tokens": 6,
+    "rollout.max_log_prob_gap": 1e-3,
+    "actor.optim.lr": 0.05,
+    "run.steps": 3,
+    "tracking.trackers": [],
+}
+
+
+def test_replayed_tokens_may_differ_from_the_student_and_new_ones_may_not(opened, tmp_path):
+    trainer = opened(REPLAY | {"run.dir": str(tmp_path / "runs")})
+    trainer.setup(training=True)
+    with torch.no_grad():  # else the student is its teacher
+        for weight in trainer.runtime.engines["actor"].module.parameters():
+            weight.add_(0.2 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
+    metrics = trainer.train()
+    assert metrics["stage/replay_cache/share"] == 0.5
+    assert metrics["mismatch/mean_abs"] > 1e-3 > metrics["mismatch/fresh_mean_abs"]
+    with pytest.raises(TrainingFailed, match=r"max_log_prob_gap"):
+        trainer.check({"mismatch/mean_abs": 2.0, "mismatch/fresh_share": 0.5, "mismatch/fresh_abs": 0.1})
+    trainer.check({"actor/divergence": 1.0})  # of a step from the data

@@ -29,7 +29,7 @@ from engine_core.metrics import Sum, declared, merge
 from engine_core.train.models import check_teacher
 from engine_core.train.rollouts import sampling_seed
 from engine_core.train.sampled_run import SampledRun
-from engine_core.train.update import check_gap
+from engine_core.train.update import check_gap, fresh_gap
 from engine_core.types import Batch, LossCall
 from engine_plugin_trainers.models import common_vocabulary, table_length
 from engine_plugin_trainers.options import SFTOptions
@@ -114,6 +114,8 @@ class DistillTrainer(SampledRun):
             metrics |= self.learn(
                 map(self.with_teacher, self.parts(batch)), self.loss_call(), check=self.check
             )
+        if metrics.get("mismatch/fresh_share"):  # without new tokens there is nothing to compare
+            metrics["mismatch/fresh_mean_abs"] = fresh_gap(metrics)
         return metrics | self.sync()
 
     def from_data(self, step: int) -> bool:
@@ -142,8 +144,9 @@ class DistillTrainer(SampledRun):
         return batch
 
     def check(self, metrics: Mapping[str, float]) -> None:
-        """Refuse responses whose log-probs differ too much from the student's."""
-        check_gap(metrics.get("mismatch/mean_abs", 0.0), self.config.rollout.max_log_prob_gap)
+        """Refuse responses of the newest policy whose log-probs differ too much from the student's."""
+        if "mismatch/mean_abs" in metrics:
+            check_gap(fresh_gap(metrics), self.config.rollout.max_log_prob_gap)
 
     def parts(self, batch: Batch) -> Iterator[Batch]:
         """Yield whole sequences in order, in parts of at most ``distill.max_values`` tokens times K."""

@@ -220,3 +220,21 @@ def test_a_batch_without_loss_tokens_costs_nothing():
     loss, metrics = distill(outputs | {"log_probs": nothing}, batch, divergence="jsd")
     assert loss.item() == 0
     assert set(declared({name: float(value) for name, value in metrics.items()}).values()) == {0.0}
+
+
+def test_the_gap_to_the_sampler_is_also_taken_over_fresh_tokens_alone():
+    outputs = {"log_probs_at": torch.full((4, 2), math.log(0.3)), "log_rest": torch.full((4,), math.log(0.4))}
+    outputs["log_probs"] = torch.tensor([0.0, -1.0, -1.0, -1.0])
+    share = torch.tensor([0.0, 0.25, 0.25, 0.5])
+    given = {
+        **columns(4),
+        "weights": share,
+        "token_share": share,
+        "loss_mask": share > 0,
+        "rollout_log_probs": torch.tensor([0.0, -1.25, -3.0, -0.5]),
+        "fresh": torch.tensor([True, True, False, True]),
+    }
+    _, found = distill(outputs, Batch(torch.zeros(4), torch.tensor([4]), given), divergence="jsd")
+    assert float(found["mismatch/fresh_share"]) == pytest.approx(0.75)
+    assert float(found["mismatch/fresh_abs"]) == pytest.approx(0.25 * 0.25 + 0.5 * 0.5)
+    assert float(found["mismatch/mean_abs"]) == pytest.approx(0.25 * 0.25 + 0.25 * 2 + 0.5 * 0.5)

@@ -88,7 +88,7 @@ def distill(
             ``entropy`` [T] for metrics.
         batch: the teacher's ``candidate_ids`` [T, K], ``candidate_log_probs`` [T, K] and ``candidate_log_rest`` [T];
             ``weights`` [T], ``token_share`` [T]; ``rollout_log_probs`` [T] if the student sampled these tokens at
-            this temperature.
+            this temperature; ``fresh`` [T] bool if older policies sampled some of them.
         divergence: one of ``DIVERGENCES``.
         jsd_beta: the teacher's share of the mixture of ``jsd``.
 
@@ -110,6 +110,9 @@ def distill(
         watched["actor/entropy"] = outputs["entropy"][learned]
     if "rollout_log_probs" in batch and "log_probs" in outputs:
         gap = mismatch_metrics(rollout_log_ratio(batch, outputs["log_probs"]))
+        if "fresh" in batch:
+            fresh = batch["fresh"].to(gap["mismatch/mean_abs"].dtype)
+            gap |= {"mismatch/fresh_share": fresh, "mismatch/fresh_abs": fresh * gap["mismatch/mean_abs"]}
         watched |= {name: value[learned] for name, value in gap.items()}
     return (weights[learned] * cost).sum(), over_tokens(watched, share[learned])
 
