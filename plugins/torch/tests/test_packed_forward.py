@@ -14,9 +14,12 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     MambaConfig,
+    MistralConfig,
     NanoChatConfig,
     Phi3Config,
+    PhimoeConfig,
     PreTrainedModel,
+    Qwen2MoeConfig,
 )
 from transformers.modeling_outputs import CausalLMOutput
 
@@ -199,6 +202,47 @@ def test_a_token_does_not_see_an_earlier_chunk(engine_of, batch_of):
     one, two = (engine.infer(each, ["log_probs"])["log_probs"] for each in (batch, other))
     assert torch.equal(one[5:], two[5:])
     assert not torch.equal(one[:4], two[:4])
+
+
+EXPERTS = {"num_experts_per_tok": 2, "max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    ("config", "packs"),
+    [
+        (MistralConfig(**SHAPE, head_dim=8, sliding_window=6), True),
+        (PhimoeConfig(**SHAPE, **EXPERTS, num_local_experts=4, sliding_window=6), False),
+        (
+            Qwen2MoeConfig(
+                **SHAPE,
+                **EXPERTS,
+                num_experts=4,
+                sliding_window=6,
+                use_sliding_window=True,
+                max_window_layers=1,
+            ),
+            False,
+        ),
+    ],
+    ids=lambda value: getattr(value, "model_type", None),
+)
+def test_a_model_that_has_its_window_in_the_mask_alone_is_not_packed(
+    engine_of, batch_of, caplog, config, packs
+):
+    with caplog.at_level(logging.WARNING, "engine"):
+        engine = engine_of(config)
+        batch = batch_of([20, 12])
+        found = engine.infer(batch, ["log_probs"])["log_probs"]
+    assert engine.module.config._attn_implementation == "varlen"
+    assert engine.forward.packs == packs
+    assert ("applies its sliding window in the attention mask alone" in caplog.text) != packs
+    own = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    own.load_state_dict(engine.module.state_dict())
+    for ids, log_probs in zip(batch.token_ids.split([20, 12]), found.split([20, 12]), strict=True):
+        with torch.no_grad():
+            logits = own(ids[None]).logits[0, :-1].log_softmax(-1)
+        expected = logits.gather(1, ids[1:, None])[1:, 0]
+        torch.testing.assert_close(log_probs[2:], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_frequencies_that_depend_on_earlier_sequences_are_refused(engine_of, batch_of):

@@ -55,7 +55,7 @@ class Slice:
             table: name of the table, for messages: ``actor.fsdp``.
 
         Raises:
-            ConfigError: the model mixes packed sequences, or its head is not known.
+            ConfigError: the model runs one sequence at a time, or its head is not known.
         """
         key = f"{table}.{'tp' if self.tokens is None else 'sp'}"
         kind = type(forward.module).__name__
@@ -65,7 +65,7 @@ class Slice:
             )
         if self.tokens is not None and not forward.packs:
             raise ConfigError(
-                f"{key}: {kind} mixes packed sequences, so that ranks cannot share their tokens. Leave it out."
+                f"{key}: {kind} runs one sequence at a time, so that ranks cannot share tokens of a pack. Leave it out."
             )
 
     def hidden(self, forward: PackedForward, pack: Batch) -> tuple[Tensor, int]:

@@ -10,7 +10,8 @@
   (``find_prefixes``): they are gathered for each sequence that begins with them.
 
 Without ``cu_seq_lens_q`` (sampling with a cache, padded batches) it is transformers' ``sdpa``,
-mask included. Sliding windows and score soft-capping are supported; attention sinks are refused.
+mask included. Sliding windows and score soft-capping are supported; attention sinks are refused. A model
+that applies its window in the mask alone is not packed (``watch_windows``): a pack has no mask.
 
 ``choose_attention`` checks ``[model] attention`` and gives ``auto`` its meaning:
 
@@ -20,8 +21,6 @@ mask included. Sliding windows and score soft-capping are supported; attention s
 | recurrent layers, attention in chunks, longrope: sequences go through it one at a time | ``sdpa`` |
 | custom attention code | ``sdpa``, or ``eager`` where it has none |
 | no fused attention at all (attention sinks) | ``eager`` |
-
-``_cuda`` is the only function here that needs CUDA.
 """
 
 from __future__ import annotations
@@ -79,6 +78,7 @@ SIMILAR = 0.8  # a sequence in a rectangle has at least this share of the longes
 
 _MASKLESS: set[str] = set()  # names of attention implementations for which a pack needs no mask
 _PACKED: ContextVar[bool] = ContextVar("packed", default=False)
+_WINDOWS: ContextVar[dict[int, bool] | None] = ContextVar("windows", default=None)  # of ``watch_windows``
 _PLANS = WeakTensorKeyDictionary()  # cu_seq_lens -> rectangles: made once, used by every layer
 
 
@@ -163,6 +163,20 @@ def is_packed() -> bool:
     return _PACKED.get()
 
 
+@contextlib.contextmanager
+def watch_windows() -> Iterator[dict[int, bool]]:
+    """Yield, by the sliding windows of masks in the context, whether ``varlen`` got the window too.
+
+    Only forward passes that are not packed are watched: those of packs have no mask.
+    """
+    windows: dict[int, bool] = {}
+    token = _WINDOWS.set(windows)
+    try:
+        yield windows
+    finally:
+        _WINDOWS.reset(token)
+
+
 def packed_arguments(
     lengths: Tensor, device: torch.device, name: str | None = None, prefixes: Prefixes | None = None
 ) -> dict[str, Any]:
@@ -224,6 +238,8 @@ def varlen(
             "model.attention 'varlen' has no attention sinks, which this model needs. Use 'eager'."
         )
     if cu_seq_lens_q is None:
+        if sliding_window is not None and (windows := _WINDOWS.get()) is not None:
+            windows[sliding_window] = True
         if softcap is not None:
             mask = _causal(query.shape[2], query.device) if attention_mask is None else attention_mask
             return _explicit(query, key, value, mask, scaling, softcap).transpose(1, 2).contiguous(), None
@@ -262,7 +278,11 @@ def _one_token(
 
 def varlen_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """Return None for a pack, else the mask of ``sdpa``: ``[B, 1, queries, keys]`` bool, or None."""
-    return None if _PACKED.get() else sdpa_mask(*args, **kwargs)
+    if _PACKED.get():
+        return None
+    if (window := kwargs.get("local_size")) is not None and (windows := _WINDOWS.get()) is not None:
+        windows.setdefault(window, False)
+    return sdpa_mask(*args, **kwargs)
 
 
 def register(name: str, function: Callable[..., tuple[Tensor, None]]) -> None:

@@ -31,7 +31,14 @@ from torch import Tensor, nn
 
 from engine_core.errors import PluginError
 from engine_core.model_config import VALUE_HEAD as HEAD
-from engine_plugin_torch.attention import can_pack, check_rope, find_prefixes, packed, packed_arguments
+from engine_plugin_torch.attention import (
+    can_pack,
+    check_rope,
+    find_prefixes,
+    packed,
+    packed_arguments,
+    watch_windows,
+)
 from engine_plugin_torch.log_probs import OUTPUTS, Head, columns_at, find_head, gather_outputs, zero_outputs
 from engine_plugin_torch.model_loading import accepts
 from engine_plugin_torch.transfer import on_host, predicted, send
@@ -192,9 +199,8 @@ class PackedForward:
             if self.head and (problem := self._head_problem()):
                 log.warning("%s: full logits, which need more memory: %s", _name(self.module), problem)
                 self.head = None
-            if self.packs and not self._packs_apart():
-                mixes(self.module)
-                self.packs = False
+            if self.packs:
+                self._try_packing()
             if self.packs and self.shares and not self._shares_rightly():
                 log.warning("%s computes shared prefixes for each sequence.", _name(self.module))
                 self.shares = False
@@ -233,12 +239,24 @@ class PackedForward:
             if parameter.requires_grad and id(parameter) not in known
         }
 
-    def _packs_apart(self) -> bool:
+    def _try_packing(self) -> None:
+        """Run sequences one at a time from now on if the module does not compute a pack rightly; log why."""
+        problem = self._packing_problem()
+        self.packs = not problem
+        if problem:
+            log.warning("%s %s: one sequence at a time, which is slower.", _name(self.module), problem)
+
+    def _packing_problem(self) -> str:
+        """Return why a pack of sequences does not give the results of each alone; empty if it does."""
         self.packs = False
-        alone = self._alone()
+        with watch_windows() as windows:
+            alone = self._alone()
+        if not all(windows.values()):
+            return "applies its sliding window in the attention mask alone, which a pack does not have"
         self.packs = True
         same = ALIKE if self.one_scale else SAME
-        return keeps_apart(lambda ids: self._run(ids, probe_lengths()), alone, self._vocabulary, same)
+        apart = keeps_apart(lambda ids: self._run(ids, probe_lengths()), alone, self._vocabulary, same)
+        return "" if apart else "mixes packed sequences"
 
     def _shares_rightly(self) -> bool:
         """Return whether a sequence has the same rows behind a shared prefix as behind its own."""
@@ -280,11 +298,6 @@ def _can_pack(module: nn.Module) -> bool:
         return False
     check_rope(module.config)
     return not getattr(module, "_is_stateful", False) and can_pack(module.config)
-
-
-def mixes(module: nn.Module) -> None:
-    """Log that a model runs one sequence at a time."""
-    log.warning("%s mixes packed sequences: one sequence at a time, which is slower.", _name(module))
 
 
 def _attention(module: nn.Module) -> str | None:
@@ -415,7 +428,4 @@ class ValueForward(PackedForward):
         if not accepts(self.module, "use_cache") or not self.packs:
             return
         with self.autocast():
-            apart = self._packs_apart()
-        self.packs = apart
-        if not apart:
-            mixes(self.module)
+            self._try_packing()
