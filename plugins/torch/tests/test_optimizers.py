@@ -129,6 +129,7 @@ def test_a_new_peak_keeps_the_shares_of_groups_with_rates_of_their_own():
         scheduler.step()
     set_peak_lr(optimizer, scheduler, 0.1)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.0125, 0.05])
+    set_peak_lr(optimizer, scheduler, 0.0)
     set_peak_lr(optimizer, scheduler, 0.2)
     optimizer.step()
     scheduler.step()
@@ -140,7 +141,7 @@ def test_a_new_peak_without_a_schedule_keeps_the_shares_too():
     optimizer = torch.optim.SGD(
         [{"params": slow.parameters(), "lr": 0.25}, {"params": fast.parameters()}], lr=0.5
     )
-    for peak in (0.1, 0.3):
+    for peak in (0.1, 0.0, 0.3):
         set_peak_lr(optimizer, None, peak)
         assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([peak / 2, peak])
 

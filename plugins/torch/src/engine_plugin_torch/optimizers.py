@@ -156,6 +156,8 @@ def set_peak_lr(
 ) -> None:
     """Replace the peak rate; the schedule's factor at this step stays, and each group's share of the largest rate.
 
+    Each group keeps its share as ``lr_share``: rates of 0 have none.
+
     Args:
         optimizer: the optimizer whose groups are changed.
         scheduler: its schedule, whose base rates are changed, or None.
@@ -164,8 +166,10 @@ def set_peak_lr(
     """
     groups, bases = optimizer.param_groups, peak_rates(optimizer, scheduler)
     rates = bases if rates is None else rates
-    # divide first: lr * rate / rate is not always lr, and a resumed run must have the rate of an uninterrupted one
-    peaks = [lr * (rate / max(rates)) if max(rates) else lr for rate in rates]
+    for group, rate in zip(groups, rates, strict=True) if max(rates) else ():
+        group["lr_share"] = rate / max(rates)
+    # divided first: lr * rate / rate is not always lr, and a resumed run must have the rate of an uninterrupted one
+    peaks = [lr * group.get("lr_share", 1.0) for group in groups]
     for each in (scheduler, *getattr(scheduler, "_schedulers", ())):  # those that SequentialLR contains
         if hasattr(each, "base_lrs"):
             each.base_lrs = peaks
