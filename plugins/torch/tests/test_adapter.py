@@ -114,6 +114,15 @@ def test_without_the_adapter_the_engine_is_a_separate_base_model(make_engine, ba
     assert (log_probs(engine, batch) - expected).abs().max() > 0.1
 
 
+def test_the_adapter_stays_off_until_the_outermost_context_ends(make_engine, batch):
+    engine = trained(make_engine, batch, "llama")
+    expected, adapted = log_probs(engine, batch, adapter=False), log_probs(engine, batch)
+    with engine.without_adapter():
+        log_probs(engine, batch, adapter=False)
+        assert torch.equal(log_probs(engine, batch), expected)
+    assert torch.equal(log_probs(engine, batch), adapted)
+
+
 def test_infer_without_the_adapter_leaves_training_as_it_was(make_engine, batch):
     plain, asked = trained(make_engine, batch, steps=1), trained(make_engine, batch, steps=1)
     plain.forward_backward(batch, NLL)

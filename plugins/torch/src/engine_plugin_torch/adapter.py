@@ -42,10 +42,14 @@ class Adapter:
     def __init__(self, module: nn.Module, config: Any, base: str | None = None) -> None:
         self.module, self.config = module, config  #: constructor argument
         self._base = base  # cached by ``base_identity``
+        self._is_off = False
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Disable the adapter within the context: a forward pass is that of the base model."""
+        """Disable the adapter within the context, which may be nested: a forward pass is that of the base model."""
+        if self._is_off:
+            yield
+            return
         layers = [
             m for m in self.module.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))
         ]
@@ -59,9 +63,11 @@ class Adapter:
                 parameter.requires_grad_(id(parameter) in trained)
 
         try:
+            self._is_off = True
             switch(False)
             yield
         finally:
+            self._is_off = False
             switch(True)
 
     def tensors(self) -> dict[str, Tensor]:
