@@ -106,7 +106,9 @@ def test_the_decoder_is_that_of_the_actor_and_the_head_begins_near_zero(make_cri
 
 def test_a_language_models_folder_gets_a_fresh_head_that_the_seed_decides(make_critic, make_engine, tmp_path):
     make_engine("llama").export(tmp_path / "model")
+    state = torch.get_rng_state()
     first, again = (make_critic(model={"path": str(tmp_path / "model")}) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
     weights = load_file(tmp_path / "model" / "model.safetensors")
     own = {name: weight.cpu() for name, weight in first.named_weights()}
     assert own.keys() == (weights.keys() - {"lm_head.weight"}) | {"score.weight"}

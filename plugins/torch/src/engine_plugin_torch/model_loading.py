@@ -198,16 +198,17 @@ def load_weights(
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()  # hide its report of unfit weights; the one below replaces it
     try:
-        built, info = kind.from_pretrained(
-            model.path,
-            config=config,
-            attn_implementation=model.attention,
-            dtype=dtype,
-            use_safetensors=True,
-            trust_remote_code=model.trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are reported below, by name
-        )
+        with torch.random.fork_rng(devices=[]):  # transformers draws weights that the folder lacks
+            built, info = kind.from_pretrained(
+                model.path,
+                config=config,
+                attn_implementation=model.attention,
+                dtype=dtype,
+                use_safetensors=True,
+                trust_remote_code=model.trust_remote_code,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are reported below, by name
+            )
     except (OSError, SafetensorError) as error:
         raise ConfigError(damaged_file(model.path) or unreadable(model.path, error)) from error
     finally:
