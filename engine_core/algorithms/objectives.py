@@ -53,8 +53,9 @@ def with_weights(batch: Batch, mode: str, length_norm: int = 1, unit: float = 0.
         batch: the whole mini-batch of all ranks, or a part of it with ``unit``.
         mode: one of the five names.
         length_norm: L of seq-mean-token-sum-norm, in tokens.
-        unit: if above 0, it replaces T and B, which are not known yet: the sum over all parts is then multiplied by
-            ``unit / normalizer(mode, T, B)``, and metrics, whose ``token_share`` is the mask, by ``1 / T``.
+        unit: if above 0, it replaces T and B, which are not known yet (of token-sum, it divides the weights): the sum over
+            all parts is then multiplied by ``unit / normalizer(mode, T, B)``, and metrics, whose ``token_share`` is the
+            mask, by ``1 / T``.
 
     Returns:
         The batch with ``weights`` [T] and ``token_share`` [T] (``m / T``, for metrics), 0 outside the loss mask.
@@ -68,7 +69,8 @@ def with_weights(batch: Batch, mode: str, length_norm: int = 1, unit: float = 0.
     num_sequences = (per_sequence > 0).sum().clamp(min=1)
     if unit:
         each = torch.tensor(unit)
-        weights = mask * _weight(mode, batch, per_sequence, each, each, length_norm)
+        divided = "token-mean" if mode == "token-sum" else mode  # every sum is multiplied by the unit later
+        weights = mask * _weight(divided, batch, per_sequence, each, each, length_norm)
         return batch.with_columns(tokens={"weights": weights, "token_share": mask})
     weights = mask * _weight(mode, batch, per_sequence, num_tokens, num_sequences, length_norm)
     # in place: allocating one more column takes longer than the division
@@ -326,7 +328,10 @@ def _times(factor: Tensor | None, other: Tensor) -> Tensor:
 
 
 def _masked(losses: Tensor, factor: Tensor) -> Tensor:
-    """Return the product, which is 0 where the factor is 0, even if the loss is not finite there."""
+    """Return the product, which is 0 where the factor is 0, even if the loss is not finite there.
+
+    The gradient there is 0 if the derivative of the loss is finite; that of ``ppo_clip`` is, for finite advantages.
+    """
     return factor * torch.where(factor > 0, losses, torch.zeros_like(losses))
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from engine_core.algorithms.objectives import with_weights
+from engine_core.algorithms.objectives import normalizer, with_weights
 from engine_core.types import Batch
 
 LENGTHS = [4, 3, 2]
@@ -30,6 +30,16 @@ def batch():
 def test_each_mode_is_its_formula(mode, expected):
     weights = with_weights(batch(), mode, length_norm=5)["weights"]
     assert (weights * torch.tensor(LOSS)).sum().item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+)
+def test_parts_with_a_unit_have_the_weights_of_the_whole_once_they_are_scaled(mode):
+    parts = [with_weights(batch().select(rows), mode, 5, 8.0)["weights"] for rows in ([0], [1, 2])]
+    expected = with_weights(batch(), mode, 5)["weights"]
+    assert torch.allclose(8.0 / normalizer(mode, 4, 2) * torch.cat(parts), expected)
 
 
 def test_token_share_sums_to_one_in_every_mode():
