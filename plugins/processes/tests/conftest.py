@@ -35,7 +35,7 @@ class Command(NamedTuple):
 class Crew:
     """Notes what is sent; its workers say what a test has them say."""
 
-    stall_seconds = 600.0
+    stall_seconds, broken = 600.0, None
 
     def __init__(self):
         self.sent, self.left = [], []

@@ -17,6 +17,8 @@ class Worker:
 class Crew:
     """Takes new workers in, and says that they have started."""
 
+    broken = None
+
     def __init__(self, error=None):
         self.workers = {rank: Worker(rank) for rank in (1, 2)}
         self.absent = {}
@@ -92,6 +94,17 @@ def test_beyond_the_budget_of_the_last_one_and_of_others_the_session_ends():
     roomy = make(Crew(), budget=9)
     roomy.away = {1}
     assert not roomy.lost(Worker(2), loss(2))
+
+
+def test_a_run_that_has_lost_another_worker_does_not_continue():
+    crew = Crew()
+    made = make(crew)
+    assert made.lost(crew.workers[1], loss(1))
+    assert made.goes_on_without(loss(1))
+    assert not made.goes_on_without(loss(2))
+    crew.broken = loss(0)  # of the actor: a call that was sent again would fail at once, for ever
+    assert not made.goes_on_without(loss(0))
+    assert not made.goes_on_without(loss(1))
 
 
 def test_one_that_cannot_be_replaced_is_told_and_the_others_go_on(caplog):

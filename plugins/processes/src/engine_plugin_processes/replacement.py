@@ -90,9 +90,10 @@ class Replacements:
         return True
 
     def goes_on_without(self, error: BaseException | None) -> bool:
-        """Return whether an error is the loss of a process that is being replaced."""
+        """Return whether an error is the loss of a process that is being replaced, and of no other worker of the run."""
         present = self.present
-        return isinstance(error, WorkerLost) and bool(present or self.last_too) and error.rank not in present
+        lost = isinstance(error, WorkerLost) and error.rank not in present
+        return lost and self.crew.broken is None and bool(present or self.last_too)
 
     def lost_one_of(self, ranks: Sequence[int]) -> bool:
         """Return whether one of these ranks is lost and the run continues; wait, since an update fails before that is known."""
