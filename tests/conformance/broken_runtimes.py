@@ -1,6 +1,7 @@
 """Runtimes, each with one mistake in what crosses to its workers and back; a plugin that offers them."""
 
 import dataclasses
+import sys
 from concurrent.futures import Future
 from unittest import mock
 
@@ -220,6 +221,23 @@ class CountsIdle(Broken):
         return super().start(
             {name: dataclasses.replace(role, idle_steps=0) for name, role in roles.items()}, total_steps
         )
+
+
+class TrainsAll(Broken):
+    def start(self, roles, total_steps):
+        roles = {name: dataclasses.replace(role, trainable=True) for name, role in roles.items()}
+        return super().start(roles, total_steps)
+
+
+class LeavesFailed(Broken):
+    """Requests of a call that raises are not dropped."""
+
+    def start(self, roles, total_steps):
+        groups = super().start(roles, total_steps)
+        engine = groups["rollout"].engine
+        abort = engine.abort
+        engine.abort = lambda ids: [] if sys.exc_info()[0] else abort(ids)
+        return groups
 
 
 class Unseeded(Broken):

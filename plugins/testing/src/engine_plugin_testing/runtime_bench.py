@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import shutil
@@ -30,7 +31,6 @@ ROLES = {
 }
 TOTAL_STEPS = 10  # of the run
 SEED = 20_261  # `run.seed`
-PATIENCE = 30.0  # seconds within which a loss is detected
 ENDING = 10.0  # seconds within which processes end
 
 
@@ -70,6 +70,8 @@ class RuntimeBench:
         self._shared: Started | None = None
         self._plain = True  # whether every contract may use the shared runtime
         self._count = 0
+        self.seed = 0  #: of torch in this process, after the last start
+        self.before: tuple[Any, ...] = ()  #: what ``held`` returned before the last start
 
     def close(self) -> None:
         """End the shared runtime and remove the files."""
@@ -163,9 +165,12 @@ class RuntimeBench:
         pools = changes.get("placement.pools")
         size = sum(pools.values()) if pools else self.world_size
         with contextlib.chdir(self.root):
+            self.before = self.held()
             runtime = self.make(changes, live, journal, size)
             try:
-                return runtime, runtime.start(ROLES, TOTAL_STEPS), journal
+                groups = runtime.start(ROLES, TOTAL_STEPS)
+                self.seed = torch.initial_seed()
+                return runtime, groups, journal
             except BaseException:
                 try:
                     self.check_closed(journal)  # by ``start`` itself
@@ -221,6 +226,14 @@ class RuntimeBench:
                 return False
             time.sleep(0.05)
         return True
+
+    @staticmethod
+    def held() -> tuple[int, int, dict[str, str]]:
+        """Return the numbers of open files and of threads of this process, and its environment variables."""
+        gc.collect()
+        own = psutil.Process()
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+        return own.num_fds(), own.num_threads(), variables
 
     @staticmethod
     def batch(lengths: list[int]) -> Batch:

@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import time
 import traceback
-from typing import TYPE_CHECKING
+from concurrent.futures import wait
+from typing import TYPE_CHECKING, Any
 
 from engine_core.errors import DataError, PluginError, WorkerLost
+from engine_core.sampler_session import SamplerSession
 from engine_plugin_testing.contracts import contract
 from engine_plugin_testing.runtime_calls import LENGTHS, raised
 from engine_plugin_testing.runtime_probe import WEIGHTS
 
 if TYPE_CHECKING:
-    from typing import Any
-
     from engine_plugin_testing.runtime_bench import RuntimeBench
+
+DEADLINE = 3.0  # seconds of a call
+PATIENCE = 30.0  # seconds within which a loss is noticed
 
 
 @contract(catches=("the notes of an error lost", "the traceback of a worker lost"))
@@ -90,11 +94,11 @@ def a_save_that_fails_later_raises_its_error(bench: RuntimeBench) -> None:
         save("state")
 
 
-@contract(capability="processes")
+@contract(capability="processes", catches=("the calls of other threads given up",))
 def who_stops_waiting_for_samples_stops_the_samplers(bench: RuntimeBench) -> None:
     """If a caller closes a sampler's stream, the sampler drops its requests and answers the next call.
 
-    So it does if ``give_up`` abandons what this thread has called.
+    So it does if ``give_up`` abandons what this thread has called. What another thread has called is answered.
     """
     runtime, groups, _ = bench.shared
     requests = [*bench.requests(2), *bench.requests(4, do="sleep:60")[2:]]
@@ -104,14 +108,28 @@ def who_stops_waiting_for_samples_stops_the_samplers(bench: RuntimeBench) -> Non
     stream.close()
     groups["ref"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
     assert time.monotonic() - began < 30
-    began = time.monotonic()
-    given_up = groups["rollout"].call("generate", requests=bench.requests(4, do="sleep:60"))
-    runtime.give_up()
-    found = groups["rollout"].call("generate", requests=bench.requests(3)).result()
-    assert [rollout.request_id for rollout in found] == ["r0", "r1", "r2"], found
-    took = time.monotonic() - began
-    assert took < 30, f"After give_up, samplers went on for {took:.0f} s with what they had."
-    assert given_up.done(), "A call that was given up is not done."
+    for busy in (0, 2):  # requests of another thread, which the samplers have first
+        began, others = time.monotonic(), list[Any]()
+        asked = bench.requests(busy, do="sleep:0.2")
+        thread = threading.Thread(
+            target=lambda asked=asked, others=others: others.append(
+                groups["rollout"].call("generate", requests=asked)
+            )
+        )
+        thread.start()
+        thread.join()
+        given_up = groups["rollout"].call("generate", requests=bench.requests(4, do="sleep:60"))
+        runtime.give_up()
+        assert others[0].exception(PATIENCE) is None, (
+            f"give_up has ended a call of another thread: {others[0]}."
+        )
+        found = [rollout.request_id for rollout in others[0].result()]
+        assert found == [request.id for request in asked], f"Another thread's call came to {found}."
+        found = groups["rollout"].call("generate", requests=bench.requests(3)).result()
+        assert [rollout.request_id for rollout in found] == ["r0", "r1", "r2"], found
+        took = time.monotonic() - began
+        assert took < 30, f"After give_up, samplers went on for {took:.0f} s with what they had."
+        assert given_up.done(), "A call that was given up is not done."
 
 
 @contract(capability="processes")
@@ -127,30 +145,6 @@ def a_rank_that_fails_while_others_wait_for_it_ends_the_call(bench: RuntimeBench
     waiting = groups["actor"].call("infer", batch, outputs=("raise:DataError@0", "meet@"))
     assert "requested failure" in str(raised(waiting.result, DataError))
     bench.end_shared()
-
-
-@contract(capability="processes")
-def a_worker_that_is_killed_is_told_within_seconds(bench: RuntimeBench) -> None:
-    """If a worker is killed, the current call and every later one raise ``WorkerLost`` within half a minute.
-
-    The error names role, rank and cause.
-    """
-    from engine_plugin_testing.runtime_bench import PATIENCE
-
-    with bench.started() as (_, groups, journal):
-        groups["actor"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
-        pids = bench.processes(journal)
-        last = bench.world_size - 1
-        began = time.monotonic()
-        waiting = groups["actor"].call("infer", bench.batch(LENGTHS), outputs=(f"kill@{last}", "sleep:1"))
-        error = raised(waiting.result, WorkerLost)
-        assert time.monotonic() - began < PATIENCE
-        assert isinstance(error, WorkerLost)
-        assert (error.role, error.rank) == ("actor", last), error
-        assert error.cause
-        again = groups["rollout"].call("generate", requests=bench.requests(1))
-        assert raised(again.result, WorkerLost)
-    assert bench.gone(pids), "processes are left"
 
 
 @contract(
@@ -192,6 +186,59 @@ def _pools(bench: RuntimeBench) -> dict[str, Any]:
     }
 
 
+@contract(capability="processes")
+def a_worker_that_is_killed_is_told_within_seconds(bench: RuntimeBench) -> None:
+    """If a worker is killed, the current call and every later one raise ``WorkerLost`` within half a minute.
+
+    The error names role, rank and cause.
+    """
+    runtime, groups, journal = bench.last
+    groups["actor"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
+    pids = bench.processes(journal)
+    last = bench.world_size - 1
+    began = time.monotonic()
+    waiting = groups["actor"].call("infer", bench.batch(LENGTHS), outputs=(f"kill@{last}", "sleep:1"))
+    error = raised(lambda: waiting.result(PATIENCE), WorkerLost)
+    assert time.monotonic() - began < PATIENCE
+    assert isinstance(error, WorkerLost)
+    assert (error.role, error.rank) == ("actor", last), error
+    assert error.cause
+    again = groups["rollout"].call("generate", requests=bench.requests(1))
+    assert raised(lambda: again.result(PATIENCE), WorkerLost)
+    runtime.close()
+    bench.end_shared()
+    assert bench.gone(pids), "processes are left"
+
+
+@contract(
+    capability="processes",
+    option="command_timeout_minutes",
+    catches=("a sampler that rests before its requests are answered", "no deadline for a call with a batch"),
+)
+def a_rank_that_misses_the_deadline_is_lost(bench: RuntimeBench) -> None:
+    """If a rank takes longer for a call than ``command_timeout_minutes``, the call raises ``WorkerLost``.
+
+    The error names role, rank and key. Calls that are no longer than that are answered, however many follow each other.
+    """
+    key = f"runtime.{bench.backend}.command_timeout_minutes"
+    with bench.started({key: DEADLINE / 60}) as (_, groups, _):
+        session = SamplerSession(groups["rollout"])
+        session.submit(bench.requests(6 * bench.world_size, do=f"sleep:{DEADLINE / 15}"))
+        began, answered = time.monotonic(), 0
+        while answered < 6 * bench.world_size and time.monotonic() < began + 5 * DEADLINE:
+            answered += len(session.results(timeout=0.1))
+        assert answered == 6 * bench.world_size, f"Only {answered} requests were answered in 5 deadlines."
+        last = bench.world_size - 1
+        waiting = groups["actor"].call("infer", bench.batch(LENGTHS), outputs=("double", f"sleep:90@{last}"))
+        assert wait([waiting], 5 * DEADLINE).done, (
+            "A rank does not answer, and the call has not ended after 5 deadlines."
+        )
+        error = raised(waiting.result, WorkerLost)
+        assert isinstance(error, WorkerLost)
+        assert (error.role, error.rank) == ("actor", last), error
+        assert key in str(error), f"The error does not name {key}: {error}"
+
+
 @contract(capability="processes", catches=("the bytes of one receiver reported for all",))
 def pools_lie_in_processes_of_their_own(bench: RuntimeBench) -> None:
     """Roles of different pools share no process.
@@ -225,15 +272,39 @@ def pools_lie_in_processes_of_their_own(bench: RuntimeBench) -> None:
     assert not pids["actor"] & pids["rollout"], pids
 
 
-@contract(capability="processes")
+@contract(
+    capability="processes",
+    catches=(
+        "a call in flight that never ends after close",
+        "a thread left by every run",
+        "environment variables of workers left in the controller",
+    ),
+)
 def nothing_is_left_once_it_is_closed(bench: RuntimeBench) -> None:
-    """After ``close``, no process of a rank is left."""
+    """After ``close``, no process of a rank is left, and no thread, open file or environment variable in the controller.
+
+    A rank is busy when the runtime is closed: its call, and a later one, raise ``WorkerLost``.
+    """
+    from engine_plugin_testing.runtime_bench import ENDING
+
     runtime, groups, journal = bench.last
     groups["actor"].call("infer", bench.batch(LENGTHS), outputs=("double",)).result()
     pids = bench.processes(journal)
     assert os.getpid() not in pids
+    busy = groups["actor"].call("infer", bench.batch(LENGTHS), outputs=("double", "sleep:60@0"))
     runtime.close()
+    for call in (busy, groups["rollout"].call("generate", requests=bench.requests(1))):
+        assert wait([call], ENDING).done, f"A call has not ended {ENDING} s after close."
+        assert raised(call.result, WorkerLost)
     assert bench.gone(pids), "processes are left"
+    deadline = time.monotonic() + ENDING
+    while any(now > then for now, then in zip(bench.held()[:2], bench.before[:2], strict=True)):
+        assert time.monotonic() < deadline, (
+            f"After close, this process has {bench.held()[:2]} open files and threads; before the start it had {bench.before[:2]}."
+        )
+        time.sleep(0.05)
+    changed = {name for name, _ in bench.held()[2].items() ^ bench.before[2].items()}
+    assert not changed, f"The environment variables {sorted(changed)} of the controller have changed."
 
 
 @contract(catches=("engines left open by close", "engines closed again by a second close"))

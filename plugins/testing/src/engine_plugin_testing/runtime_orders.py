@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from engine_plugin_testing.runtime_bench import RuntimeBench
 
-SEED, CALLS, PHASES = 8, 70, 12
+SEED, CALLS, PHASES = 8, 110, 12
 ERRORS: dict[str, Any] = {
     "DataError": DataError,
     "ConfigError": ConfigError,
@@ -125,7 +125,7 @@ class _Calls:
                     )
         for text in self.logged:
             assert any(text in line for line in self.lines), (
-                f"What an engine logged does not reach the log: '{text}'."
+                f"The warning that an engine logged does not reach the log: '{text}'."
             )
 
     @contextlib.contextmanager
@@ -133,6 +133,7 @@ class _Calls:
         """Keep the lines of the engine's log in ``lines``."""
         self.lines: list[str] = []
         handler, logger = logging.Handler(), logging.getLogger("engine")
+        handler.setLevel(logging.WARNING)
         handler.emit = lambda record: self.lines.append(record.getMessage())  # type: ignore[method-assign]
         level = logger.level
         logger.addHandler(handler)
@@ -146,14 +147,15 @@ class _Calls:
     # -- calls --------------------------------------------------------------
 
     def infer(self) -> None:
-        """Send a batch to a role, whole or split."""
+        """Send a batch, at times a large one, to a role, whole or split."""
         role, split = self.draws.choice(TRAINERS), self.draws.choice(("all", "dp"))
-        batch = self.bench.batch([self.draws.randint(1, 9) for _ in range(self.draws.randint(1, 6))])
+        most = self.draws.choice((9, 9, 9, 9, 20_000))
+        batch = self.bench.batch([self.draws.randint(1, most) for _ in range(self.draws.randint(1, 6))])
         batch.token_ids += self.draws.randint(0, 2**40)
         outputs = ["double"]
         if self.draws.random() < 0.3:
             self.logged.append(f"logged in call {self.number}")
-            outputs.append(f"log:{self.logged[-1]}")
+            outputs.append(f"log:{self.logged[-1]}@{self.draws.randrange(self.bench.world_size)}")
         if self.bench.world_size == 1 or split == "all":
             self.expected[role].append(("infer", {"lengths": batch.lengths.tolist(), "what": outputs}))
         else:

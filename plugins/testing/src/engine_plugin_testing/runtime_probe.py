@@ -35,16 +35,23 @@ class ProbeOptions(Options):
     folder: str = ""
     """Where ranks write down what reaches them."""
     fail: str = ""
-    """Class of an error that is raised while the engine is built."""
+    """Class of an error that is raised while the engine is built, and the rank on which it is, ``CLASS@RANK``."""
 
 
 class Journal:
     """A log of the calls that reached one rank."""
 
-    def __init__(self, options, role, rank):
-        self.path = Path(options.folder) / f"{role}.{rank}.jsonl"
-        if options.fail:
-            raise FAILURES[options.fail]("requested failure")
+    def __init__(self, options, context):
+        self.path = Path(options.folder) / f"{context.role}.{context.rank}.jsonl"
+        kind, _, rank = options.fail.partition("@")
+        if kind and int(rank) == context.rank:
+            raise FAILURES[kind]("requested failure")
+
+    def build(self, context, **fields):
+        """Append the line of an engine that is built: its place, its seeds, what the launcher says, and ``fields``."""
+        launched = [int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE")]
+        place, seeds = [context.rank, context.world_size], [torch.initial_seed(), context.seed]
+        self.write("build", place=place, launched=launched, seeds=seeds, **fields)
 
     def write(self, method, **fields):
         """Append a line: the method, this process's id and ``fields``."""
@@ -129,9 +136,10 @@ class ProbeTrain(TrainEngine):
     def __init__(self, config, model_config, context, *, trainable=True):
         super().__init__(config, model_config, context, trainable=trainable)
         self.module, self.steps = torch.nn.Identity(), 0
-        self.journal = Journal(config.options, context.role, context.rank)
-        seeds = [torch.initial_seed(), context.seed]
-        self.journal.write("build", total_steps=context.total_steps, seeds=seeds)
+        self.journal = Journal(config.options, context)
+        self.journal.build(
+            context, total_steps=context.total_steps, trainable=trainable, frozen=context.frozen
+        )
 
     @property
     def layout(self):
@@ -223,8 +231,8 @@ class ProbeSampler(RolloutEngine):
 
     def __init__(self, config, model_config, context):
         super().__init__(config, model_config, context)
-        self.queue, self.journal = {}, Journal(config.options, context.role, context.rank)
-        self.journal.write("build", seeds=[torch.initial_seed(), context.seed])
+        self.queue, self.journal = {}, Journal(config.options, context)
+        self.journal.build(context, actor=context.actor)
 
     @property
     def num_unfinished(self):
@@ -233,7 +241,9 @@ class ProbeSampler(RolloutEngine):
 
     def add(self, requests):
         """Log and queue requests."""
-        self.journal.write("add", ids=[request.id for request in requests], asked=described(list(requests)))
+        left = [[request.prompt.token_ids[0], request.sampling.timeout_s] for request in requests]
+        ids, asked = [request.id for request in requests], described(list(requests))
+        self.journal.write("add", ids=ids, left=left, asked=asked)
         self.queue |= {request.id: request for request in requests}
 
     def abort(self, ids):
@@ -248,13 +258,13 @@ class ProbeSampler(RolloutEngine):
         return [self.answer(self.queue.pop(request.id), "stop")]
 
     def answer(self, request, reason):
-        """Return the rollout of ``request``: its prompt, its index and the version of the weights; or a full one."""
+        """Return the rollout of ``request``: what it begins with, its index and the version of the weights; or a full one."""
         if request.prompt.columns.get("do") == "full":
             return full_rollout(request)
-        prompt = request.prompt.token_ids
-        ids = torch.tensor([*prompt, request.index, self.version])
-        mask = torch.tensor([False] * len(prompt) + [True] * 2)
-        versions = torch.full_like(ids, self.version, dtype=torch.int32)
+        before = request.begun or request.unsampled()
+        ids = torch.cat([before.token_ids, torch.tensor([request.index, self.version])])
+        mask = torch.cat([before.loss_mask, torch.tensor([True] * 2)])
+        versions = torch.cat([before.policy_versions, torch.tensor([self.version] * 2).int()])
         return Rollout(
             request.id, request.prompt, ids, mask, torch.zeros(len(ids)), versions, reason, request.group_id, request.index
         )  # fmt: skip

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine_core.errors import DataError
 from engine_core.sampler_session import SamplerSession
+from engine_core.timeline import Clock
 from engine_core.types import Batch, Prompt, Request, Rollout, Sampling
 from engine_plugin_testing.contracts import contract
 from engine_plugin_testing.runtime_probe import described
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 
 SEED, CALLS, SESSION_CALLS, BATCHES = 5, 60, 60, 30
 PATIENCE = 20.0  # seconds
+TIMEOUT = 100_000.0  # seconds of a request
 FEW_IDS = 14  # so that an id is used again, also right after its request was dropped
 COLUMNS = (torch.float64, torch.bfloat16, torch.int32, torch.bool)
 
@@ -38,7 +42,8 @@ class _Workload:
         self.group, self.draws = group, draws
         self.open: dict[str, Request] = {}
         self.calls: list[str] = []
-        self.version: int | None = None  # of the last push
+        self.version = -1  # of the last push
+        self.least: dict[str, int] = {}  # version that a request was made after, by id
         self.spent: set[str] = set()  # ids that are not used again
         self._count = 0
 
@@ -54,12 +59,14 @@ class _Workload:
         return self._made([f"more{self._count + i}" for i in range(count)], columns)
 
     def _made(self, ids: Iterable[str], columns: dict[str, Any]) -> list[Request]:
-        made = []
+        made, timeout = [], columns.pop("timeout_s", 0.0)
         for id in ids:
             self._count += 1
             prompt = Prompt("p", [self._count, *range(self.draws.randint(1, 5))], "", dict(columns))
-            made.append(Request(id, prompt, Sampling(max_response_tokens=2), self._count, self._count % 3))
+            sampling = Sampling(max_response_tokens=2, timeout_s=timeout)
+            made.append(Request(id, prompt, sampling, self._count, self._count % 3))
         self.open |= {request.id: request for request in made}
+        self.least |= {request.id: self.version for request in made}
         return made
 
     def some(self) -> list[str]:
@@ -74,6 +81,21 @@ class _Workload:
         self.calls.append(f"{method}({texts})")
         found: list[Rollout] | None = self.group.call(method, **plain).result()
         return found or []
+
+    def fail(self, method: str) -> None:
+        """Sample requests, with nothing in flight, of which one raises an error, which the call must raise."""
+        requests = [*self.new(4), *self.more(1, do="raise:DataError")]
+        self.calls.append(f"{method} that fails of {[request.id for request in requests]}")
+        error: Exception | None = None
+        try:
+            if method == "generate":
+                self.group.call("generate", requests=requests).result()
+            else:
+                list(self.group.stream(requests))
+        except DataError as raised:
+            error = raised
+        assert "requested failure" in str(error), f"{self.calls[-1]}: it raised {error!r}."
+        self.open.clear()
 
     def take(self, found: Iterable[Rollout], ended: Iterable[str] = ()) -> None:
         """Check rollouts: each answers an open request, which this closes.
@@ -99,8 +121,10 @@ class _Workload:
             )
             asked = (request.group_id, request.index, request.prompt.token_ids)
             assert facts == asked, f"'{rollout.request_id}': {facts}; expected {asked}{calls}."
-            if self.version is not None and rollout.finish_reason == "stop":
-                assert rollout.policy_versions.tolist()[-1] == self.version, f"{rollout}{calls}"
+            least, last = self.least[rollout.request_id], int(rollout.policy_versions[-1])
+            assert self.version < 0 or rollout.finish_reason != "stop" or least <= last <= self.version, (
+                f"'{rollout.request_id}' has version {last}; expected {least} to {self.version}{calls}."
+            )
         assert not (left := stopped & set(self.open)), f"{sorted(left)} were stopped and not returned{calls}."
 
 
@@ -110,20 +134,22 @@ class _Workload:
         "a dropped request sampled",
         "the prompt of an earlier request with the same id",
         "a stopped request without an answer",
+        "requests of a call that failed sampled later",
     )
 )
 def random_calls_of_a_sampler_answer_each_request_once(bench: RuntimeBench) -> None:
     """In a random order of calls, each request is answered once, with its own prompt, or dropped and never sampled.
 
-    The calls: ``advance`` with new, dropped and stopped requests; pushes of weights and ``generate`` when nothing is in
-    flight. Ids of dropped and answered requests are used again at once.
+    The calls: ``advance`` with new, dropped and stopped requests; pushes of weights, ``generate``, and calls that fail at a
+    request, when nothing is in flight. Ids of dropped and answered requests, and of those that failed, are used again at
+    once.
     """
     runtime, groups, journal = bench.shared
     draws, group = random.Random(SEED), groups["rollout"]
     load = _Workload(group, draws)
     for number in range(CALLS):
-        kind = draws.choice(("advance", "advance", "stop", "drop", "drop", "push", "all"))
-        new = load.new(5) if kind not in ("push", "all") else []
+        kind = draws.choice(("advance", "advance", "stop", "drop", "drop", "push", "all", "fail"))
+        new = load.new(5) if kind not in ("push", "all", "fail") else []
         rounds = draws.randint(1, 2)
         if kind == "advance":
             load.take(load.call("advance", requests=new, rounds=rounds))
@@ -146,6 +172,8 @@ def random_calls_of_a_sampler_answer_each_request_once(bench: RuntimeBench) -> N
                 load.version = number + 100
                 load.calls.append(f"push_weights({load.version})")
                 runtime.push_weights("actor", "rollout", load.version)
+            elif kind == "fail":
+                load.fail(draws.choice(("generate", "stream")))
             load.take(load.call("generate", requests=load.new(6)))
             assert not load.open, f"generate left {sorted(load.open)} unanswered."
     while load.open:
@@ -156,51 +184,172 @@ def random_calls_of_a_sampler_answer_each_request_once(bench: RuntimeBench) -> N
         )
 
 
+class _Clock(Clock):
+    """A clock that stands still, except when it is set."""
+
+    seconds = 0.0
+
+    def now(self) -> float:
+        """Return ``seconds``."""
+        return self.seconds
+
+
+class _Session(_Workload):
+    """Random calls of a session of a run.
+
+    Attributes:
+        elapsed: seconds at each interruption, from the beginning on.
+    """
+
+    def __init__(self, bench: RuntimeBench, draws: random.Random) -> None:
+        self.bench, self.clock = bench, _Clock()
+        self.runtime, groups, self.journal = bench.shared
+        super().__init__(groups["rollout"], draws)
+        self.session = SamplerSession(groups["rollout"], self.clock)
+        self.elapsed = [0.0]
+        self.before = [len(lines) for lines in bench.written(self.journal, "rollout", "add")]
+
+    def results(self, timeout: float = 0.0) -> None:
+        """Take results."""
+        self.take(self.session.results(timeout))
+
+    def drop(self, ids: list[str]) -> None:
+        """Drop requests."""
+        self.spent |= {id for id in ids if self.open.pop(id, None)}
+        self.session.submit([], ids)
+
+    def cancel(self, ids: list[str]) -> None:
+        """Cancel requests; one that was still queued in the session has no rollout."""
+        self.take(self.session.cancel(ids))
+        for id in ids:
+            self.open.pop(id, None)
+
+    def interrupt(self, _: list[str]) -> None:
+        """Interrupt all requests that the samplers have, some time after the last interruption."""
+        self.results()
+        self.clock.seconds += self.draws.randint(1, 50)
+        self.elapsed.append(self.clock.seconds)
+        stopped = [rollout.request_id for rollout in self.session.interrupt()]
+        assert set(stopped) <= self.open.keys(), f"{stopped} were stopped; in flight are {sorted(self.open)}."
+
+    def push(self, _: list[str]) -> None:
+        """Change the weights while the session is held."""
+        with self.session.held():
+            self.version += 200
+            self.runtime.push_weights("actor", "rollout", self.version)
+
+    def drain(self, _: list[str]) -> None:
+        """Change the weights when all requests have ended; those that are submitted meanwhile wait for the new ones."""
+        left: list[list[str]] = []
+
+        def change() -> None:
+            """Wait for the requests so far, then push and submit others."""
+            with self.session.drained():
+                left.append(sorted(self.open.keys() & set(self.session.in_flight)))
+                self.version += 200
+                self.session.submit(self.new(3, do="sleep:0.002"))
+                time.sleep(0.01)
+                left.append(self.session.in_flight)
+                self.runtime.push_weights("actor", "rollout", self.version)
+
+        thread = threading.Thread(target=change, daemon=True)
+        thread.start()
+        deadline = time.monotonic() + PATIENCE
+        while thread.is_alive() and time.monotonic() < deadline:
+            self.results(timeout=0.01)
+        assert not thread.is_alive(), f"A session is not drained after {PATIENCE} s: {sorted(self.open)}."
+        assert left == [[], []], f"A drained session has requests in flight: {left}."
+
+    def answered(self) -> None:
+        """Take results until every request is answered."""
+        deadline = time.monotonic() + PATIENCE
+        while (self.open or not self.session.idle) and time.monotonic() < deadline:
+            self.results(timeout=0.05)
+        assert not self.open, f"{sorted(self.open)} were never answered; the last calls: {self.calls[-6:]}."
+
+    def check_logs(self) -> None:
+        """Assert that every rank has sampled, and that a request that was continued has the time that it had, less what has passed."""
+        left: dict[int, list[float]] = {}
+        every = self.bench.written(self.journal, "rollout", "add")
+        for rank, (lines, count) in enumerate(zip(every, [*self.before, *[0] * len(every)], strict=False)):
+            came = [pair for line in lines[count:] for pair in line["left"]]
+            assert came, f"rollout[{rank}] received no request."
+            for number, seconds in came:
+                left.setdefault(number, []).append(seconds)
+        for number, found in left.items():
+            found.sort(reverse=True)
+            possible = [
+                [found[0] and TIMEOUT - (now - start) for now in self.elapsed[at : at + len(found)]]
+                for at, start in enumerate(self.elapsed)
+            ]
+            assert found in possible, (
+                f"Prompt {number} was continued {len(found) - 1} times with the timeouts {found}; interruptions: {self.elapsed}."
+            )
+
+
 @contract(
-    catches=("a drop that a flow sends to no sampler", "requests lost where they are shared out"),
+    catches=(
+        "a drop that a flow sends to no sampler",
+        "requests lost where they are shared out",
+        "the whole timeout again at each continuation",
+        "a drain that does not wait",
+        "all requests given to one sampler",
+        "a drop lost if a cancel follows it",
+        "an error of a sampler that no caller gets",
+    ),
 )
 def random_orders_of_a_session_answer_each_request_once(bench: RuntimeBench) -> None:
     """In a session of a run, each request is answered once, cancelled, or dropped and not sampled for long.
 
-    Requests are submitted, dropped and cancelled in a random order, while samplers work where the group has a flow.
-    Weights change while the session is held. Ids of answered and cancelled requests are used again at once.
+    Requests are submitted, dropped, cancelled and interrupted in a random order, while samplers work where the group has a flow.
+    Weights change while the session is held or drained. Ids of answered and cancelled requests are used again at once. An
+    interrupted request keeps its deadline. Every rank samples. An error of a sampler is raised.
     """
-    runtime, groups, journal = bench.shared
-    draws, session = random.Random(SEED), SamplerSession(groups["rollout"])
-    load = _Workload(groups["rollout"], draws)
+    draws = random.Random(SEED)
+    load = _Session(bench, draws)
     try:
-        for number in range(SESSION_CALLS):
-            kind = draws.choice(("submit", "submit", "drop", "cancel", "push"))
-            new, ids = load.new(4, do="sleep:0.002"), load.some()
-            load.calls.append(f"{kind} of {ids}, after new {[request.id for request in new]}")
-            session.submit(new)
-            if kind == "drop":
-                load.spent |= {id for id in ids if load.open.pop(id, None)}
-                session.submit([], ids)
-            elif kind == "cancel":
-                load.take(session.cancel(ids))
-                for id in ids:  # a request that was still queued in the session has no rollout
-                    load.open.pop(id, None)
-            elif kind == "push":
-                with session.held():
-                    runtime.push_weights("actor", "rollout", number + 200)
-            load.take(session.results(timeout=draws.choice((0.0, 0.01))))
-        many = load.more(60, do="sleep:0.01")
-        before = len(_sampled(bench, journal))
-        session.submit(many)
-        load.take(session.results(timeout=0.0))
-        # a sampler that does not learn of the drop answers the two that follow after the dropped ones
-        session.submit(load.more(2), [request.id for request in many])
-        load.open = {id: request for id, request in load.open.items() if request not in many}
-        deadline = time.monotonic() + PATIENCE
-        while (load.open or not session.idle) and time.monotonic() < deadline:
-            load.take(session.results(timeout=0.05))
-        assert not load.open, f"{sorted(load.open)} were never answered; the last calls: {load.calls[-6:]}."
-        session.abandon()
-        done = len(_sampled(bench, journal)) - before
-        assert done < len(many) // 2, f"{done} requests were sampled after 60 were dropped: no sampler knows."
+        for _ in range(SESSION_CALLS):
+            kind = draws.choice(
+                (load.results, load.results, load.drop, load.cancel, load.interrupt, load.push, load.drain)
+            )
+            timeout = draws.choice((0.0, TIMEOUT))
+            new, ids = load.new(4, do="sleep:0.002", timeout_s=timeout), load.some()
+            load.calls.append(f"{kind.__name__} of {ids}, after new {[request.id for request in new]}")
+            load.session.submit(new)
+            kind(*() if kind == load.results else (ids,))
+            if draws.random() < 0.7:
+                load.results(timeout=draws.choice((0.0, 0.01)))
+        load.answered()
+        load.check_logs()
+        _check_drops(bench, load)
+        load.session.submit(load.more(1, do="raise:DataError"))
+        error: Exception | None = None
+        try:
+            load.answered()
+        except DataError as raised:
+            error = raised
+        assert "requested failure" in str(error), f"A request that fails raised {error!r}."
+        load.session.abandon()
     finally:
-        session.close()
+        load.session.close()
+
+
+def _check_drops(bench: RuntimeBench, load: _Session) -> None:
+    """Drop many requests at once, with another request or before a cancel, and assert that few of them are sampled."""
+    for way in ("submit", "cancel"):
+        many = load.more(40, do="sleep:0.01")
+        before = len(_sampled(bench, load.journal))
+        load.session.submit(many)
+        load.results()
+        load.drop([request.id for request in many])
+        # a sampler that does not learn of the drop answers the two that follow after the dropped ones
+        load.session.submit(load.more(2))
+        if way == "cancel":
+            load.cancel(["unknown"])
+        load.answered()
+        load.session.abandon()
+        done = len(_sampled(bench, load.journal)) - before
+        assert done < len(many) // 2, f"{done} requests were sampled after 40 were dropped: no sampler knows."
 
 
 def _sampled(bench: RuntimeBench, journal: Any) -> list[tuple[int, ...]]:
