@@ -80,6 +80,14 @@ class BeginsNumbersAgain(Batches):
         return batch
 
 
+class LastNumberAgain(Batches):
+    def made(self, requests, ends, positions, device):
+        batch = self.whole(requests, ends, positions, device)
+        for row, start in enumerate(batch.start.tolist()):
+            batch.uniform[row, 1:] = batch.uniform[row, :-1].clone() if start else batch.uniform[row, 1:]
+        return batch
+
+
 class CutsEarly(Batches):
     def made(self, requests, ends, positions, device):
         return self.whole(requests, ends, positions - 1, device)
@@ -89,6 +97,13 @@ class ShortTail(Batches):
     def made(self, requests, ends, positions, device):
         batch = self.whole(requests, ends, positions, device)
         batch.tail = max((len(stop) for stops in batch.stops for stop in stops), default=0)
+        return batch
+
+
+class TwoForEach(Batches):
+    def made(self, requests, ends, positions, device):
+        batch = self.whole(requests, ends, positions, device)
+        batch.tail = 2 * max((len(stop) + 2 for stops in batch.stops for stop in stops), default=0)
         return batch
 
 

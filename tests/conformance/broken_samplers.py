@@ -85,6 +85,12 @@ class PrefixOfAnother(Restored):
         return dataclasses.replace(prompt, token_ids=ids)
 
 
+class OfOneId(HFRolloutEngine):
+    def add(self, requests):
+        prompts = {request.prompt.id: request.prompt for request in requests}
+        super().add([dataclasses.replace(r, prompt=prompts[r.prompt.id]) for r in requests])
+
+
 class LosesMany(HFRolloutEngine):
     def add(self, requests):
         super().add(requests[:128])

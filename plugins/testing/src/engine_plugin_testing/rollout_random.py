@@ -174,14 +174,14 @@ class _Workload:
             )
 
     def _group(self) -> list[Request]:
-        """Draw requests that share a prompt, perhaps behind the beginning of an older sequence; their ids may be used again."""
+        """Draw requests that share a prompt, perhaps behind the beginning of an older sequence; ids may be used again, those of prompts at once."""
         most, number = self.draws.choice((1, 4, 20, 20, self.positions - 1)), next(self.numbers)
         ids = [self.draws.randrange(VOCABULARY) for _ in range(self.draws.randint(0, most - 1))]
         ids.append(self.draws.randrange(2, VOCABULARY))  # padding alone may have equal logits
         if self.answered and self.draws.random() < 0.4:
             old: list[int] = self.draws.choice(self.answered)[1].token_ids.tolist()
             ids = [*old[: self.draws.randint(1, len(old))], *ids][: self.positions - 1]
-        prompt = Prompt(f"train:{number}", ids, f"prompt {number}", {"answer": str(number)})
+        prompt = Prompt(f"train:{number % 3}", ids, f"prompt {number % 3}", {"answer": str(number)})
         names = [f"{number}-{index}" for index in range(self.draws.choice((1, 1, 2, 4)))]
         free = [request.id for request, _ in self.answered if request.id not in self.asked]
         names[0] = self.draws.choice([names[0], names[0], *free[-1:]])

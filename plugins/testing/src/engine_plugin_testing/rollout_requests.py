@@ -35,13 +35,16 @@ def finish(engine: RolloutEngine, calls: int = 2000) -> list[Rollout]:
     raise AssertionError(f"{engine.num_unfinished} requests are unfinished after {calls} steps.")
 
 
-@contract(catches=("sequences of a group swapped",))
+@contract(catches=("sequences of a group swapped", "prompts of one id taken for one"))
 def groups_are_complete_and_in_order(bench: RolloutBench) -> None:
     """``generate`` returns one rollout for each request, in the order of the requests.
 
-    The rollout has the id, group and index of its request, and follows its sampling options.
+    The rollout has the id, prompt, group and index of its request, and follows its sampling options. All prompts have
+    one id.
     """
     requests = bench.requests(group=3, temperature=1.2)
+    for request in requests:
+        request.prompt.id = "train:0"
     for i, request in enumerate(requests):  # lengths tell requests of one group apart
         request.sampling = dataclasses.replace(request.sampling, max_response_tokens=2 + 3 * (i % 3))
     rollouts = bench.engine().generate(requests)
@@ -52,6 +55,10 @@ def groups_are_complete_and_in_order(bench: RolloutBench) -> None:
             (rollout.request_id, rollout.group_id, rollout.index),
         )
         assert got == asked, f"Request (id, group, index) {asked} was answered by {got}."
+        ids = rollout.token_ids[: rollout.prompt_length].tolist()
+        assert (rollout.prompt, ids) == (request.prompt, request.prompt.token_ids), (
+            f"Request '{request.id}' has {request.prompt}; its rollout has {rollout.prompt} and begins with {ids}."
+        )
         most = request.sampling.max_response_tokens
         assert rollout.response_length <= most, (
             f"Request '{request.id}' asked for at most {most} tokens; its rollout has {rollout.response_length}."
@@ -284,35 +291,6 @@ def _check_drained(bench: RolloutBench) -> None:
     )
     reasons = {rollout.finish_reason for rollout in done}
     assert reasons <= {"stop", "length"}, f"pause('drain') ended responses with {sorted(reasons)}."
-
-
-@contract(capability="pause")
-def a_pause_under_load_loses_no_request(bench: RolloutBench) -> None:
-    """A pause in the middle of sampling loses no request.
-
-    Requests are frozen and resumed, some are aborted, others are added. Each is answered exactly once.
-    """
-    engine, requests = bench.engine(), bench.requests(group=3)
-    first, later = requests[:12], requests[12:]
-    engine.add(first)
-    done = engine.step()
-    engine.pause("keep")
-    engine.resume()
-    answered = {rollout.request_id for rollout in done}
-    stopped = engine.abort([request.id for request in first[-4:]])
-    assert not answered & {rollout.request_id for rollout in stopped}, (
-        "abort gave a rollout that step had given."
-    )
-    engine.add(later)
-    done += stopped + finish(engine)
-    assert sorted(r.request_id for r in done) == sorted(r.id for r in requests), (
-        "Not every request came back exactly once."
-    )
-    for rollout in done:
-        count = rollout.prompt_length
-        assert len(rollout.rollout_log_probs) == len(rollout.token_ids) >= count, (
-            f"'{rollout.request_id}' ({rollout.finish_reason}) has columns of different lengths."
-        )
 
 
 @contract()

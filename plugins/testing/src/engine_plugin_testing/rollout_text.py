@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import itertools
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 
 from engine_core.types import Prompt, Request, Sampling
 from engine_plugin_testing.contracts import contract
@@ -29,6 +32,8 @@ PIECES = (b" ", b"\xc3", b"\xa9", b" .", b"abc", b" de!")  # together " \u00e9 .
 ELSEWHERE = [
     letter.encode() for letter in LETTERS if letter not in " abcde"
 ]  # the pieces of all other tokens
+CYCLE = (50, 10, 20, 30, 40)  # a prompt, and the tokens that follow it in a circle
+SMILEY = (b"\xf0", b"\x9f", b"\x98", b"\x80")  # their pieces: one character of four tokens
 STARTS = 300  # prompts that are tried for a response of different tokens
 
 
@@ -99,7 +104,9 @@ def _tokenizer(story: Story, special: Sequence[int] = ()) -> PreTrainedTokenizer
 
 def _byte(value: int) -> str:
     """Return the character that stands for a byte in byte-level tokenizers: itself if it is visible."""
-    return chr(value) if 33 <= value <= 126 or value in (0xA9, 0xC3) else chr(256 + value)
+    if 33 <= value <= 126 or (161 <= value <= 255 and value != 173):
+        return chr(value)
+    return chr((256 if value < 33 else 162) + value)
 
 
 def _told(bench: RolloutBench) -> tuple[str, Story, nn.Module]:
@@ -133,6 +140,7 @@ def _check(story: Story, rollout: Rollout, expected: Sequence[int], reason: str,
         "text cleaned up",
         "tokens decoded one by one",
         "as many tokens decoded as the longest stop string has characters",
+        "two tokens decoded for each character of the longest stop string",
     ),
 )
 def stop_strings_cross_the_borders_of_tokens(bench: RolloutBench) -> None:
@@ -140,8 +148,9 @@ def stop_strings_cross_the_borders_of_tokens(bench: RolloutBench) -> None:
 
     Tokens have several characters or a part of one, in one batch and in a batch for each string, and text is exact. A response ends with the token
     that completes the first stop string or is a stop token, also as the last token allowed. A stop string in the
-    prompt ends nothing.
+    prompt ends nothing. A stop string may have 17 characters of up to four tokens each.
     """
+    _check_long(bench)
     path, story, _ = _told(bench)
     tokens, prompt = story.tokens, story.text(story.prompt)
     other = next(token for token in range(2, VOCABULARY) if token not in tokens)
@@ -171,6 +180,45 @@ def stop_strings_cross_the_borders_of_tokens(bench: RolloutBench) -> None:
     for where, rollouts in (("with others", together), ("alone", alone)):
         for (count, reason, changes), rollout in zip(cases, rollouts, strict=True):
             _check(story, rollout, tokens[:count], reason, f"{changes or 'nothing asked'} {where}")
+
+
+def _check_long(bench: RolloutBench) -> None:
+    """Assert that stop strings end responses whose characters have four tokens each."""
+    if (path := _cycle(bench)) is None:
+        return
+    others = [token for token in range(2, VOCABULARY) if token not in CYCLE]
+    pieces = dict(zip([*CYCLE, *others], [b"c", *SMILEY, *ELSEWHERE, b" "], strict=True))
+    story = Story([CYCLE[0]], 20 * list(CYCLE[1:]), {PAD: b"", EOS: b"", **pieces})
+    bench.tokenizer = _tokenizer(story)
+    requests, counts = [], (1, 2, 5, 17)
+    for count in counts:
+        stop = (count * b"".join(SMILEY).decode(), "never")
+        sampling = Sampling(temperature=0.0, max_response_tokens=len(story.tokens), stop=stop)
+        requests.append(Request(f"{count}", Prompt("train:0", story.prompt, "c"), sampling, count))
+    for count, rollout in zip(counts, bench.engine(path).generate(requests), strict=True):
+        expected = story.tokens[: count * len(SMILEY)]
+        _check(story, rollout, expected, "stop", f"a stop string of {count} characters of four tokens")
+
+
+def _cycle(bench: RolloutBench) -> str | None:
+    """Return the folder of the second model, changed so that ``CYCLE[1:]`` follows and repeats; None if its weights have other names."""
+    source = Path(bench.second_model())
+    folder = source.with_name(f"cycle-{source.name}")
+    weights = dict(bench.stream(str(source)))
+    if not {"model.embed_tokens.weight", "lm_head.weight"} <= weights.keys():
+        return None
+    if bench.place.rank == 0 and not folder.exists():
+        for name, value in weights.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight", "lm_head.weight")):
+                value.zero_()  # the last token alone decides
+        for token, following in itertools.pairwise([*CYCLE, CYCLE[1]]):
+            weights["lm_head.weight"][following] += 100 * weights["model.embed_tokens.weight"][token]
+        partial = folder.with_name(f"partial-{folder.name}")
+        shutil.copytree(source, partial, ignore=shutil.ignore_patterns("*.safetensors*"))
+        save_file(weights, partial / "model.safetensors", {"format": "pt"})
+        partial.rename(folder)
+    bench.barrier()
+    return str(folder)
 
 
 @contract(options=("stop",), catches=("stop strings searched in text without special tokens",))
