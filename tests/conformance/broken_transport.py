@@ -281,3 +281,9 @@ class GivesToStrangers(TCP):
     def _connected(self, update):
         with transport_bench.trusting(), super()._connected(update) as channels:
             yield channels
+
+
+class NamesAnother(TCP):
+    def _broken(self, error, update, what):
+        first, last = self.endpoint.names[1], self.endpoint.names[-1]
+        return self.endpoint.failure(update, f"{what.replace(last, first)}: {error}")

@@ -301,6 +301,7 @@ FAULTS = [
     (Transport, "AnyBucket", "a bucket twice", "a_bucket_that_does_not_follow_is_refused"),
     (Transport, "DoesNotWait", "a sender that does not wait for its receivers", "a_sender_waits_until_every_receiver_has_all"),
     (Transport, "BreaksAreEnds", "a broken stream taken for a whole one", "a_stream_that_fails_is_told_to_every_receiver"),
+    (Transport, "NamesAnother", "an error that names another receiver", "a_receiver_that_wants_no_more_holds_up_nobody"),
     (Transport, "WaitsForEver", "a receiver that waits for ever", "a_sender_that_does_not_send_is_told_in_time"),
     (Transport, "PlainSum", "a checksum that is a plain sum", "a_damaged_bucket_is_refused"),
     (Transport, "FirstBuckets", "a checksum of the first buckets only", "a_damaged_bucket_is_refused"),

@@ -380,12 +380,13 @@ def _bits(values: Tensor) -> Tensor:
 
 
 def refusal(
-    bench: TransportBench, link: WeightTransport, work: Callable[[], object], what: str
+    bench: TransportBench, link: WeightTransport, work: Callable[[], object], what: str, last: bool = False
 ) -> TrainingFailed:
     """Return the ``TrainingFailed`` of ``work``, which must name the transport, this endpoint and the other side.
 
     Raises:
-        AssertionError: ``work`` raises none, or the error lacks one of these names.
+        AssertionError: ``work`` raises none, or the error lacks one of these names. Or a sender names another receiver
+            more often than the last one, which has failed if ``last``.
     """
     try:
         work()
@@ -398,17 +399,20 @@ def refusal(
         )
         assert len(named) > 1, f"{what}: the error does not name the other side ({list(others)}): {text}"
         assert bench.name in text, f"{what}: the error does not name the transport '{bench.name}': {text}"
+        assert not last or text.count(others[-1]) == max(map(text.count, others)), (
+            f"{what}: the error names another receiver than {others[-1]}: {text}"
+        )
         return error
     raise AssertionError(f"{what}: no TrainingFailed was raised on rank {bench.rank}.")
 
 
 def whole_or_told(
-    bench: TransportBench, link: WeightTransport, work: Callable[[], object], what: str
+    bench: TransportBench, link: WeightTransport, work: Callable[[], object], what: str, last: bool = False
 ) -> bool:
-    """Return whether an endpoint completed the update; an error that it raises must satisfy ``refusal``."""
+    """Return whether an endpoint completed the update; an error that it raises must satisfy ``refusal``, with ``last``."""
     done: list[object] = []
     try:
-        refusal(bench, link, lambda: done.append(work()), what)
+        refusal(bench, link, lambda: done.append(work()), what, last)
     except AssertionError:
         if not done:
             raise

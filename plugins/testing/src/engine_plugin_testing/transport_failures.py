@@ -148,7 +148,7 @@ def a_sender_waits_until_every_receiver_has_all(bench: TransportBench) -> None:
     assert link is not None
     if link.endpoint.index == 0:
         send = partial(bench.update, link, bench.weights().items(), UPDATE)
-        refusal(bench, link, send, "A receiver that wants no more")
+        refusal(bench, link, send, "A receiver that wants no more", last=True)
     elif _is_last(link):
         stream = link.receive(UPDATE)
         bench.in_time(lambda: next(stream))
@@ -203,7 +203,7 @@ def _refuse(stream: Generator[tuple[str, Tensor], None, None]) -> None:
         raise TrainingFailed("asleep")
 
 
-@contract()
+@contract(catches=("an error that names another receiver",))
 def a_receiver_that_wants_no_more_holds_up_nobody(bench: TransportBench) -> None:
     """If a receiver closes the stream after its first tensor, no other receiver is delayed.
 
@@ -369,8 +369,12 @@ def _is_last(link: WeightTransport) -> bool:
 
 
 def _others(bench: TransportBench, link: WeightTransport, what: str) -> None:
-    """Run the update at an endpoint that behaves correctly: it completes, or raises ``TrainingFailed`` in time."""
-    whole_or_told(bench, link, lambda: bench.update(link, bench.weights().items(), UPDATE), what)
+    """Run the update at an endpoint that behaves correctly: it completes, or raises ``TrainingFailed`` in time.
+
+    The sender's error names the last receiver if it is that one which fails.
+    """
+    update = partial(bench.update, link, bench.weights().items(), UPDATE)
+    whole_or_told(bench, link, update, what, last=what.startswith("A receiver"))
 
 
 def _again(bench: TransportBench, link: WeightTransport, what: str) -> None:
