@@ -82,6 +82,61 @@ def test_a_text_that_a_function_must_return_may_look_like_json(judge, program, s
     assert judge(program, tests)[0] == score
 
 
+PYTEST = """
+import pytest
+from solution import root
+
+
+def test_a():
+    with pytest.raises(ValueError, match="negative"):
+        root(-1)
+
+
+def test_b():
+    assert root(2) == pytest.approx(1.4142136)
+
+
+@pytest.mark.parametrize("square, side", [(4, 2), (9, 3)])
+def test_c(square, side):
+    assert root(square) == side
+
+
+if __name__ == "__main__":
+    pytest.main()
+"""
+ROOT = """
+def root(x):
+    if x < 0:
+        raise ValueError("negative")
+    return x ** 0.5
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "score", "said"),
+    [
+        (ROOT, 1.0, "1 passed"),
+        (ROOT.replace("ValueError", "TypeError"), 0.0, "1 error; test 1: error TypeError: negative"),
+        (
+            ROOT.replace("negative", "no"),
+            0.0,
+            "1 error; test 1: error AssertionError: 'negative' is not in 'no'",
+        ),
+        (ROOT.replace("raise", "return"), 0.0, "1 error; test 1: error pytest_stub.Failed: DID NOT RAISE"),
+        (ROOT.replace("0.5", "0.51"), 0.0, "1 error; test 1: error AssertionError"),
+        (ROOT.replace("return x", "return 3 if x == 4 else x"), 0.0, "1 error; test 1: error AssertionError"),
+    ],
+)
+def test_a_test_may_use_what_pytest_offers_to_functions(judge, program, score, said):
+    found, report = judge(program, PYTEST)
+    assert (found, report[: len(said)]) == (score, said)
+
+
+def test_a_test_that_imports_a_hidden_package_fails_its_sample(judge):
+    with pytest.raises(BadTests, match="they use numpy, which the sandbox hides"):
+        judge("x = 1", ["import numpy\nassert numpy.sum(x) == 1"])
+
+
 FORGERIES = {
     "exit": "import os\nos._exit(0)",
     "exit in the function": "import os\ndef add(a, b): os._exit(0)",

@@ -145,11 +145,67 @@ def test_what_has_no_known_form_is_told(tests, message):
         ("class TestF:\n    def test_a(self):\n        assert f(1) == 2", "nothing calls what asserts"),
         ("async def test_a():\n    assert f(1) == 2", "nothing calls what asserts"),
         ("def helper():\n    assert f(1) == 2", "nothing calls what asserts"),
+        (
+            "class TestF(TestCase):\n    def test_a(self):\n        assert f(1) == 2\n"
+            "if __name__ == '__main__':\n    unittest.main()",
+            "nothing calls what asserts",
+        ),
     ],
 )
 def test_code_that_every_program_would_pass_is_no_test(test, message):
     with pytest.raises(BadTests, match=message):
         parse([test])
+
+
+def test_functions_with_arguments_of_parametrize_are_called():
+    test = "import pytest\n\n@pytest.mark.parametrize('a, b', [(1, 2)])\ndef test_a(a, b):\n    assert f(a) == b\n"
+
+    (case,) = parse(test)
+    assert case.functions == ("test_a",)
+    with pytest.raises(BadTests, match="nothing calls what asserts"):
+        parse(test.replace("test_a(a, b)", "test_a(a, b, tmp_path)"))
+
+
+NUMPY = "import numpy as np\nfrom solution import f\nassert np.allclose(f(1), 2.0)"
+FIXTURE = "import pytest\n@pytest.fixture\ndef two():\n    return 2\ndef test_a():\n    assert f(1) == 2"
+
+
+@pytest.mark.parametrize(
+    ("test", "name"),
+    [
+        (NUMPY, "numpy"),
+        ("from numpy.linalg import norm\ndef test_a():\n    assert f(1) == 2", "numpy.linalg.norm"),
+        ("def check(candidate):\n    import torch\n    assert candidate(1) == 2\ncheck(f)", "torch"),
+        ("from .solution import f\nassert f(1) == 2", r"\.solution\.f"),
+        (FIXTURE, "pytest.fixture"),
+        (
+            "from pytest import warns\ndef test_a():\n    with warns(UserWarning):\n        assert f(1) == 2",
+            "pytest.warns",
+        ),
+        ("import pytest\n@pytest.mark.skip\ndef test_a():\n    assert f(1) == 2", "pytest.mark.skip"),
+    ],
+)
+def test_what_a_sandbox_without_packages_cannot_import_is_no_test(test, name):
+    with pytest.raises(
+        BadTests, match=rf"they use {name}, which the sandbox hides.*readable.*sys\.path in prelude"
+    ):
+        parse([test], packages=False)
+    assert parse([test])
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        "import math, collections.abc\nfrom solution import f\nassert f(1) == 2",
+        "try:\n    import numpy\nexcept ImportError:\n    pass\nassert f(1) == 2",
+        f"import sys\nsys.path.append('/packages')\n{NUMPY}",
+        "import pytest\ndef test_a():\n    with pytest.raises(ValueError) as info: f(1)\n    assert info.type",
+        "import pytest\ndef test_a():\n    assert f(1) == pytest.approx(2)\n"
+        "if __name__ == '__main__':\n    pytest.main()",
+    ],
+)
+def test_what_a_sandbox_without_packages_can_import_is_a_test(test):
+    assert parse([test], packages=False) == parse([test])
 
 
 @pytest.mark.parametrize(

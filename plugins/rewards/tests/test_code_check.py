@@ -98,6 +98,7 @@ def test_a_row_without_tests_is_told_with_the_column_and_the_forms(check):
         ({"answer": "42"}, "column 'answer': code that asserts nothing: '42'"),
         ({"answer": "twenty apples"}, "column 'answer': invalid syntax"),
         ({"tests": {"a": 1}, "answer": "assert f(1) == 2"}, "column 'tests': a test has the keys a"),
+        ({"tests": "import numpy\nassert numpy.sum(f(1)) == 2"}, "column 'tests': they use numpy, which"),
         ({"tests": 7}, r"column 'tests': got 7 \(int\)"),
         ({"tests": "def check(candidate):\n    assert candidate(1)"}, "nothing in the column 'entry_point'"),
     ],
@@ -106,3 +107,8 @@ def test_a_row_with_tests_of_no_known_form_is_told_with_its_column_and_the_forms
     with pytest.raises(ValueError, match=message) as exc:
         check()(columns)
     assert "Forms of tests: {" in str(exc.value)
+
+
+def test_a_row_whose_test_imports_a_package_passes_where_the_prelude_shows_packages():
+    look = make_check(10.0, min_isolation="limits", prelude="import sys\nsys.path.append('/packages')")
+    look({"tests": "import numpy\nassert numpy.sum(f(1)) == 2"})

@@ -66,13 +66,23 @@ def make_check(timeout: float, **options: Any) -> Callable[[Mapping[str, Any]], 
                 f"Forms of tests: {code_cases.FORMS}."
             )
         try:
-            code_cases.parse(columns[column], columns.get("entry_point"), columns.get("test_setup"))
+            parse(chosen, columns[column], columns.get("entry_point"), columns.get("test_setup"))
         except code_cases.BadTests as error:
             raise ValueError(
                 f"cannot use the tests in column '{column}': {error}. Forms of tests: {code_cases.FORMS}."
             ) from None
 
     return check
+
+
+def parse(chosen: CodeOptions, tests: Any, entry_point: str | None, setup: str | None) -> list[Case]:
+    """Parse the tests of one row; see ``code_cases.parse``.
+
+    Raises:
+        BadTests: the tests cannot be used.
+    """
+    packages = "sys.path" in chosen.prelude + chosen.template
+    return code_cases.parse(tests, entry_point, setup, packages)
 
 
 def total_seconds(chosen: CodeOptions, timeout: float) -> float:
@@ -149,8 +159,7 @@ class Judge:
         given = tests if tests is not None else answer
         if given is None:
             return None
-        cases = code_cases.parse(given, entry_point, test_setup)
-        cases = cases[: self.options.max_tests or None]
+        cases = parse(self.options, given, entry_point, test_setup)[: self.options.max_tests or None]
         program = extract(completion, self.options.block)
         if program is None:
             return {"score": 0.0, "pred": "no program"}

@@ -14,22 +14,29 @@ form                                                                      seen i
 
 Each may be JSON text. An assertion that compares with a literal, or asserts an expression alone, becomes an
 ``Expression``: the program returns the value and the engine compares it, so that the program cannot know the expected
-value. Other assertions run in the program's process (``Assertions``).
+value. Other assertions run in the program's process (``Assertions``). Functions ``test_...`` may use the parts of pytest
+that are in ``sandbox/inside/pytest_stub.py``.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import functools
 import json
 import math
+import operator
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from engine_plugin_rewards.sandbox.inside import pytest_stub
 from engine_plugin_rewards.sandbox.inside.python_tests import encode
 
+IMPORTABLE = {*sys.stdlib_module_names, "solution", "pytest"}  # by the code of a test
+PYTEST = re.compile(r"pytest\.([\w.]+)")
 ASSERTING = re.compile(r"assert|check|raises|test|exit", re.IGNORECASE)
 JSON_STARTS = ("{", "[")
 FUNCTION_NAMES = ("fn_name", "func_name", "function", "entry_point")
@@ -114,19 +121,23 @@ class BadTests(ValueError):
     """An error: tests have no known form; the message says what was found."""
 
 
-def parse(tests: Any, entry_point: str | None = None, setup: str | None = None) -> list[Case]:
+def parse(
+    tests: Any, entry_point: str | None = None, setup: str | None = None, packages: bool = True
+) -> list[Case]:
     """Parse the tests of one row.
 
     Args:
         tests: in one of the forms above.
         entry_point: the function under test, if ``tests`` does not name it.
         setup: Python code that precedes assertions.
+        packages: whether programs can import more than Python's library.
 
     Raises:
-        BadTests: ``tests`` is empty, or has no known form.
+        BadTests: ``tests`` is empty, has no known form, or imports what programs cannot import.
     """
     try:
         cases = list(_cases(tests, entry_point or "", setup or ""))
+        hidden = "" if packages else next(filter(None, map(_hidden, cases)), "")
     except BadTests:
         raise
     except (TypeError, ValueError) as exc:  # a number where a list should be; a NUL in code
@@ -135,6 +146,11 @@ def parse(tests: Any, entry_point: str | None = None, setup: str | None = None) 
         raise BadTests("they are nested too deeply") from exc
     if not cases:
         raise BadTests("there are no tests")
+    if hidden:
+        raise BadTests(
+            f"they use {hidden}, which the sandbox hides. Name the package's folder in [reward.code] readable, and add it "
+            "to sys.path in prelude"
+        )
     return cases
 
 
@@ -248,6 +264,7 @@ def _of_code(test: str, entry_point: str, setup: str) -> Iterator[Case]:
             tree = ast.parse(code)
         except SyntaxError as exc:
             raise BadTests(f"{exc.msg} in line {exc.lineno} of a test: {_shown(code)}") from exc
+    tree.body = [node for node in tree.body if not _is_main(node)]
     imports: list[str] = []
     found: list[Expression] = []
     if all(_judged(node, entry_point, setup, imports, found) for node in tree.body) and found:
@@ -279,8 +296,56 @@ def _runs(node: ast.stmt) -> bool:
     return not isinstance(node, defined) and any(isinstance(part, acting) for part in ast.walk(node))
 
 
+def _is_main(node: ast.stmt) -> bool:
+    """Return whether a statement is ``if __name__ == "__main__": ...``, which a test does not run."""
+    return isinstance(node, ast.If) and ast.unparse(node.test).startswith("__name__ ==")
+
+
 def _is_test(node: ast.stmt) -> bool:
-    return isinstance(node, ast.FunctionDef) and node.name.startswith("test_") and not node.args.args
+    """Return whether a statement is a test function whose arguments, if any, come from ``parametrize``."""
+    if not (isinstance(node, ast.FunctionDef) and node.name.startswith("test_")):
+        return False
+    marks = [ast.unparse(mark) for mark in node.decorator_list]
+    names = {name for mark in marks if "parametrize" in mark for name in re.findall(r"\w+", mark)}
+    return all(argument.arg in names for argument in node.args.args)
+
+
+def _hidden(case: Case) -> str:
+    """Return what the code of a test imports or uses that a box without packages lacks; "" if it lacks nothing."""
+    if isinstance(case, Expression):
+        return _hidden_from(case.setup)
+    return _hidden_from(case.test) if isinstance(case, Assertions) else ""
+
+
+@functools.lru_cache(maxsize=256)
+def _hidden_from(code: str) -> str:
+    tree = ast.parse(code)
+    tree.body = [node for node in tree.body if not _is_main(node)]
+    if "sys.path" in code or any(isinstance(node, ast.Try) for node in ast.walk(tree)):
+        return ""  # the code may find the package, or do without it
+    for name in (name for node in ast.walk(tree) for name in _names(node)):
+        of_pytest = PYTEST.fullmatch(name)
+        if name.partition(".")[0] not in IMPORTABLE or (of_pytest and not _in_stub(of_pytest[1])):
+            return name
+    return ""
+
+
+def _names(node: ast.AST) -> list[str]:
+    """Return the dotted names that a node imports, or takes from pytest."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{'.' * node.level}{node.module or ''}.{alias.name}" for alias in node.names]
+    name = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+    return [name] if PYTEST.fullmatch(name) else []
+
+
+def _in_stub(name: str) -> bool:
+    try:
+        operator.attrgetter(name)(pytest_stub)
+    except AttributeError:
+        return False
+    return True
 
 
 def _judged(

@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 
+import pytest_stub
 import python_tests
 import seccomp
 import sessions
@@ -109,7 +110,11 @@ class Box:
             self._confine(job, descriptors, parent)
             code = 1
             what = job["what"]
-            sessions.KINDS.get(what["kind"], python_tests.run)(what)
+            if what["kind"] in sessions.KINDS:
+                sessions.KINDS[what["kind"]](what)
+            else:
+                sys.meta_path.append(pytest_stub.Finder())
+                python_tests.run(what)
             code = 0
         except SystemExit as exc:
             code = exc.code if isinstance(exc.code, int) else exc.code is not None
