@@ -152,6 +152,52 @@ def test_calls_in_a_models_form_are_read(name, text, calls):
     assert getattr(formats, name)(text, SCHEMAS) == calls
 
 
+BEFORE = {
+    "hermes": ["<think>" + hermes(N) + '</think>The row {"name": "Ann"} is wrong.\n', hermes(Q)],
+    "qwen3_coder": [
+        "<think><tool_call></think>I look.",
+        coder("search", q="<tool_call></think>"),
+        coder("now"),
+    ],
+    "glm": ["<think><tool_call>now</think>I look.", zhipu("search", q="</think>"), zhipu("now")],
+    "deepseek_v3": [
+        "<think><｜tool▁call▁begin｜></think>I look.",
+        "<｜tool▁calls▁begin｜>" + deepseek("search", '{"q": "</think>"}'),
+        deepseek("now", "{}"),
+    ],
+    "mistral": ['I look at {"name": "Ann"}.', f"[TOOL_CALLS][{Q}, {N}]"],
+    "llama3": ['I look at {"name": "Ann"}.', f"<|python_tag|>{P}; {N}"],
+    "json": [f"<think>{N}</think>I look.\n", f"```json\n{Q}\n```"],
+}
+
+
+@pytest.mark.parametrize("name", BEFORE)
+def test_a_call_begins_after_the_text_before_it(name):
+    before, *calls = BEFORE[name]
+    found = getattr(formats, name)(before + "".join(calls), SCHEMAS)
+    assert not any(call.problem for call in found)
+    assert found[0].begin == len(before)
+    if len(calls) == 2:
+        assert found[1].begin == len(before + calls[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>42", "42"),
+        ("<|channel|>analysis<|message|>Hm", ""),
+        (
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
+            + harmony("search", '{"q": "1"}'),
+            "I look.",
+        ),
+        (harmony("search", '{"q": "1"}', " to=functions.{}<|channel|>commentary json"), ""),
+    ],
+)
+def test_the_content_of_gpt_oss_is_what_it_says_to_the_user(text, content):
+    assert formats.harmony_content(text) == content
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_text_without_a_call_has_none(name):
     assert getattr(formats, name)("The answer is 3, as {x} and [1].", SCHEMAS) == []

@@ -1,8 +1,9 @@
 """The policy endpoint: harnesses that talk to it with the OpenAI client, and what of their episodes is learned."""
 
 import textwrap
-import time
 import zlib
+
+from chat_templates import tokenizer_of
 
 from engine_plugin_agents import conversations
 
@@ -161,9 +162,9 @@ def test_calls_before_a_stop_string_count_and_the_text_before_them_is_whole(
         asked = {"model": "", "messages": [{"role": "user", "content": "Add"}], "tools": tools, "stop": ["END"]}
         choice = client.chat.completions.create(**asked).choices[0]
         [call] = choice.message.tool_calls
-        return {"good": float((choice.message.content, call.function.name) == ("Of {2, 3}:", "add"))}
+        return {"good": float((choice.message.content, call.function.name) == ('Ann is {"name": "Ann"}:', "add"))}
     """
-    text = 'Of {2, 3}: <tool_call>{"name":"add","arguments":{}}</tool_call>END'
+    text = 'Ann is {"name": "Ann"}: <tool_call>{"name":"add","arguments":{}}</tool_call>END'
     late = '<tool_call>{"name":"late","arguments":{}}</tool_call>'
     engine = scripted(lambda request: (text + late, "stop"))
     runner = harness(textwrap.dedent(source))
@@ -299,8 +300,17 @@ def test_recent_conversations_forget_the_oldest_and_obey_sampling_parameters(
     assert all(request.prompt.token_ids[: len(said)] == said for request in engine.asked[1:3])
 
 
-def test_the_beginning_of_calls_is_found_in_time_after_much_white_space():
-    start = time.monotonic()
-    found = conversations.CALLS_BEGIN.search("Hm." + " " * 100_000 + '[ {"name": "f"}]')
-    assert found.group() == '[ {"name":'
-    assert time.monotonic() - start < 5
+def test_a_client_of_gpt_oss_reads_the_final_channel_and_continues_it(harness, scripted, requests, play):
+    source = """
+    for number in range(2):
+        answer = client.chat.completions.create(model="", messages=messages).choices[0].message
+        assert answer.content == "42", answer
+        messages += [answer, {"role": "user", "content": "Again."}]
+"""
+    final = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>"
+    engine = scripted(lambda request: (final, "stop"))
+    engine.tokenizer = tokenizer_of("gpt_oss")
+    runner = harness(ASK % source.strip(), own=engine.tokenizer, on_error="fail")
+    play(runner, engine, requests(1, max_response_tokens=200))
+    metrics = runner.metrics()
+    assert (metrics["environment/branches"], metrics["environment/reencoded_tokens"]) == (1, 0)

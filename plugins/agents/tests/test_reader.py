@@ -92,6 +92,40 @@ def test_a_control_token_counts_only_if_it_was_sampled_as_one(name):
     assert reader.read(tokenizer("It said ", add_special_tokens=False)["input_ids"] + quoted) == []
 
 
+ANALYSIS = "<|channel|>analysis<|message|>Hm<|end|><|start|>assistant"
+ANSWERS = [
+    ("qwen3", "The answer.<|im_end|>", None, 0),
+    (
+        "qwen3",
+        'Ann: {"name": "Ann"}. <tool_call>{"name": "run_it"}</tool_call><|im_end|>',
+        'Ann: {"name": "Ann"}.',
+        1,
+    ),
+    ("qwen3", '<tool_call>{"name": "run_it"}</tool_call> <tool_call>{', None, 0),
+    ("gpt_oss", ANALYSIS + "<|channel|>final<|message|>42<|return|>", "42", 0),
+    ("gpt_oss", ANALYSIS + FORGED["gpt_oss"], "", 1),
+    ("gpt_oss", "42<|return|>", None, 0),
+]
+
+
+@pytest.mark.parametrize(("family", "said", "content", "count"), ANSWERS)
+def test_an_answer_is_what_a_turn_says_to_the_user_and_its_calls(family, said, content, count):
+    tokenizer, reader = reader_of(family)
+    sampled = tokenizer(said, add_special_tokens=False)["input_ids"]
+    assert reader.read_answer(sampled, [TOOL]) == (content, [ToolCall("run_it")] * count)
+    if family == "qwen3":
+        assert reader.read_answer(sampled) == (None, [])
+
+
+def test_quoted_control_tokens_stay_in_an_answer():
+    tokenizer, reader = reader_of("gpt_oss")
+    begin = tokenizer(ANALYSIS + "<|channel|>final<|message|>", add_special_tokens=False)["input_ids"]
+    quoted = tokenizer(
+        "<|end|> ends, <|message|> begins", add_special_tokens=False, split_special_tokens=True
+    )["input_ids"]
+    assert reader.read_answer(begin + quoted) == ("<|end|> ends, <|message|> begins", [])
+
+
 def test_arguments_that_quote_a_control_token_keep_its_text():
     """At any depth of nesting that JSON can be read with, or is refused with."""
     tokenizer, reader = reader_of("qwen3")

@@ -36,6 +36,7 @@ class ToolCall:
     arguments: dict[str, Any] = field(default_factory=dict)  #: by name
     problem: str = ""  #: why the call could not be read
     id: str = ""  #: as the policy wrote it, if it did
+    begin: int = field(default=0, compare=False)  #: position in the text, with a mark before the call
 
 
 class ToolBroken(Exception):

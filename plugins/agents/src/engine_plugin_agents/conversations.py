@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 from engine_core.data.rows import BadRow
 from engine_core.errors import DataError
-from engine_plugin_agents.calls import ToolCall
 from engine_plugin_agents.episode import said
 from engine_plugin_agents.policy import LimitReached, Turn
 from engine_plugin_agents.reader import parameters_of
 
 if TYPE_CHECKING:
     from engine_core.types import Rollout
+    from engine_plugin_agents.calls import ToolCall
     from engine_plugin_agents.episode import Episode
 
 Message = dict[str, Any]
@@ -35,10 +34,6 @@ SHOWN = ("role", "content", "name")
 """Fields of a message that are recorded."""
 KEPT = 256
 """Turns and tool calls that ``RecentConversations`` remembers."""
-CALLS_BEGIN = re.compile(
-    r"<tool_call>|<function=|<｜tool▁calls?▁begin｜>|\[TOOL_CALLS\]|<\|python_tag\|>|```(?:json|tool_call)|(?:\[\s*)?\{\s*\"(?:name|type)\"\s*:"
-)
-"""The beginning of calls in the text of a turn that has some; the text before it is the answer's content."""
 
 
 class Refused(Exception):
@@ -200,15 +195,10 @@ class Conversations:
             ((at, stop) for stop in question.stop or () if (at := text.find(stop)) >= 0), default=None
         )
         at, stop = found or (len(text), None)
-        text, calls = text[:at], list[ToolCall]()
-        if question.tools:
-            said = turn.token_ids if stop is None else tokenizer.encode(text, add_special_tokens=False)
-            calls = self.episode.reader.read(said, question.tools)
-        if any(call.problem for call in calls):
-            calls = []  # the whole turn is text
-        elif calls:
-            mark = CALLS_BEGIN.search(text)
-            text = text[: mark.start()].strip() if mark else ""
+        text = text[:at]
+        said = turn.token_ids if stop is None else tokenizer.encode(text, add_special_tokens=False)
+        shown, calls = self.episode.reader.read_answer(said, question.tools)
+        text = text if shown is None else shown
         first = self.episode.counts["tool_calls"] + 1
         self.episode.counts["tool_calls"] += len(calls)
         # Mistral's templates accept ids of nine letters

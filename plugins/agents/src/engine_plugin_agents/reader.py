@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from engine_core.data.rows import BadRow
 from engine_core.errors import DataError
 from engine_plugin_agents.calls import ToolCall
+from engine_plugin_agents.formats import harmony_content
 from engine_plugin_agents.plugin import FORMATS
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ class CallReader:
             i: str(token) for i, token in tokenizer.added_tokens_decoder.items() if token.special
         }
         self._special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        self._harmony = {"<|channel|>", "<|message|>"} <= {*self._special.values()}
         longest = sorted(map(re.escape, self._special.values()), key=len, reverse=True)
         self._control = re.compile("|".join(longest) or "(?!)")
 
@@ -61,7 +64,25 @@ class CallReader:
             token_ids: the sampled tokens. A control token is one only if it was sampled as one token.
             tools: the JSON schemas that the prompt shows.
         """
-        return self._read(self._parse, token_ids, parameters_of(tools))
+        return self._read(self._parse, token_ids, parameters_of(tools))[1]
+
+    def read_answer(self, token_ids: Sequence[int], tools: Any = ()) -> tuple[str | None, list[ToolCall]]:
+        """Return the text that a sampled turn has for the user, and its calls.
+
+        Args:
+            token_ids: as in ``read``.
+            tools: as in ``read``; without tools the turn has no calls.
+
+        Returns:
+            The text before the calls, or of the channels for the user (gpt-oss); None: the whole turn, which has no
+            calls, or one that cannot be read.
+        """
+        text, calls = self._read(self._parse if tools else _nothing, token_ids, parameters_of(tools))
+        if any(call.problem for call in calls):
+            return None, []
+        if self._harmony and "<|message|>" in text:
+            return harmony_content(text).replace(GUARD, ""), calls
+        return text[: calls[0].begin].replace(GUARD, "").strip() if calls else None, calls
 
     def note_tools(self) -> None:
         """Log a warning, once, if the chat template does not show the tools of requests."""
@@ -89,7 +110,7 @@ class CallReader:
 
     def _fits(self, name: str) -> bool:
         """Return whether a format reads the call that the chat template writes."""
-        calls = self._read(self._forms[name], self._written, {PROBE.name: PROBE_SCHEMA})
+        _, calls = self._read(self._forms[name], self._written, {PROBE.name: PROBE_SCHEMA})
         return [(call.name, call.arguments) for call in calls] == [(PROBE.name, PROBE.arguments)]
 
     @functools.cached_property
@@ -104,7 +125,10 @@ class CallReader:
                 return list(itertools.compress(rendered.token_ids, rendered.loss_mask))
         return []
 
-    def _read(self, parse: Parse, token_ids: Sequence[int], schemas: Mapping[str, Any]) -> list[ToolCall]:
+    def _read(
+        self, parse: Parse, token_ids: Sequence[int], schemas: Mapping[str, Any]
+    ) -> tuple[str, list[ToolCall]]:
+        """Return the text of a turn, with ``GUARD``, and its calls."""
         ids = list(token_ids)
         while ids and ids[-1] in self._special:
             ids.pop()
@@ -112,9 +136,9 @@ class CallReader:
         text = "".join(self._text(list(run), special) for special, run in runs)
         calls = parse(text, schemas)
         try:
-            return [_plain(call) for call in calls] if GUARD in text else calls
+            return text, [_plain(call) for call in calls] if GUARD in text else calls
         except RecursionError:
-            return [ToolCall("", problem="the arguments are nested too deeply")]
+            return text, [ToolCall("", problem="the arguments are nested too deeply")]
 
     def _text(self, ids: list[int], special: bool) -> str:
         if special:
@@ -137,4 +161,9 @@ def parameters_of(tools: Any) -> dict[str, Mapping[str, Any]]:
 def _plain(call: ToolCall) -> ToolCall:
     """Return a call without ``GUARD``."""
     arguments = json.loads(json.dumps(call.arguments, ensure_ascii=False).replace(GUARD, ""))
-    return ToolCall(call.name.replace(GUARD, ""), arguments, call.problem, call.id)
+    return dataclasses.replace(call, name=call.name.replace(GUARD, ""), arguments=arguments)
+
+
+def _nothing(text: str, schemas: Mapping[str, Any]) -> list[ToolCall]:
+    """Return no calls."""
+    return []

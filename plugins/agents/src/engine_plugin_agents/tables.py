@@ -27,7 +27,8 @@ def engine_tool_formats() -> Mapping[str, ToolFormat]:
 
     :returns: a ``ToolFormat`` for each name. Its function gets the text of a sampled turn, with special tokens except those at the end,
         and the JSON schemas of the parameters by tool name. It returns a ``ToolCall`` for each call in the text, one with a
-        ``problem`` for a call that it cannot read::
+        ``problem`` for a call that it cannot read. ``begin`` is the position of the call; the policy endpoint returns the text before
+        the first call as content::
 
             def parse(text, schemas):
                 return [ToolCall(name, {"x": x}) for name, x in re.findall("<<(.*?):(.*?)>>", text)]
