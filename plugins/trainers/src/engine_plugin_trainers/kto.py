@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,6 +71,13 @@ class KTOTrainer(PreferenceRun):
         batch, _ = super().annotate(batch)
         batch = batch.with_columns(sequences={"kl": torch.full((len(batch),), kl)})
         return batch, {"rewards/kl": kl, "rewards/desirable_share": float(batch["desirable"].double().mean())}
+
+    def defined(self, metrics: Mapping[str, float], batch: Batch) -> dict[str, float]:
+        """Return the metrics without those of a kind of responses that the mini-batch lacks, and then without the margin."""
+        desirable = batch["desirable"]
+        lacks = {"chosen": not bool(desirable.any()), "rejected": bool(desirable.all())}
+        lacks["margin"] = any(lacks.values())
+        return {name: value for name, value in metrics.items() if not lacks.get(name.partition("/")[2])}
 
     def mismatch_kl(self, batch: Batch) -> float:
         """Return z, from this batch's responses after other prompts."""

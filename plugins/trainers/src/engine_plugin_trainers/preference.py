@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -58,6 +58,10 @@ class PreferenceRun(TrainingRun):
             return batch, {}
         return batch.with_columns(tokens={"ref_log_probs": self.reference_log_probs(batch)}), {}
 
+    def defined(self, metrics: Mapping[str, float], batch: Batch) -> dict[str, float]:
+        """Return those metrics of the loss that are defined for a mini-batch."""
+        return dict(metrics)
+
     @abc.abstractmethod
     def loss_call(self) -> LossCall:
         """Return the name of the objective and its parameters."""
@@ -81,7 +85,7 @@ class PreferenceRun(TrainingRun):
         with self.phase("log_probs"):
             batch, noted = self.annotate(batch)
         with self.phase("train"):
-            metrics = self.learn(batch, self.loss_call())
+            metrics = self.defined(self.learn(batch, self.loss_call()), batch)
         return metrics | noted | {"tokens/total": float(batch.num_tokens)}
 
     def evaluate(self, out: Path | None = None) -> dict[str, float]:
@@ -94,7 +98,8 @@ class PreferenceRun(TrainingRun):
             names = (*call.outputs, *call.watched)
             outputs = self.groups[self.role].call("infer", batch, outputs=names).result()
             loss, measured = resolve_loss(call, self.plugins)(outputs, batch)
-            found = {name: float(value) for name, value in measured.items()} | noted | {"loss": float(loss)}
+            found = self.defined({name: float(value) for name, value in measured.items()}, batch)
+            found |= {**noted, "loss": float(loss)}
             metrics |= {held_out.prefix + name.removeprefix("actor/"): value for name, value in found.items()}
         return metrics
 

@@ -155,6 +155,10 @@ def kto(
         beta: scale of log-ratios, over 0.
         desirable_weight: w+.
         undesirable_weight: w-.
+
+    Returns:
+        The sum, and metrics: means of rewards and log-probs over each kind, 0 for a kind that the mini-batch lacks, and
+        the difference of the two rewards.
     """
     ratio, desirable = log_ratios(outputs["log_probs"], batch), batch["desirable"]
     gap = beta * (ratio - batch["kl"])
