@@ -9,6 +9,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    DogeConfig,
     HunYuanDenseV1Config,
     Llama4TextConfig,
     LlamaConfig,
@@ -16,6 +17,7 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     NanoChatConfig,
+    NemotronConfig,
     Phi3Config,
     PhimoeConfig,
     PreTrainedModel,
@@ -204,6 +206,15 @@ def test_a_token_does_not_see_an_earlier_chunk(engine_of, batch_of):
     assert not torch.equal(one[:4], two[:4])
 
 
+@torch.no_grad()
+def log_probs_of(module, ids):
+    """Log-probs of the tokens after the first two, computed with an explicit mask."""
+    own = AutoModelForCausalLM.from_config(module.config, attn_implementation="eager").eval()
+    own.load_state_dict(module.state_dict())
+    log_probs = own(ids[None]).logits[0, :-1].log_softmax(-1)
+    return log_probs.gather(1, ids[1:, None])[1:, 0]
+
+
 EXPERTS = {"num_experts_per_tok": 2, "max_position_embeddings": 64}
 
 
@@ -236,13 +247,36 @@ def test_a_model_that_has_its_window_in_the_mask_alone_is_not_packed(
     assert engine.module.config._attn_implementation == "varlen"
     assert engine.forward.packs == packs
     assert ("applies its sliding window in the attention mask alone" in caplog.text) != packs
-    own = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    own.load_state_dict(engine.module.state_dict())
     for ids, log_probs in zip(batch.token_ids.split([20, 12]), found.split([20, 12]), strict=True):
-        with torch.no_grad():
-            logits = own(ids[None]).logits[0, :-1].log_softmax(-1)
-        expected = logits.gather(1, ids[1:, None])[1:, 0]
-        torch.testing.assert_close(log_probs[2:], expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(log_probs[2:], log_probs_of(engine.module, ids), rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_fails_on_a_pack_runs_one_sequence_at_a_time(engine_of, batch_of, caplog):
+    """The attention of Nemotron does not pass the boundaries of sequences on, and gets an empty mask."""
+    with caplog.at_level(logging.WARNING, "engine"):
+        engine = engine_of(NemotronConfig(**SHAPE, head_dim=8, bos_token_id=None))
+        batch = batch_of([20, 12])
+        found = engine.infer(batch, ["log_probs"])["log_probs"]
+    assert engine.module.config._attn_implementation == "varlen"
+    assert "does not compute packed sequences (RuntimeError: " in caplog.text
+    assert engine.forward.head is not None
+    assert engine.forward_backward(batch, LossCall("nll")).loss > 0
+    for ids, log_probs in zip(batch.token_ids.split([20, 12]), found.split([20, 12]), strict=True):
+        torch.testing.assert_close(log_probs[2:], log_probs_of(engine.module, ids))
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused(engine_of, batch_of):
+    """Doge adds the causal mask to its own one, and transformers gives ``sdpa`` and ``varlen`` no causal mask."""
+    config, batch = DogeConfig(**SHAPE, bos_token_id=None), batch_of([20, 12])
+    for attention in ("auto", "sdpa"):
+        engine = engine_of(config, attention=attention)
+        with pytest.raises(ConfigError, match=r"is not causal.*Set model.attention = 'eager'"):
+            engine.infer(batch, ["log_probs"])
+    engine = engine_of(config, attention="eager")
+    found = engine.infer(batch, ["log_probs"])["log_probs"]
+    assert engine.forward.packs
+    for ids, log_probs in zip(batch.token_ids.split([20, 12]), found.split([20, 12]), strict=True):
+        torch.testing.assert_close(log_probs[2:], log_probs_of(engine.module, ids))
 
 
 def test_frequencies_that_depend_on_earlier_sequences_are_refused(engine_of, batch_of):

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from engine_core.errors import PluginError
+from engine_core.errors import ConfigError, PluginError
 from engine_core.model_config import VALUE_HEAD as HEAD
+from engine_core.model_config import first_line
 from engine_plugin_torch.attention import (
     can_pack,
     check_rope,
@@ -135,7 +136,11 @@ class PackedForward:
         return 4 * rows * getattr(self.head and self.head.project, "out_features", math.inf)
 
     def settle(self) -> None:
-        """Test head and packing of the module once, before the first use; a failed test chooses the slower path."""
+        """Test head and packing of the module once, before the first use; a failed test chooses the slower path.
+
+        Raises:
+            ConfigError: the model is not causal.
+        """
         if not self._tried:
             self._try()
 
@@ -195,15 +200,34 @@ class PackedForward:
         self._tried = True
         if not accepts(self.module, "use_cache") or not (self.packs or self.head):
             return
+        packs, self.packs = self.packs, False  # the first tests use one sequence, which every model computes
         with self.autocast():
             if self.head and (problem := self._head_problem()):
                 log.warning("%s: full logits, which need more memory: %s", _name(self.module), problem)
                 self.head = None
-            if self.packs:
+            self._check_causal()
+            if packs:
                 self._try_packing()
             if self.packs and self.shares and not self._shares_rightly():
                 log.warning("%s computes shared prefixes for each sequence.", _name(self.module))
                 self.shares = False
+
+    def _check_causal(self) -> None:
+        """Refuse a model whose tokens see later ones: its log-probs would contain the tokens that they are of.
+
+        Raises:
+            ConfigError: the model is not causal.
+        """
+        ids = probe_ids(self._vocabulary, self.device)
+        one, other = (
+            self._run(torch.cat([ids[:SECOND], later]), probe_lengths()[:1])[:SECOND]
+            for later in (ids[SECOND:FIRST], ids[FIRST:])
+        )
+        if SAME < differs_by(other, one) < math.inf:  # infinite: weights or activations are not finite
+            raise ConfigError(
+                f"{_name(self.module)} with attention '{_attention(self.module)}' is not causal: a token sees later ones. "
+                "Set model.attention = 'eager', if the model is a decoder."
+            )
 
     def _head_problem(self) -> str:
         """Return why decoder and head do not give the logits of the whole module on one sequence; empty if they do.
@@ -255,7 +279,10 @@ class PackedForward:
             return "applies its sliding window in the attention mask alone, which a pack does not have"
         self.packs = True
         same = ALIKE if self.one_scale else SAME
-        apart = keeps_apart(lambda ids: self._run(ids, probe_lengths()), alone, self._vocabulary, same)
+        try:
+            apart = keeps_apart(lambda ids: self._run(ids, probe_lengths()), alone, self._vocabulary, same)
+        except Exception as error:  # its attention code takes masks of their full size only, for example
+            return f"does not compute packed sequences ({type(error).__name__}: {first_line(error)})"
         return "" if apart else "mixes packed sequences"
 
     def _shares_rightly(self) -> bool:
