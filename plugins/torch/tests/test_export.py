@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 from engine_core.config import ModelConfig
 from engine_plugin_torch import export
@@ -76,3 +76,27 @@ def test_an_exported_base_model_stops_at_the_end_token_of_the_runs_tokenizer(
         config = GenerationConfig.from_pretrained(tmp_path / "out")
         assert config.eos_token_id == [96, tokens[3]]
     assert generated(tmp_path / "out") == tokens[: tokens.index(tokens[3]) + 1]
+
+
+def test_a_model_with_its_own_code_is_loaded_from_what_was_written(tmp_path):
+    folder = tmp_path / "coded"
+    LlamaConfig(vocab_size=97, hidden_size=8, num_attention_heads=1, num_hidden_layers=1).save_pretrained(
+        folder
+    )
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "coded"}
+    config["auto_map"] = {"AutoConfig": "configuration.Coded", "AutoModelForCausalLM": "modeling.Model"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "configuration.py").write_text(
+        "from transformers import LlamaConfig\nclass Coded(LlamaConfig):\n    model_type = 'coded'\n"
+    )
+    (folder / "modeling.py").write_text(
+        "from transformers import LlamaForCausalLM\nfrom .configuration import Coded\n"
+        "class Model(LlamaForCausalLM):\n    config_class = Coded\n"
+    )
+    model = fresh_model(
+        ModelConfig(path=str(folder), attention="eager", trust_remote_code=True), "actor", torch.float32
+    )
+    write_model(tmp_path / "out", model, published_weights(model))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
+    assert type(loaded).__name__ == "Model"
+    assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 
 from engine_core.runs import state_files
 
@@ -97,6 +98,8 @@ def _write_config(folder: Path, module: nn.Module, dtype: torch.dtype) -> None:
     if isinstance(module, PreTrainedModel):
         config.architectures = [type(module).__name__]
         config.dtype = dtype
+        if module.is_remote_code():
+            custom_object_save(module, folder, config=config)
     config.save_pretrained(folder)
     generation = getattr(module, "generation_config", None)
     if generation is not None and getattr(module, "can_generate", lambda: False)():
