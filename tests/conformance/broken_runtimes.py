@@ -312,6 +312,12 @@ class CallsTwice(Broken):
         return (batch,)
 
 
+class OneRound(Broken):
+    def given(self, batch, plain):
+        plain.pop("rounds", None)
+        return (batch,)
+
+
 class LosesAdapter(Broken):
     def given(self, batch, plain):
         plain.pop("adapter", None)

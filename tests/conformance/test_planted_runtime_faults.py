@@ -50,6 +50,7 @@ FAULTS = [
         "requests of a call that failed sampled later",
         "random_calls_of_a_sampler_answer_each_request_once",
     ),
+    ("OneRound", "the number of rounds lost", "random_calls_of_a_sampler_answer_each_request_once"),
     ("PushesFirst", "the weights of the first push sent again", "pushed_weights_reach_every_sampler_whole"),
     ("LeavesEngines", "engines left open by a start that fails", "a_start_that_fails_tells_why"),
     (

@@ -254,14 +254,18 @@ def pools_lie_in_processes_of_their_own(bench: RuntimeBench) -> None:
     }
     assert worlds == {"actor": [bench.world_size], "ref": [bench.world_size]}, worlds
     assert groups["rollout"].world_size == 2
-    result = runtime.push_weights("actor", "rollout", 3)
     size = 4 * sum(WEIGHTS.values())
-    assert result.bytes == 2 * size, f"The bytes of an update to two samplers: {result}; expected {2 * size}."
-    for rank, lines in enumerate(bench.written(journal, "rollout", "update_weights")):
-        found = [(line["version"], line["bytes"], line["checksum"]) for line in lines]
-        assert found == [(3, size, result.checksum)], (
-            f"rollout[{rank}] received {found}; the push says {result}."
+    for version in (3, 4):
+        groups["actor"].call("optimizer_step")
+        result = runtime.push_weights("actor", "rollout", version)
+        assert result.bytes == 2 * size, (
+            f"The bytes of an update to two samplers: {result}; expected {2 * size}."
         )
+        for rank, lines in enumerate(bench.written(journal, "rollout", "update_weights")):
+            found = [lines[-1][name] for name in ("version", "bytes", "checksum")]
+            assert found == [version, size, result.checksum], (
+                f"rollout[{rank}] received {found}; the push says {result}."
+            )
     groups["rollout"].call("generate", requests=bench.requests(3)).result()
     pids = {
         role: {line["pid"] for lines in bench.written(journal, role) for line in lines}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine_core.errors import ConfigError, DataError, PluginError
+from engine_core.errors import ConfigError, DataError, PluginError, TrainingFailed
 from engine_core.types import LossCall, StepOutput, TrainOutput
 from engine_plugin_testing.contracts import contract
 from engine_plugin_testing.runtime_probe import METRICS, WEIGHTS, described
@@ -26,6 +26,8 @@ SEED, CALLS, PHASES = 8, 110, 12
 ERRORS: dict[str, Any] = {
     "DataError": DataError,
     "ConfigError": ConfigError,
+    "TrainingFailed": TrainingFailed,
+    "MemoryError": (MemoryError, PluginError),
     "KeyError": (KeyError, PluginError),
 }
 TRAINERS, SAMPLER = ("actor", "ref"), "rollout"

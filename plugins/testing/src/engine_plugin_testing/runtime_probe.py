@@ -26,7 +26,9 @@ from engine_core.types import Rollout, StepOutput, TrainOutput
 
 WEIGHTS = {"a": 30_000, "b": 3, "c": 0}  # name -> number of values
 METRICS = {"tiny": 5e-324, "max/none": -math.inf, "\u00e9/third": 1 / 3, "zero": -0.0}
-FAILURES = {"DataError": errors.DataError, "ConfigError": errors.ConfigError, "KeyError": KeyError}
+FAILURES = {"KeyError": KeyError, "MemoryError": MemoryError} | {
+    name: getattr(errors, name) for name in ("ConfigError", "DataError", "TrainingFailed")
+}
 
 
 class ProbeOptions(Options):

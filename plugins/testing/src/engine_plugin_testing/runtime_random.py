@@ -135,6 +135,7 @@ class _Workload:
         "the prompt of an earlier request with the same id",
         "a stopped request without an answer",
         "requests of a call that failed sampled later",
+        "the number of rounds lost",
     )
 )
 def random_calls_of_a_sampler_answer_each_request_once(bench: RuntimeBench) -> None:
@@ -150,9 +151,13 @@ def random_calls_of_a_sampler_answer_each_request_once(bench: RuntimeBench) -> N
     for number in range(CALLS):
         kind = draws.choice(("advance", "advance", "stop", "drop", "drop", "push", "all", "fail"))
         new = load.new(5) if kind not in ("push", "all", "fail") else []
-        rounds = draws.randint(1, 2)
+        rounds = draws.randint(0, 2)
         if kind == "advance":
-            load.take(load.call("advance", requests=new, rounds=rounds))
+            least, found = min(rounds, len(load.open)), load.call("advance", requests=new, rounds=rounds)
+            assert least <= len(found) <= rounds * group.world_size, (
+                f"{load.calls[-1]} with {len(load.open)} requests in flight returned {len(found)} rollouts."
+            )
+            load.take(found)
         elif kind == "stop":
             stopped = load.some()
             load.take(load.call("advance", requests=new, stopped=stopped, rounds=rounds), stopped)

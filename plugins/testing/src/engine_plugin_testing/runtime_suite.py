@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import traceback
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 class RuntimeSuite(Suite, modules=(runtime_calls, runtime_random, runtime_orders, runtime_losses)):
     """A suite: the contracts of ``engine_core.contracts.runtime.Runtime``. ``Suite`` has the other attributes.
 
-    The contracts run in the process of the test, which is the controller; engines have no model. With ``world_size``
+    The contracts run in a thread of the test's process, which is the controller; engines have no model. With ``world_size``
     over 1 the runtime's table must have ``processes``.
 
     Attributes:
@@ -53,12 +55,22 @@ class RuntimeSuite(Suite, modules=(runtime_calls, runtime_random, runtime_orders
     def _failure(self, made: Contract) -> str:
         from engine_plugin_testing.runtime_bench import RuntimeBench
 
-        cls = type(self)
-        if cls._bench is None:
-            cls._bench = RuntimeBench(**self.settings())
-        try:
-            made.function(cls._bench)
-        except Exception:
-            cls._bench.end_shared()  # the next contract starts another
-            return traceback.format_exc()
-        return ""
+        cls, failures = type(self), list[str]()
+        bench = cls._bench = cls._bench or RuntimeBench(**self.settings())
+
+        def run() -> None:
+            """Run the contract."""
+            try:
+                made.function(bench)
+            except Exception:
+                failures.append(traceback.format_exc())
+
+        thread = threading.Thread(target=run, name=made.name, daemon=True)
+        thread.start()
+        thread.join(self.deadline)
+        if thread.is_alive():
+            stack = "".join(traceback.format_stack(sys._current_frames()[thread.ident or 0]))
+            failures.insert(0, f"It has not ended after {self.deadline:g} s. It is at:\n{stack}")
+        if failures:
+            bench.end_shared()  # the next contract starts another
+        return "".join(failures[:1])
