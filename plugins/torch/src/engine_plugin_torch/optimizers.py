@@ -156,7 +156,7 @@ def set_peak_lr(
 ) -> None:
     """Replace the peak rate; the schedule's factor at this step stays, and each group's share of the largest rate.
 
-    Each group keeps its share as ``lr_share``: rates of 0 have none.
+    The optimizer keeps the shares as ``lr_shares``: rates of 0 have none.
 
     Args:
         optimizer: the optimizer whose groups are changed.
@@ -165,11 +165,11 @@ def set_peak_lr(
         rates: a rate of each group, of which the shares are taken; default: ``peak_rates``.
     """
     groups, bases = optimizer.param_groups, peak_rates(optimizer, scheduler)
-    rates = bases if rates is None else rates
-    for group, rate in zip(groups, rates, strict=True) if max(rates) else ():
-        group["lr_share"] = rate / max(rates)
+    for known in (bases, rates or ()):
+        if largest := max(known, default=0.0):
+            optimizer.lr_shares = [rate / largest for rate in known]  # type: ignore[attr-defined]
     # divided first: lr * rate / rate is not always lr, and a resumed run must have the rate of an uninterrupted one
-    peaks = [lr * group.get("lr_share", 1.0) for group in groups]
+    peaks = [lr * share for share in getattr(optimizer, "lr_shares", [1.0] * len(groups))]
     for each in (scheduler, *getattr(scheduler, "_schedulers", ())):  # those that SequentialLR contains
         if hasattr(each, "base_lrs"):
             each.base_lrs = peaks
