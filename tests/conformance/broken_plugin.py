@@ -27,6 +27,7 @@ TRAIN = (
     "broken_sequences",
     "broken_precision",
     "broken_options",
+    "broken_kept",
 )
 HELD = []
 sys.path.insert(0, str(HERE))

@@ -1,6 +1,7 @@
 """Train engines, each with one mistake of a compute type, a model given from Python, or a call that is stopped."""
 
 import contextlib
+import dataclasses
 
 import torch
 
@@ -127,3 +128,27 @@ class MovesScheduleAtBegin(TorchEngine):
         self.lr_scheduler.last_epoch -= 1
         self.begun = False
         return found
+
+
+class ForgetsScale(TorchEngine):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.loss_scale.state = dict
+
+
+class NeverLowers(TorchEngine):
+    def optimizer_step(self):
+        factor = self.loss_scale.factor
+        found = super().optimizer_step()
+        self.loss_scale.factor = factor
+        return found
+
+
+class HidesOverflow(TorchEngine):
+    def optimizer_step(self):
+        return dataclasses.replace(super().optimizer_step(), rescaled=False)
+
+
+class ClipsScaled(TorchEngine):
+    def _clip(self, max_norm, norm):
+        super()._clip(max_norm, norm * self.loss_scale.factor)

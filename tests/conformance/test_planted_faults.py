@@ -29,6 +29,10 @@ class InBf16(Train):
     in_bf16 = {"compute_dtype": "bf16"}
 
 
+class InFp16(Train):
+    in_fp16 = {"compute_dtype": "fp16", "loss_scale": 2.0**21}
+
+
 class Buffered(TrainEngineSuite):
     plugins = ["broken_plugin.py", "custom_model_plugin.py"]
     write_model = "custom_model_plugin.py:write"
@@ -370,6 +374,10 @@ FAULTS = [
     (InBf16, "StepsInHalf", "a step that is rounded to the compute type", "computing_in_bf16_rounds_no_weight"),
     (InBf16, "TakesInHalf", "received weights rounded to the compute type", "computing_in_bf16_rounds_no_weight"),
     (InBf16, "MergesInHalf", "an adapter merged in the compute type", "computing_in_bf16_rounds_no_weight"),
+    (InFp16, "ForgetsScale", "a loss scale that is not saved", "an_overflow_in_fp16_lowers_the_loss_scale"),
+    (InFp16, "NeverLowers", "an overflow that lowers no loss scale", "an_overflow_in_fp16_lowers_the_loss_scale"),
+    (InFp16, "HidesOverflow", "an overflow that is not reported", "an_overflow_in_fp16_lowers_the_loss_scale"),
+    (InFp16, "ClipsScaled", "gradients clipped before they are unscaled", "an_overflow_in_fp16_lowers_the_loss_scale"),
     (Environments, "greedy_reader", "a failure on a short turn", "short_responses_are_survived"),
     (Environments, "dice", "random numbers that ignore the episode's seed", "a_run_is_repeated_exactly"),
     (Environments, "shared_dice", "random numbers of Python's global generator", "a_run_is_repeated_exactly"),

@@ -8,6 +8,7 @@ class TestTorch(TrainEngineSuite):
     roles = ("critic", "reward_model")
     options = {"param_dtype": "fp32", "compute_dtype": "fp32", "log_prob_chunk_tokens": 64}
     in_bf16 = {"compute_dtype": "bf16"}
+    in_fp16 = {"compute_dtype": "fp16", "loss_scale": 2.0**21}
 
 
 @pytest.mark.slow

@@ -8,6 +8,9 @@ class DeepSpeed(TrainEngineSuite):
     roles = ("critic", "reward_model")
     world_size = 2
     on_accelerator = {"compute_dtype": "fp32"}
+    unsupported = {
+        "test_a_closed_engine_holds_no_memory": "DeepSpeed keeps the parameters that it partitions"
+    }
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import copy
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -56,11 +56,12 @@ class Bench:
         spec: Any = self.load_plugins().spec(self.kind, self.name)
         return spec.capabilities
 
-    def load_plugins(self, **more: str) -> PluginSet:
-        """Load the plugin under test, and names of other kinds: ``losses="ppo_clip"``."""
+    def load_plugins(self, fresh: bool = False, **more: str) -> PluginSet:
+        """Load the plugin under test, and names of other kinds: ``losses="ppo_clip"``; ``fresh``: into a set of its own."""
         names = {self.kind: self.name, **more}
         plugins, tables = tuple(self.settings["plugins"]), json.dumps(self.settings["plugin_options"])
-        return _load(tuple(sorted(names.items())), plugins, Path(self.settings["root"]), tables)
+        load: Callable[..., PluginSet] = _load.__wrapped__ if fresh else _load
+        return load(tuple(sorted(names.items())), plugins, Path(self.settings["root"]), tables)
 
     def checked_options(self, plugins: PluginSet, more: Mapping[str, Any] | None = None) -> Any:
         """Validate the suite's options, and ``more``, by the plugin's own model, as the loader of a run file does."""

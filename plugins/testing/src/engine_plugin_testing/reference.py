@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -273,6 +273,7 @@ class ReferenceSteps:
 
     def __init__(self, optim: Mapping[str, Any], total_steps: int, adam: bool = True) -> None:
         self.optim, self.total_steps, self.adam = optim, total_steps, adam
+        self.share_of: Callable[[str], float] = lambda name: 1.0  # of the rate, by the name of a weight
         self.done = 0
         self.first: dict[str, Tensor] = {}
         self.second: dict[str, Tensor] = {}
@@ -283,8 +284,8 @@ class ReferenceSteps:
         """Take a step from ``weights`` with ``gradient``, both [D_1, D_2, ...] by name, of any type.
 
         Returns:
-            New weights in float64; how much each moves per unit of its gradient, ``1 / (sqrt(v) + eps)``; the learning
-            rate; the gradient's norm before clipping.
+            New weights in float64; how much each moves per unit of its gradient, ``1 / (sqrt(v) + eps)``; the largest
+            learning rate; the gradient's norm before clipping.
         """
         b1, b2 = self.optim.get("betas", (0.9, 0.999))
         eps, decay = self.optim.get("eps", 1e-8), self.optim.get("weight_decay", 0.0)
@@ -294,15 +295,15 @@ class ReferenceSteps:
         self.done += 1
         found, slopes = {}, {}
         for name, raw in gradient.items():
-            old, g = weights[name].double(), factor * raw.double()
+            old, g, own = weights[name].double(), factor * raw.double(), rate * self.share_of(name)
             if not self.adam:
-                found[name], slopes[name] = old - rate * g, torch.ones_like(g)
+                found[name], slopes[name] = old - own * g, torch.ones_like(g)
                 continue
             self.first[name] = b1 * self.first.get(name, torch.zeros_like(g)) + (1 - b1) * g
             self.second[name] = b2 * self.second.get(name, torch.zeros_like(g)) + (1 - b2) * g * g
             m, v = self.first[name] / (1 - b1**self.done), self.second[name] / (1 - b2**self.done)
             slopes[name] = 1 / (v.sqrt() + eps)
-            found[name] = old - rate * m * slopes[name] - rate * decay * (old if old.ndim >= 2 else 0.0)
+            found[name] = old - own * m * slopes[name] - own * decay * (old if old.ndim >= 2 else 0.0)
         return found, slopes, rate, norm
 
 

@@ -13,7 +13,7 @@ from engine_core.algorithms import objectives
 from engine_core.types import LossCall
 from engine_plugin_testing.contracts import close
 from engine_plugin_testing.probes import PROBE, SIZE
-from engine_plugin_testing.reference import ValueReference, probe_outputs, rows_of
+from engine_plugin_testing.reference import EOS, ValueReference, probe_outputs, rows_of
 from engine_plugin_testing.sequence_policy import policy_case
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class Case:
 def random_batch(bench: TrainBench, draws: Random, masks: Collection[str]) -> Batch:
     """Draw sizes, tokens, a temperature and a loss mask of one of the kinds ``prompt``, ``all``, ``some``, ``none``.
 
-    Sequences may be dropped (they have no loss token), some may stay together, and some begin as others do.
+    Sequences may be dropped (they have no loss token), some may stay together, and some begin as others do. The token
+    that ends a response is anywhere.
     """
     seed, temperature = draws.randrange(2**30), draws.choice((0.6, 1.0, 1.7))
     batch = bench.batch(draws.choice(SIZES), seed=seed, temperature=temperature)
@@ -90,7 +91,9 @@ def random_batch(bench: TrainBench, draws: Random, masks: Collection[str]) -> Ba
         batch.keep_together = ids
     if shares:
         batch = replace(batch, token_ids=_with_prefixes(batch, generator))
-    return _aggregated(batch, generator) if aggregates else batch
+    batch = _aggregated(batch, generator) if aggregates else batch
+    ends = torch.rand(batch.num_tokens, generator=generator) < 0.1
+    return replace(batch, token_ids=batch.token_ids.masked_fill(ends, EOS))
 
 
 def _with_prefixes(batch: Batch, generator: torch.Generator) -> Tensor:
@@ -123,7 +126,7 @@ def _aggregated(batch: Batch, generator: torch.Generator) -> Batch:
     }[mode]
     what = f"weights of {mode}, {len(batch)} sequences, {sequences:g} of them with loss tokens"
     divisor = objectives.normalizer(mode, tokens, sequences)
-    unit = 2.0 ** math.ceil(math.log2(divisor))
+    unit = 2.0 ** (1 + math.ceil(math.log2(divisor)))
     part = objectives.with_weights(batch, mode, length, unit)  # of a mini-batch that is not complete yet
     close(unit / divisor * part["weights"], expected, 1e-6, f"{what}, scaled later")
     made = objectives.with_weights(batch, mode, length)
@@ -240,5 +243,6 @@ def _value_losses(
     means = {
         "critic/value_mean": float((share * values.detach()).sum()),
         "critic/return_mean": float((share * returns).sum()),
+        "critic/clip_fraction": float((share * (clipped > error + 1e-9)).sum()),
     }
     return torch.maximum(error, clipped) / 2, {"values": old, "returns": returns}, means

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine_core.contracts.engines import TrainEngine
-from engine_core.errors import EngineError
+from engine_core.errors import ConfigError, EngineError
 from engine_core.types import LossCall
 from engine_plugin_testing import reference, sequence_cases
 from engine_plugin_testing.contracts import close, identical, near, same_direction
+from engine_plugin_testing.optimizer_groups import HOOK, Groups
 from engine_plugin_testing.probes import PROBE
 from engine_plugin_testing.train_adapters import PREFIX, A, B, adapted, adapter_of
 from engine_plugin_testing.train_bench import POLICY, check_plan, rounding
@@ -61,9 +63,10 @@ class Game:
     saved: list[Saved] = field(default_factory=list)
     counts: dict[Any, int] = field(default_factory=dict)  # micro-batches by lengths and budget
     more: Random = field(init=False)  # of what was added later: further draws leave the sequences as they are
+    last: Random = field(init=False)  # of what was added after that
 
     def __post_init__(self) -> None:
-        self.more = random.Random(self.seed)
+        self.more, self.last = random.Random(self.seed), random.Random(-1 - self.seed)
 
 
 class Player:
@@ -72,16 +75,28 @@ class Player:
     Args:
         game: the sequence.
         title: name of the engine in messages.
+        shares: of the peak rate, one for each set of ``Groups``; empty: the engine's own optimizer.
         built: arguments of ``TrainBench.engine``.
     """
 
-    def __init__(self, game: Game, title: str, **built: Any) -> None:
+    def __init__(self, game: Game, title: str, shares: Sequence[float] = (), **built: Any) -> None:
         self.game, self.title, self.bench = game, title, game.bench
         self.draws, self.module = game.draws, game.module
         inner = self.module.module if isinstance(self.module, reference.ValueReference) else self.module
         self.fill = functools.partial(reference.fill, inner)
         self.role = "critic" if built.get("role") == "critic" else "actor"
-        self.engine = game.bench.engine(total_steps=STEPS, **built)
+        adam, random_state = self.bench.settings["optimizer"] == "adamw", torch.get_rng_state()
+        self.groups = Groups(shares) if shares and adam and not self.bench.settings["gradients"] else None
+        try:
+            self.engine = game.bench.engine(total_steps=STEPS, groups=self.groups, **built)
+        except ConfigError as error:
+            if self.groups is None or HOOK not in str(error):
+                raise
+            self.groups = None  # the engine refuses the hook
+            self.engine = game.bench.engine(total_steps=STEPS, **built)
+        assert self.role == "critic" or torch.equal(torch.get_rng_state(), random_state), (
+            f"Building the engine '{title}' changes torch's random state."
+        )
         for name in ("infer", "forward_backward"):
             setattr(self.engine, name, _guarded(getattr(self.engine, name)))
         self.lora = self.engine.config.lora
@@ -89,12 +104,18 @@ class Player:
         self.base = reference.as_published(inner, own)
         self.optim = {"max_grad_norm": 1.0, **built.get("optim", {})}
         self.peak: Any = self.optim.get("lr")
-        adam = self.bench.settings["optimizer"] == "adamw"
-        self.steps = reference.ReferenceSteps(self.optim, STEPS, adam)
+        self.steps = self._in_groups(reference.ReferenceSteps(self.optim, STEPS, adam))
         self.weights = self.trained()
         self.pending: dict[str, Tensor] = {}  # gradient since the last step
         self.marked: Tensor | None = None  # random state
         self.budget: int | str = 4096
+        self._pads = torch.Generator().manual_seed(game.seed)  # padding among the tokens of a sequence
+
+    def _in_groups(self, steps: reference.ReferenceSteps) -> reference.ReferenceSteps:
+        """Give the weights of the reference's steps the rates of this engine."""
+        if self.groups is not None:
+            steps.share_of = self.groups.share_of
+        return steps
 
     def trained(self) -> dict[str, Tensor]:
         """Return copies of the weights that are trained, [D_1, ...] by name: of an engine with an adapter, the adapter's."""
@@ -148,6 +169,8 @@ class Player:
         pool, draws = sequence_cases.POOLS[self.role], self.draws
         names = draws.sample(pool, draws.randint(1, len(pool)))
         batch = sequence_cases.random_batch(self.bench, draws, ("prompt", "all", "some", "none"))
+        pads = torch.rand(batch.num_tokens, generator=self._pads) < 0.05
+        batch = replace(batch, token_ids=batch.token_ids.masked_fill(pads, reference.PAD))
         top = "log_probs_at" not in names and self.role == "actor"
         support = not top and draws.random() < 0.3 and "support" in self.bench.capabilities
         batch = sequence_cases.with_columns_of(batch, draws, (), support)
@@ -175,18 +198,37 @@ class Player:
         self.engine.export(folder)
         self.bench.barrier()
         identical(reference.published(folder), first, "exported weights")
+        if self.role == "actor" and "generation_module" in self.bench.capabilities:
+            self._lend()
+
+    def _lend(self) -> None:
+        """Lend the module to a borrower that fails, and compare the log-probs of the next one."""
+        with contextlib.suppress(KeyError), self.engine.generation_module():
+            raise KeyError("an error of the borrower")
+        ids = self.bench.batch((19,), seed=self.game.seed).token_ids
+        self.fill(self.whole())
+        with self.engine.generation_module() as module:
+            found = reference.logits_of(module, ids.to(next(module.parameters()).device)).float().cpu()
+        with torch.no_grad():
+            expected = torch.log_softmax(reference.logits_of(self.module, ids), -1)
+        found = torch.log_softmax(found, -1).gather(1, ids.roll(-1)[:, None])
+        close(found, expected.gather(1, ids.roll(-1)[:, None]), 10 * self.bench.tolerance, "a lent module")
 
     def sleep(self) -> None:
-        """Sleep with random parts kept, and wake; gradients of a step that has begun are kept."""
+        """Sleep with random parts kept, perhaps deeper after that, and wake; gradients of a step that has begun are kept."""
         if "sleep" not in self.bench.capabilities:
             return
         parts = [part for part in ("weights", "optimizer", "gradients") if self.draws.random() < 0.25]
         kept = {*parts, "gradients"} if self.pending else {*parts}
         self.engine.sleep(keep=sorted(kept))
+        if self.game.last.random() < 0.5:
+            self.engine.sleep(keep=("gradients",) if self.pending else ())
         if self.draws.random() < 0.5:
             self.engine.wake(only=("weights",))
             self.infer()
         self.engine.wake()
+        if self.game.last.random() < 0.5:
+            self.engine.wake()
 
     def set_token_budget(self) -> None:
         """Set a random token budget, which may be ``auto``."""
@@ -195,10 +237,13 @@ class Player:
         self.engine.set_token_budget(self.budget)
 
     def mark(self) -> None:
-        """Mark the random state, if the engine can."""
+        """Mark the random state, if the engine can, twice."""
         if type(self.engine).mark is not TrainEngine.mark:
-            self.engine.mark()
             self.marked = torch.get_rng_state()
+            torch.rand(3)
+            self.engine.mark()
+            torch.set_rng_state(self.marked)
+            self.engine.mark()
 
     def save(self) -> None:
         """Save, and wait for it now or before a ``load``."""
@@ -235,8 +280,8 @@ class Player:
             if fits:
                 raise
             return None  # refused over another base: nothing has changed
-        self.weights, self.marked, self.steps = chosen.weights, None, copy.deepcopy(chosen.steps)
-        self.base = chosen.base
+        self.weights, self.marked = chosen.weights, None
+        self.base, self.steps = chosen.base, self._in_groups(copy.deepcopy(chosen.steps))
         self.steps.optim = self.optim
         if self.optim.get("lr") != self.peak:  # now it is the run file's
             self.engine.set_lr(self.optim["lr"])
@@ -278,6 +323,8 @@ class Player:
         """Replace the peak learning rate."""
         if "set_lr" in self.bench.capabilities:
             self.optim["lr"] = self.peak * self.draws.choice((0.5, 1.0, 2.0))
+            if self.groups is not None:
+                self.engine.set_lr(0.0)  # which has no shares
             self.engine.set_lr(self.optim["lr"])
 
     def losses(self) -> None:
@@ -324,11 +371,13 @@ class Player:
         )
 
     def scale(self) -> None:
-        """Scale the gradients of a step that has begun."""
+        """Scale the gradients of a step that has begun, in two factors, and add another one, which is not scaled."""
         if "late_scale" in self.bench.capabilities and self.pending:
             factor = self.draws.choice((0.5, 2.0))
-            self.engine.scale_gradients(factor)
+            for part in (0.25, 4 * factor):
+                self.engine.scale_gradients(part)
             self.pending = {name: factor * value for name, value in self.pending.items()}
+            self.backward()
 
     def skip(self) -> None:
         """Add a loss that is not finite, perhaps scale the gradients, and take a step, which is skipped."""
@@ -381,16 +430,16 @@ class Player:
 
 
 def _guarded(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that fails if it changes the batch that it gets."""
+    """Return a method that fails if it changes the batch or the loss that it gets."""
 
     @functools.wraps(method)
     def call(batch: Batch, *arguments: Any, **options: Any) -> Any:
         """Call the method, and compare the batch."""
-        before = _content(batch)
+        before = {**_content(batch), "arguments": repr(arguments)}
         found = method(batch, *arguments, **options)
-        after = _content(batch)
+        after = {**_content(batch), "arguments": repr(arguments)}
         changed = [name for name in before.keys() | after.keys() if before.get(name) != after.get(name)]
-        assert not changed, f"The batch is changed: {changed}."
+        assert not changed, f"What the call gets is changed: {changed}."
         return found
 
     return call

@@ -70,7 +70,9 @@ def policy_case(
     values, count = found["log_probs"], batch.num_tokens
     clip, kl, bonus = draws.choice((0.2, 0.4)), draws.choice((0.0, 0.3)), draws.choice((0.0, 0.1))
     shift = torch.randint(-1, 2, values.shape, generator=generator)  # in nats: no ratio is near the clip
-    old = (values.detach() + shift).float()
+    last = _Draws(torch.Generator().manual_seed(generator.initial_seed() + 1))  # of what was added later
+    unchanged = exact and last.choice(True, False, False, False)  # the policy, since it was measured
+    old = values.detach() if unchanged else (values.detach() + shift).float()
     ref = (values.detach() + torch.randn(values.shape, generator=generator)).float()
     more = _Draws(generator)
     estimator = more.choice(*ESTIMATORS)
@@ -78,10 +80,17 @@ def policy_case(
     table |= {"delta": more.choice(None, None, 1.9), "clip_ratio_c": more.choice(None, 1.8)}
     made = Policy(values, {"loss": "ppo_clip", "loss_options": table, "entropy_coef": bonus})
     made.parameters |= {"kl_coef": kl, "kl_estimator": estimator}
-    made.columns = {"old_log_probs": old, "ref_log_probs": ref}
+    if last.choice(True, False):
+        table = {**table, "clip_ratio": clip}
+        made.parameters["loss_options"] = {n: v for n, v in table.items() if n != "clip_ratio_low"}
+    made.columns = {"ref_log_probs": ref} if unchanged else {"old_log_probs": old, "ref_log_probs": ref}
+    if last.choice(True, False):
+        gap = 0.3 * torch.randn(values.shape, generator=last.generator)
+        made.columns["teacher_log_probs"] = (values.detach() - gap).float()
+        made.metrics["actor/teacher_gap"] = _mean(batch, gap)
     log_ratio = values - old
     losses = _clipped(made, batch, log_ratio, table)
-    factor = _corrected(made, batch, values.detach(), exact, more)
+    factor = _corrected(made, batch, values.detach(), old.double(), exact, more)
     if more.choice(True, False, False):
         made.columns["learned"] = more.flags(count, 0.6)
         made.metrics["actor/learned_share"] = _mean(batch, made.columns["learned"].double())
@@ -113,13 +122,14 @@ def _clipped(made: Policy, batch: Batch, log_ratio: Tensor, table: Mapping[str, 
     return losses
 
 
-def _corrected(made: Policy, batch: Batch, values: Tensor, exact: bool, more: _Draws) -> Tensor:
+def _corrected(made: Policy, batch: Batch, values: Tensor, old: Tensor, exact: bool, more: _Draws) -> Tensor:
     """Draw a correction of the sampler's gap; return the factor [T] of each token's loss, and add the metrics.
 
     Args:
         made: gets the column ``rollout_log_probs``, and the options.
         batch: the batch.
         values: log-probs [T] of the policy in training.
+        old: log-probs [T] of the policy before this step's updates.
         exact: whether they can be compared with bounds.
         more: the source of choices.
     """
@@ -129,7 +139,7 @@ def _corrected(made: Policy, batch: Batch, values: Tensor, exact: bool, more: _D
     way = batch.to_tokens(more.shifts(len(batch)))  # one shift for all tokens of a sequence
     gap = more.choice(more.shifts(count), way) * more.flags(count, more.choice(0.4, 1.0))
     gap = gap * batch.to_tokens(more.flags(len(batch), 0.7)) * mask
-    trained = values if bypass else made.columns["old_log_probs"].double()
+    trained = values if bypass else old
     made.columns["rollout_log_probs"] = (trained - gap).float()
     moved = (values - made.columns["rollout_log_probs"]) * mask  # the policy in training, from the sampler
     table: dict[str, Any] = {"level": more.choice("off", "token", "sequence")}

@@ -173,7 +173,7 @@ def _tables(bench: TrainBench) -> Iterator[tuple[LoRAConfig, str]]:
 
 def _trained(bench: TrainBench, path: str, lora: LoRAConfig) -> TrainEngine:
     """Build an engine with an adapter and train it for two steps."""
-    engine = bench.engine(path=path, lora=lora, budget=24, optim={"lr": 2e-2})
+    engine = bench.engine(path=path, lora=lora, optim={"lr": 2e-2})
     for number in range(2):
         bench.step(engine, bench.batch(seed=number))
     return engine
@@ -197,6 +197,7 @@ def _log_probs(bench: TrainBench, path: str, weights: Mapping[str, Tensor] | Non
         "a kind of adapter that is ignored",
         "an adapter that is not trained once it was off",
         "an adapter that stays off after an error",
+        "an adapter that is on again within without_adapter",
         "an outdated adapter exported",
         "an adapter on other layers than those asked for",
         "rslora of an adapter's folder ignored",
@@ -270,10 +271,15 @@ def _check_off_and_on(
     without = bench.infer(engine, batch, adapter=False)["log_probs"]
     close(without, plain, bench.tolerance, f"log_probs with adapter=False, {what}")
     with engine.without_adapter():
+        bench.infer(engine, batch, adapter=False)
         without = bench.infer(engine, batch)["log_probs"]
     close(without, plain, bench.tolerance, f"log_probs in without_adapter, {what}")
     with contextlib.suppress(KeyError), engine.without_adapter():
         raise KeyError("an error while the adapter is off")
+    batch.temperature, temperature = 0.0, batch.temperature
+    with contextlib.suppress(Exception):
+        bench.infer(engine, batch, adapter=False)
+    batch.temperature = temperature
     close(bench.infer(engine, batch)["log_probs"], found, bench.tolerance, f"log_probs again, {what}")
 
 

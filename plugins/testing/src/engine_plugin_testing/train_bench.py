@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from engine_core.config.roles import LoRAConfig
     from engine_core.contracts.engines import TrainEngine
     from engine_core.types import StepOutput, TrainOutput
+    from engine_plugin_testing.optimizer_groups import Groups
     from engine_plugin_testing.worker import Place
 
 NLL = LossCall("nll")
@@ -83,6 +84,12 @@ class TrainBench(EngineBench):
         self.stack.callback(made.close)
         return made
 
+    def unkept_engine(self) -> TrainEngine:
+        """Build an engine that the contract closes, and to which the bench keeps no reference."""
+        made = self._built()
+        made.__dict__.pop("optimizer_step", None)  # of a suite with ``gradients``
+        return made
+
     def common_engine(self, budget: int = 4096) -> TrainEngine:
         """Return an engine on the tiny model for contracts that call ``infer`` alone: they share it.
 
@@ -113,13 +120,16 @@ class TrainBench(EngineBench):
         seed: int = 0,
         options: Mapping[str, Any] | None = None,
         live: nn.Module | None = None,
+        groups: Groups | None = None,
     ) -> TrainEngine:
         """Build an engine on the tiny model (or ``path``), with an ``override`` of its config and `model.seed`.
 
-        ``options`` are added to the suite's; ``live`` is a model given from Python.
+        ``options`` are added to the suite's; ``live`` is a model given from Python; ``groups`` build the optimizer.
         """
-        plugins = self.load_plugins(losses="ppo_clip")
+        plugins = self.load_plugins(fresh=groups is not None, losses="ppo_clip")
         offer(plugins)
+        if groups is not None:
+            groups.add_to(plugins)
         config = RoleConfig(
             backend=self.name,
             max_tokens_per_rank=budget,
@@ -163,15 +173,18 @@ class TrainBench(EngineBench):
             fill(module, weights)
         return module
 
-    def value_reference(self, weights: Mapping[str, Tensor]) -> ValueReference | None:
+    def value_reference(
+        self, weights: Mapping[str, Tensor], path: str | None = None
+    ) -> ValueReference | None:
         """Return the reference of a critic or reward model with ``weights`` [D_1, D_2, ...] of ``named_weights``.
 
-        None: the suite has its own ``reference`` and declares none of a critic.
+        ``path`` is the folder of the model. None: the suite has its own ``reference`` and declares none of a critic.
         """
         own = self.settings["value_reference"]
         if self.settings["reference"] and not own:
             return None
-        module = resolve(own, self.root)(self.model()) if own else DecoderScores(self.reference(), weights)
+        path = path or self.model()
+        module = resolve(own, self.root)(path) if own else DecoderScores(self.reference(path), weights)
         fill(module, weights)
         return ValueReference(module)
 
@@ -228,11 +241,14 @@ class TrainBench(EngineBench):
         )
 
     def share(self, engine: TrainEngine, batch: Batch) -> tuple[list[int], Batch]:
-        """Return this rank's data-parallel slice, every ``dp_size``-th sequence or group: their indices and their batch."""
+        """Return this rank's data-parallel slice, every ``dp_size``-th sequence or group: their indices and their batch.
+
+        A single slice is the batch itself: an engine gets the same object again if a contract passes it again.
+        """
         layout, groups = engine.layout, batch.keep_together
         numbers = range(len(batch)) if groups is None else groups.tolist()
         indices = [i for i, number in enumerate(numbers) if number % layout.dp_size == layout.dp_rank]
-        return indices, batch.select(indices)
+        return indices, batch if layout.dp_size == 1 else batch.select(indices)
 
     def infer(
         self,
@@ -288,6 +304,7 @@ class TrainBench(EngineBench):
         found: dict[str, Tensor] = {}
         for name, value in engine.named_weights():
             assert name not in found, f"named_weights gives '{name}' twice."
+            assert not value.requires_grad, f"named_weights gives '{name}' with a gradient."
             found[name] = value.detach().to("cpu", copy=True)
         return found
 
@@ -373,6 +390,8 @@ def _problem_of(output: str, value: Tensor, batch: Batch) -> str:
     width, kind = _shape_of(output, batch)
     if value.shape != (batch.num_tokens, *width):
         return f"infer gave '{output}' of shape {list(value.shape)}; expected {[batch.num_tokens, *width]}."
+    if value.requires_grad:
+        return f"infer gave '{output}' with a gradient."
     if (value.dtype, value.device.type) != (kind, "cpu"):
         return f"infer gave '{output}' as {value.dtype} on {value.device}; expected {kind} on the CPU."
     return ""

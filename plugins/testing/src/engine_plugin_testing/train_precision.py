@@ -1,4 +1,4 @@
-"""Contracts of a forward pass in bfloat16 above float32 weights: what is rounded, and what must not be."""
+"""Contracts of a forward pass in bfloat16 or float16 above float32 weights: what is rounded, and what must not be."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine_plugin_testing.contracts import close, contract, identical, same_direction
-from engine_plugin_testing.reference import gradient_of, logits_of, nll_loss, outputs_of, published
+from engine_plugin_testing.contracts import close, contract, identical, near, same_direction
+from engine_plugin_testing.reference import (
+    gradient_of,
+    logits_of,
+    nll_loss,
+    norm_of,
+    outputs_of,
+    published,
+)
 from engine_plugin_testing.train_adapters import LORA, adapted, adapter_of, takes_adapters
 from engine_plugin_testing.train_bench import MEASURE, POLICY, TrainBench
 
@@ -20,6 +27,7 @@ if TYPE_CHECKING:
 
 FAR = 0.2  # nats: most that bfloat16 moves a log-prob of the tiny model
 STEP = 1e-6  # far less than bfloat16 resolves
+FP16 = 0.05  # most that float16 moves a gradient of the tiny model, as a share of its norm
 
 
 @contract(
@@ -132,3 +140,48 @@ def _check_adapter(bench: TrainBench, batch: Batch) -> None:
     found = bench.infer(engine, batch)["log_probs"]
     close(found, expected, FAR, "log_probs with an adapter in bfloat16")
     _check_lent(bench, engine, batch, found, expected)
+
+
+@contract(
+    catches=(
+        "a loss scale that is not saved",
+        "an overflow that lowers no loss scale",
+        "an overflow that is not reported",
+        "gradients clipped before they are unscaled",
+    )
+)
+def an_overflow_in_fp16_lowers_the_loss_scale(bench: TrainBench) -> None:
+    """With the options ``in_fp16`` of a suite, a step that overflows is skipped, is reported as ``rescaled``, and lowers the loss scale.
+
+    A run that resumes after such a step needs as many of them as one that never stopped. The first good step has the norm of a
+    float64 gradient, and is clipped to ``max_grad_norm``.
+    """
+    if not bench.settings["in_fp16"]:
+        return
+    batch, module = bench.batch(), bench.reference()
+    expected = gradient_of(module, nll_loss(module, batch))
+    norm = norm_of(expected)
+    optim = {**MEASURE, "max_grad_norm": norm / 4}
+    straight, resumed = (bench.engine(optim=optim, options=bench.settings["in_fp16"]) for _ in range(2))
+    before = bench.weights(straight)
+    for _ in range(2):
+        step = bench.step(straight, batch)
+        assert (step.skipped, step.rescaled) == (True, True), f"A gradient overflows in fp16; {step}."
+    identical(bench.weights(straight), before, "weights after steps that overflow")
+    straight.save(bench.folder / "overflow").result()
+    bench.barrier()
+    resumed.load(bench.folder / "overflow")
+    counts = []
+    for engine in (straight, resumed):
+        steps = [bench.step(engine, batch)]
+        while steps[-1].skipped:
+            assert steps[-1].rescaled, f"A gradient overflows in fp16; {steps[-1]}."
+            assert len(steps) < 40, f"{len(steps)} steps lower the loss scale, and gradients still overflow."
+            steps.append(bench.step(engine, batch))
+        counts.append(len(steps))
+        near(steps[-1].grad_norm, norm, FP16, "grad_norm of the first step that does not overflow")
+        clipped = {name: value / 4 for name, value in expected.items()}
+        same_direction(bench.gradient(engine, before), clipped, FP16, "gradient computed in fp16, clipped")
+    assert counts[0] == counts[1], (
+        f"A good step comes after {counts[0]} more steps, and in the run that resumes after {counts[1]}: its loss scale is another."
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,13 +34,14 @@ if TYPE_CHECKING:
         "the old value without its clip",
         "a new head instead of the folder's",
         "a new head that model.seed does not decide",
+        "an override of the model that a critic ignores",
     ),
 )
 def the_value_gradient_equals_the_reference(bench: TrainBench) -> None:
     """A critic's values, clipped value loss and gradient equal the reference's.
 
     ``values`` are the head on the hidden state of the token before, in float64. A saved critic is loaded, and an exported one is
-    built from its folder. A new head depends on ``model.seed`` alone.
+    built from its folder. A new head depends on ``model.seed`` alone. A ``[model] override`` applies to a critic too.
     """
     batch = bench.batch()
     engine = bench.engine(role="critic", optim=MEASURE, budget=24)
@@ -78,6 +81,7 @@ def the_value_gradient_equals_the_reference(bench: TrainBench) -> None:
     other = bench.engine(role="critic", path=bench.model(seed=1), optim=MEASURE)
     later = bench.engine(role="critic", path=bench.model(seed=1), optim=MEASURE, seed=5)
     _compare_heads(before, bench.weights(other), bench.weights(later), published(bench.model()))
+    _compare_override(bench, batch)
     other.load(bench.folder / "critic")
     close(
         bench.infer(other, batch, ("values",))["values"],
@@ -91,6 +95,20 @@ def the_value_gradient_equals_the_reference(bench: TrainBench) -> None:
         10 * bench.tolerance,
         "values of a critic built from its export",
     )
+
+
+def _compare_override(bench: TrainBench, batch: Batch) -> None:
+    """Compare the values of a critic with an override of its model's config; models without ``rms_norm_eps`` pass."""
+    override: dict[str, Any] = {"rms_norm_eps": 0.5}
+    config = json.loads(Path(bench.model(), "config.json").read_text("utf-8"))
+    if bench.settings["reference"] or bench.settings["write_model"] or override.keys() - config.keys():
+        return
+    engine = bench.engine(role="critic", override=override)
+    module = bench.value_reference(bench.weights(engine), bench.model(**override))
+    assert module is not None
+    values = module.outputs_of(batch)["values"].detach()
+    found = bench.infer(engine, batch, ("values",))["values"]
+    close(found, values, bench.tolerance, "values of a critic with an override")
 
 
 @contract(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from engine_plugin_testing.train_bench import TrainBench
 
 SEEDS = (4, 8, 3)  # with several ranks the first one alone
+SHARES = (0.25, 1.0, 0.5)  # of the peak rate; neither the first nor the last is the largest
 CALLS = ("infer", "save", "load", "sleep", "sleep", "mix", "set_token_budget", "read")
 DECK = (
     *("infer", "backward", "step", "set_token_budget", "sleep", "load", "save") * 3,
@@ -80,22 +81,31 @@ def _play(game: Game, players: Mapping[Player, tuple[str, ...]]) -> None:
         "an automatic token budget of a few tokens",
         "dropped sequences counted in the divisor of seq-mean",
         "a group counted as one sequence in the divisor of seq-mean",
+        "the betas of the saved run kept",
+        "end tokens left out of the loss",
+        "weights lost in a sleep of an engine asleep",
+        "a late scale of calls that follow it",
+        "a module that stays frozen once its borrower has failed",
+        "parameters taken out of a loss",
     )
 )
 def random_sequences_of_calls_equal_the_reference(bench: TrainBench) -> None:
     """In random sequences of calls, weights, outputs, losses, norms and random state are always those of a float64 reference.
 
     Two engines that train and a frozen one take turns: they infer, add gradients of random losses, step, skip, save, load,
-    sleep, take weights, and change rates and budgets. The two load each other's states. Sequences are dropped or stay
-    together; no micro-batch of several exceeds the budget, and weights of a loss are those of its aggregation's formula.
+    sleep, lend their modules, take weights, and change rates and budgets. The two load each other's states, and differ in
+    their options. Sequences are dropped or stay together; no micro-batch of several exceeds the budget, and weights of a loss
+    are those of its aggregation's formula.
     """
     for seed in SEEDS if bench.place.world_size == 1 else SEEDS[:1]:
         game = Game(bench, seed, Random(seed), bench.reference())
         optim = _optim(bench, game.draws)
-        first = Player(game, "first", optim=optim)
+        grouped = seed == SEEDS[1]
+        first = Player(game, "first", SHARES if grouped else (), optim=optim)
         path = None if first.lora else bench.model(seed=1)  # a state of an adapter needs its base
-        other = {**optim, "lr": 2 * optim["lr"], **({"weight_decay": 0.0} if "weight_decay" in optim else {})}
-        second = Player(game, "second", optim=other, path=path, seed=1)
+        other = {**_optim(bench, Random(seed + 100)), "lr": 2 * optim["lr"]}
+        other |= {"weight_decay": 0.0} if "weight_decay" in optim else {}
+        second = Player(game, "second", SHARES[::-1] if grouped else (), optim=other, path=path, seed=1)
         frozen = Player(game, "frozen", trainable=False, role="ref")
         _play(game, {first: DECK, second: DECK, frozen: CALLS})
 
@@ -109,6 +119,7 @@ def random_sequences_of_calls_equal_the_reference(bench: TrainBench) -> None:
         "a mask forgotten where sequences are rejected",
         "a maximum over tokens that do not count",
         "an output without gradient because it is watched too",
+        "the gap to the teacher with the wrong sign",
     )
 )
 def random_policies_equal_the_reference(bench: TrainBench) -> None:
@@ -123,13 +134,23 @@ def random_policies_equal_the_reference(bench: TrainBench) -> None:
             player.play(name)
 
 
-@contract(role="critic", catches=("values divided by the temperature", "the value clip too wide"))
+@contract(
+    role="critic",
+    catches=(
+        "values divided by the temperature",
+        "the value clip too wide",
+        "the rate of the first group taken for the largest",
+    ),
+)
 def random_sequences_of_a_critic_equal_the_reference(bench: TrainBench) -> None:
-    """In a random sequence of calls, values, losses, norms and weights of a critic are always those of a float64 reference."""
+    """In a random sequence of calls, values, losses, norms and weights of a critic are always those of a float64 reference.
+
+    If the engine calls ``engine_build_optimizer``, its optimizer has groups whose rates are shares of the peak.
+    """
     module = bench.value_reference(bench.weights(bench.engine(role="critic")))
     if module is not None:
         game = Game(bench, SEEDS[0], Random(SEEDS[0]), module)
-        player = Player(game, "critic", role="critic", optim=_optim(bench, game.draws))
+        player = Player(game, "critic", SHARES, role="critic", optim=_optim(bench, game.draws))
         _play(game, {player: DECK})
         player.play("losses")
         player.play("step")

@@ -1,8 +1,10 @@
-"""Contracts of ``sleep`` and ``wake``, and of the module that is lent to a sampler."""
+"""Contracts of ``sleep``, ``wake`` and ``close``, and of the module that is lent to a sampler."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -99,3 +101,23 @@ def the_generation_module_gives_the_logits_of_the_policy(bench: TrainBench) -> N
     rows = torch.log_softmax(logits[:-1], -1).gather(1, batch.token_ids[1:, None]).squeeze(1)
     gap = float((rows - expected[1:])[1:].abs().max())
     assert gap <= 10 * bench.tolerance, f"Log-probs of the generation module are off by {gap:.3g}."
+
+
+@contract(catches=("weights kept once the engine is closed", "moments kept once the engine is closed"))
+def a_closed_engine_holds_no_memory(bench: TrainBench) -> None:
+    """Once an engine is closed and forgotten, no weight and no optimizer state of it is left in the process."""
+    held = _tensors_of_a_closed_engine(bench)
+    gc.collect()
+    left = [f"{name} {list(value.shape)}" for name, ref in held if (value := ref()) is not None]
+    assert not left, f"{len(left)} of {len(held)} tensors of a closed engine are left: {left[:3]}."
+
+
+def _tensors_of_a_closed_engine(bench: TrainBench) -> list[tuple[str, weakref.ref[torch.Tensor]]]:
+    """Return references to the tensors [D_1, ..., D_n] of an engine that has trained and is closed."""
+    engine = bench.unkept_engine()
+    bench.step(engine, bench.batch())
+    held = [("a weight", value) for value in engine.module.parameters()]
+    states: Any = () if engine.optimizer is None else engine.optimizer.state.values()
+    held += [(name, v) for state in states for name, v in state.items() if isinstance(v, torch.Tensor)]
+    engine.close()
+    return [(name, weakref.ref(value)) for name, value in held]

@@ -8,6 +8,7 @@ import io
 import json
 import lzma
 import pickletools
+import shutil
 import tarfile
 import zipfile
 from typing import TYPE_CHECKING, Any
@@ -229,6 +230,7 @@ def a_run_goes_on_on_another_number_of_ranks(bench: TrainBench) -> None:
         "random state not saved",
         "the random state at the last mark not saved",
         "a mark that survives a load",
+        "a second mark that does not replace the first",
     )
 )
 def the_random_state_comes_back(bench: TrainBench) -> None:
@@ -241,6 +243,7 @@ def the_random_state_comes_back(bench: TrainBench) -> None:
     torch.manual_seed(77 + bench.place.rank)
     _compare_random(bench, engine, "save")
     if type(engine).mark is not TrainEngine.mark:
+        engine.mark()
         torch.manual_seed(99 + bench.place.rank)
         engine.mark()
         _compare_random(bench, engine, "mark")
@@ -400,24 +403,62 @@ def state_holds_no_pickle(bench: TrainBench) -> None:
     assert not bad, f"Files that hold a pickle: {bad[:5]}. Write tensors in safetensors and scalars in JSON."
 
 
-@contract(catches=("another model's state loaded",))
+@contract(
+    catches=(
+        "another model's state loaded",
+        "a state without an optimizer taken by a role that is trained",
+        "a missing file of a state passed over",
+        "a file of a state that is cut off passed over",
+    )
+)
 def the_state_of_another_model_is_refused(bench: TrainBench) -> None:
-    """If ``load`` gets the files of another model or an empty folder, it raises an error for the user.
+    """If ``load`` gets the files of another model, of a role that is not trained, or an empty folder, it raises an error for the user.
 
-    No half-loaded engine is left.
+    On one rank the same holds for a state that lacks a file, or has half of one, unless the run continues without it as it would have.
     """
     other = bench.engine(path=bench.model(num_hidden_layers=8))  # a number that stages of a pipeline divide
-    other.save(bench.folder / "other").result()
+    for what, saving in {"other": other, "frozen": bench.engine(trainable=False, role="ref")}.items():
+        saving.save(bench.folder / what).result()
     bench.barrier()
     (bench.folder / "empty").mkdir(exist_ok=True)
-    for what in ("other", "empty"):
-        engine = bench.engine()
-        try:
-            engine.load(bench.folder / what)
-        except EngineError:
-            continue
-        except Exception as error:
-            raise AssertionError(
-                f"load of {what} files raises {type(error).__name__} ({error}); expected a DataError that says what to do."
-            ) from error
-        raise AssertionError(f"load of {what} files is not refused.")
+    for what in ("other", "frozen", "empty"):
+        assert not _loads(bench.engine(), bench.folder / what), f"load of {what} files is not refused."
+    if bench.place.world_size == 1:
+        _check_damaged(bench)
+
+
+def _loads(engine: TrainEngine, folder: Path) -> bool:
+    """Load a state, and return whether it is not refused."""
+    try:
+        engine.load(folder)
+    except EngineError:
+        return False
+    except Exception as error:
+        raise AssertionError(
+            f"load of '{folder.name}' raises {type(error).__name__} ({error}); expected a DataError that says what to do."
+        ) from error
+    return True
+
+
+def _check_damaged(bench: TrainBench) -> None:
+    """Check that a state without one of its files, or with half of one, is refused, or is as the whole one."""
+    straight, batch, whole = bench.engine(optim=OPTIM), bench.batch(), bench.folder / "whole"
+    bench.step(straight, batch)
+    straight.save(whole).result()
+    random = torch.get_rng_state()
+    bench.step(straight, batch)
+    expected, engine = bench.weights(straight), bench.engine(optim=OPTIM)
+    for name in sorted(path.relative_to(whole) for path in whole.rglob("*") if path.is_file()):
+        for share in (0.0, 0.5):
+            folder = bench.folder / f"{'half' if share else 'no'}-{str(name).replace('/', '-')}"
+            shutil.copytree(whole, folder)
+            data = (folder / name).read_bytes()
+            (folder / name).unlink()
+            if share:
+                (folder / name).write_bytes(data[: len(data) // 2])
+            torch.manual_seed(0)
+            if _loads(engine, folder):
+                what = f"of a state with {folder.name}"
+                assert torch.equal(torch.get_rng_state(), random), f"The random state {what} is another."
+                bench.step(engine, batch)
+                identical(bench.weights(engine), expected, f"weights one step after load {what}", bench.exact)

@@ -360,7 +360,7 @@ def the_learning_rate_follows_its_schedule(bench: TrainBench) -> None:
     """
     batch = bench.batch((5, 6, 7, 8))
     for optim, shares in SCHEDULES:
-        engine = bench.engine(optim={"lr": 0.1, **optim}, budget=8, total_steps=5)
+        engine = bench.engine(optim={"lr": 0.1, **optim}, budget=16, total_steps=5)
         calls = (range(2), range(2, 4)) if optim.get("schedule") == "linear" else (range(4),)
         for number, share in enumerate(shares):
             for part in calls:

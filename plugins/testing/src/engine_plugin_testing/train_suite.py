@@ -73,6 +73,7 @@ class TrainEngineSuite(Suite, modules=MODULES):
         lora: tables of ``[actor.lora]``, besides `rank` and `alpha`, that contracts of adapters try in turn; take out those
             that the engine refuses, which is tested. The model is untied.
         in_bf16: further options under which the engine computes in bfloat16 above float32 weights; empty: not tested.
+        in_fp16: further options under which it computes in float16 with a loss scale that is too large for the first steps.
         bit_exact: a resumed run continues bit for bit; False allows rounding.
     """
 
@@ -82,7 +83,7 @@ class TrainEngineSuite(Suite, modules=MODULES):
     fields = (
         "backend", "options", "plugins", "model", "second_model", "write_model", "reference", "value_reference",
         "optimizer", "gradients", "device", "tolerance", "gradient_tolerance", "norm_tolerance", "bit_exact",
-        "lora", "in_bf16",
+        "lora", "in_bf16", "in_fp16",
     )  # fmt: skip
 
     backend: str = "torch"
@@ -108,4 +109,5 @@ class TrainEngineSuite(Suite, modules=MODULES):
     roles: Sequence[str] = ()
     lora: Sequence[Mapping[str, Any]] = train_adapters.KINDS
     in_bf16: Mapping[str, Any] = {}
+    in_fp16: Mapping[str, Any] = {}
     bit_exact: bool = True

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine_plugin_testing.contracts import close, contract, identical, near, refused, same_direction
 from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of, outputs_of, published
@@ -112,7 +113,7 @@ def a_stream_of_weights_goes_to_its_end_for_the_leader(bench: TrainBench) -> Non
         identical(found, whole, "weights for the leader")
 
 
-@contract(catches=("export always of the first version",))
+@contract(catches=("export always of the first version", "another type in the exported config.json"))
 def export_is_loaded_by_from_pretrained(bench: TrainBench) -> None:
     """Transformers can load the folder that ``export`` writes, and gets the engine's weights and log-probs."""
     from transformers import AutoModelForCausalLM
@@ -123,9 +124,11 @@ def export_is_loaded_by_from_pretrained(bench: TrainBench) -> None:
     engine.export(bench.folder / "export")
     bench.barrier()
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        bench.folder / "export", dtype=torch.float32, output_loading_info=True
+        bench.folder / "export", dtype="auto", output_loading_info=True
     )
     model, info = loaded
+    types = {value.dtype for value in weights.values()}
+    assert model.dtype in types, f"The exported config.json says {model.dtype}; the weights are {types}."
     assert not info["missing_keys"], f"The exported folder lacks {sorted(info['missing_keys'])[:5]}."
     assert not info["unexpected_keys"], (
         f"The exported folder has unknown {sorted(info['unexpected_keys'])[:5]}."
@@ -248,12 +251,17 @@ def _compare_mixed_adapter(bench: TrainBench, other: dict[str, torch.Tensor]) ->
 
 
 @contract(
-    catches=("a missing weight accepted", "a missing weight accepted where weights are mixed"),
+    catches=(
+        "a missing weight accepted",
+        "a missing weight accepted where weights are mixed",
+        "random values for a weight that the model folder lacks",
+    ),
 )
 def weights_that_do_not_fit_are_refused(bench: TrainBench) -> None:
     """If a stream has an unknown name, lacks a weight or has a wrong shape, the engine raises an error that names the weight.
 
-    This holds for weights that replace the engine's, and for those that are mixed in.
+    This holds for weights that replace the engine's, and for those that are mixed in. On one rank, a model folder that lacks
+    a weight is refused in the same way.
     """
     weights = published(bench.model())
     first, last = min(weights), max(weights)
@@ -267,3 +275,10 @@ def weights_that_do_not_fit_are_refused(bench: TrainBench) -> None:
             engine.load_named_weights(
                 [(n, v[None] if n == first else v) for n, v in weights.items()], mix=mix
             )
+    if bench.place.world_size == 1:
+        folder = Path(shutil.copytree(bench.model(), bench.folder / "lacks-a-weight"))
+        for file in folder.glob("*.safetensors"):
+            kept = {name: value for name, value in load_file(file).items() if name != last}
+            save_file(kept, file, metadata={"format": "pt"})
+        with refused("a model folder without a weight", last):
+            bench.engine(path=str(folder))
