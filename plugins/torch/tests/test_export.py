@@ -100,3 +100,25 @@ def test_a_model_with_its_own_code_is_loaded_from_what_was_written(tmp_path):
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True)
     assert type(loaded).__name__ == "Model"
     assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_settings_that_transformers_refuses_to_write_are_kept(make_engine, tmp_path):
+    """``temperature`` without ``do_sample``, as some older chat models have it."""
+    settings = {"eos_token_id": [1, 3], "temperature": 0.9, "top_p": 0.6}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    engine = make_engine("llama")
+    module = engine.module
+    module.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="do_sample"):
+        module.save_pretrained(tmp_path / "refused")
+    engine.export(tmp_path / "saved")
+    write_model(tmp_path / "written", module, published_weights(module))
+    assert module.generation_config.temperature == 0.9
+    for folder in ("saved", "written"):
+        found = json.loads((tmp_path / folder / "generation_config.json").read_text())
+        assert {key: found[key] for key in settings} == settings
+        assert not found.get("do_sample")
+        assert AutoModelForCausalLM.from_pretrained(tmp_path / folder).generation_config.eos_token_id == [
+            1,
+            3,
+        ]

@@ -18,7 +18,7 @@ from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import DataError, did_you_mean
 from engine_core.runs import state_files
 from engine_plugin_torch import state
-from engine_plugin_torch.export import add_end_token
+from engine_plugin_torch.export import add_end_token, save_model
 from engine_plugin_torch.optimizers import peak_rates, set_peak_lr
 from engine_plugin_torch.shards import Shards, optimizer_tensors
 from engine_plugin_torch.weights import places, weight_at
@@ -182,7 +182,7 @@ class StateStore:
         if hasattr(self.engine.module, "save_pretrained"):
             # save_pretrained imports accelerate and DeepSpeed, which prints at import
             with contextlib.redirect_stdout(sys.stderr):
-                self.engine.module.save_pretrained(folder, **merged)  # type: ignore[operator]
+                save_model(folder, self.engine.module, **merged)
             add_end_token(folder, (self.engine.context.live or {}).get("tokenizer"))
             return
         folder.mkdir(parents=True, exist_ok=True)

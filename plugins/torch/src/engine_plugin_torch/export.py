@@ -5,14 +5,13 @@ No process holds the whole model.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from engine_core.runs import state_files
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
+GENERATION = "generation_config.json"
 FILE_BYTES = 5 * 10**9  # most bytes of one exported file, as in save_pretrained
 
 
@@ -52,6 +52,27 @@ def write_model(folder: Path, module: nn.Module, stream: Iterable[tuple[str, Ten
     _write_config(folder, module, next(iter(part.values())).dtype)
 
 
+def save_model(folder: Path, module: Any, **arguments: Any) -> None:
+    """Write a module with its ``save_pretrained``; keep a ``generation_config.json`` that transformers would refuse.
+
+    ``temperature`` without ``do_sample`` is refused, which some older chat models have.
+
+    Args:
+        folder: the folder to write.
+        module: a module with ``save_pretrained``.
+        arguments: further arguments of ``save_pretrained``.
+    """
+    if not _generates(module):
+        module.save_pretrained(folder, **arguments)
+        return
+    own, module.generation_config = module.generation_config, GenerationConfig()
+    try:
+        module.save_pretrained(folder, **arguments)
+    finally:
+        module.generation_config = own
+    _write_generation_config(folder, module)
+
+
 def add_end_token(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Add the tokenizer's end of sequence to the end tokens of an exported ``generation_config.json``, if both exist.
 
@@ -61,7 +82,7 @@ def add_end_token(folder: Path, tokenizer: PreTrainedTokenizerBase | None) -> No
     Raises:
         OSError: the file cannot be written.
     """
-    file, end = folder / "generation_config.json", getattr(tokenizer, "eos_token_id", None)
+    file, end = folder / GENERATION, getattr(tokenizer, "eos_token_id", None)
     if end is None or not file.is_file():
         return
     config = json.loads(file.read_text("utf-8"))
@@ -101,8 +122,14 @@ def _write_config(folder: Path, module: nn.Module, dtype: torch.dtype) -> None:
         if module.is_remote_code():
             custom_object_save(module, folder, config=config)
     config.save_pretrained(folder)
-    generation = getattr(module, "generation_config", None)
-    if generation is not None and getattr(module, "can_generate", lambda: False)():
-        # of contradictory settings; the samplers of this project do not read the file
-        with contextlib.suppress(ValueError):
-            generation.save_pretrained(folder)
+    if _generates(module):
+        _write_generation_config(folder, module)
+
+
+def _generates(module: nn.Module) -> bool:
+    return isinstance(module, PreTrainedModel) and module.can_generate()
+
+
+def _write_generation_config(folder: Path, module: Any) -> None:
+    """Write the file as ``save_pretrained`` does, without its check."""
+    module.generation_config.to_json_file(folder / GENERATION, keys_to_pop=["compile_config"])
