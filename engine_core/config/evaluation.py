@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, SerializationInfo, SerializerFunctionWrapHandler, model_serializer
+from pydantic import Field
 
 from engine_core.config.wording import Problem
 from engine_core.tables import Distribution, NonNegativeFloat, NonNegativeInt, PositiveInt, Table, Text
@@ -56,12 +56,6 @@ class EvalSetConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
     """Sampling temperature; 0 is greedy."""
     options: Any = Field(default=None, exclude=True)
     """The table of the data source, filled in by the loader."""
-
-    @model_serializer(mode="wrap")
-    def _set_keys(self, dump: SerializerFunctionWrapHandler, info: SerializationInfo) -> dict[str, Any]:
-        """Leave out unset keys with those without a value: a later ``--set eval.KEY`` then applies to this set too."""
-        left_out = info.exclude_none
-        return {k: value for k, value in dump(self).items() if k in self.model_fields_set or not left_out}
 
 
 class EvalConfig(SetOptions):  # type: ignore[misc]  # a table is not frozen
