@@ -82,6 +82,15 @@ class _Workload:
         found: list[Rollout] | None = self.group.call(method, **plain).result()
         return found or []
 
+    def finish(self, **rounds: int) -> None:
+        """Advance until every request is answered; each call answers one."""
+        while self.open:
+            before = len(self.open)
+            self.take(self.call("advance", **rounds))
+            assert len(self.open) < before, (
+                f"{sorted(self.open)} are never answered; the last calls: {self.calls[-6:]}."
+            )
+
     def fail(self, method: str) -> None:
         """Sample requests, with nothing in flight, of which one raises an error, which the call must raise."""
         requests = [*self.new(4), *self.more(1, do="raise:DataError")]
@@ -171,8 +180,7 @@ def random_calls_of_a_sampler_answer_each_request_once(bench: RuntimeBench) -> N
                 f"Prompts {sorted(late)} were sampled after they were dropped: {load.calls[-2]}."
             )
         else:
-            while load.open:
-                load.take(load.call("advance"))
+            load.finish()
             if kind == "push":
                 load.version = number + 100
                 load.calls.append(f"push_weights({load.version})")
@@ -181,12 +189,7 @@ def random_calls_of_a_sampler_answer_each_request_once(bench: RuntimeBench) -> N
                 load.fail(draws.choice(("generate", "stream")))
             load.take(load.call("generate", requests=load.new(6)))
             assert not load.open, f"generate left {sorted(load.open)} unanswered."
-    while load.open:
-        before = len(load.open)
-        load.take(load.call("advance", rounds=2))
-        assert len(load.open) < before, (
-            f"{sorted(load.open)} are never answered; the last calls: {load.calls[-6:]}."
-        )
+    load.finish(rounds=2)
 
 
 class _Clock(Clock):
