@@ -116,7 +116,7 @@ def _tensors_of_a_closed_engine(bench: TrainBench) -> list[tuple[str, weakref.re
     """Return references to the tensors [D_1, ..., D_n] of an engine that has trained and is closed."""
     engine = bench.unkept_engine()
     bench.step(engine, bench.batch())
-    held = [("a weight", value) for value in engine.module.parameters()]
+    held: list[tuple[str, torch.Tensor]] = [("a weight", value) for value in engine.module.parameters()]
     states: Any = () if engine.optimizer is None else engine.optimizer.state.values()
     held += [(name, v) for state in states for name, v in state.items() if isinstance(v, torch.Tensor)]
     engine.close()
