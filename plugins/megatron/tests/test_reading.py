@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers import GenerationConfig, LlamaConfig
 
 from engine_core.errors import DataError
-from engine_plugin_megatron.reading import FromStream
+from engine_plugin_megatron.reading import FromStream, blank_module
 
 SHAPES = dict.fromkeys("abcd", (2,))
 ALL = (slice(0, 2),)
@@ -43,3 +44,11 @@ def test_what_does_not_come_or_is_unknown_is_told():
         FromStream(stream("abc"), SHAPES, {}).finish()
     with pytest.raises(DataError, match="Unknown weight 'e'"):
         FromStream(stream("abcde"), SHAPES, {}).finish()
+
+
+def test_a_model_of_a_hub_name_has_its_generation_config(monkeypatch):
+    hub = {"org/name": GenerationConfig(eos_token_id=[2, 7])}
+    monkeypatch.setattr(GenerationConfig, "from_pretrained", hub.__getitem__)
+    config = LlamaConfig(vocab_size=97, hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
+    assert blank_module(config, "actor", "org/name").generation_config.eos_token_id == [2, 7]
+    assert blank_module(config, "actor").generation_config.eos_token_id == 2  # of the config

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from engine_core.config import ModelConfig
 from engine_core.contracts.weight_names import own_weights
+from engine_plugin_torch.model_loading import load_model
 from engine_plugin_torch.skeleton import blank_model, empty_parameters, fresh_model
 
 
@@ -26,6 +29,22 @@ def test_a_blank_model_has_names_shapes_and_types_and_no_weights(model_folder):
 def test_a_critic_has_one_value(model_folder):
     blank = blank_model(ModelConfig(path=model_folder("llama"), attention="eager"), "critic", torch.float32)
     assert blank.score.weight.shape[0] == 1
+
+
+def test_a_model_that_is_built_has_the_generation_config_of_its_folder(model_folder):
+    path = model_folder("llama")
+    model = ModelConfig(path=path, attention="eager")
+    assert fresh_model(model, "actor", torch.float32).generation_config.eos_token_id == 2  # of the config
+    (Path(path) / "generation_config.json").write_text('{"eos_token_id": [2, 7], "temperature": 0.5}')
+    drawn = load_model(model, torch.device("cpu"), torch.float32)
+    for module in (
+        drawn,
+        fresh_model(model, "actor", torch.float32),
+        blank_model(model, "actor", torch.float32),
+    ):
+        assert module.generation_config.eos_token_id == [2, 7]
+        assert module.generation_config.temperature == 0.5
+    assert not blank_model(model, "critic", torch.float32).can_generate()
 
 
 def test_tied_weights_stay_one(model_folder):

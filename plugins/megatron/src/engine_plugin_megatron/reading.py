@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import DataError, near
 from engine_plugin_torch.folder_parts import FolderParts
-from engine_plugin_torch.model_loading import has_no_weights, load_model
+from engine_plugin_torch.model_loading import has_no_weights, load_model, read_generation_config
 from engine_plugin_torch.value_models import VALUE_ROLES, load_value_model, value_class
 from engine_plugin_torch.weights import published_weights
 
@@ -145,13 +145,13 @@ def blank_module(config: PretrainedConfig, role: str, source: str = "") -> PreTr
     Args:
         config: the model's config.
         role: the role, which decides between a language model and a value model.
-        source: folder whose ``generation_config.json``, if any, the model gets.
+        source: folder or hub name whose ``generation_config.json``, if any, the model gets.
     """
     kind: Any = value_class(config) if role in VALUE_ROLES else MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     with torch.device("meta"):
         module: PreTrainedModel = kind(config)
-    if (Path(source) / "generation_config.json").is_file():
-        module.generation_config = GenerationConfig.from_pretrained(source)
+    if source:
+        read_generation_config(module, source)
     return module
 
 

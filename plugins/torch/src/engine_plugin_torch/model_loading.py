@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from engine_core.errors import ConfigError, DataError
@@ -152,12 +153,21 @@ def random_model(config: PretrainedConfig, model: ModelConfig, device: torch.dev
     forked = torch.random.fork_rng(devices=[] if where is CPU else [where], device_type=where.type)
     with forked, where:
         torch.manual_seed(model.seed)
-        return AutoModelForCausalLM.from_config(
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(
             config,
             attn_implementation=model.attention,
             dtype=torch.float32,
             trust_remote_code=model.trust_remote_code,
         )
+    read_generation_config(module, model.path)
+    return module
+
+
+def read_generation_config(module: Any, path: str) -> None:
+    """Give a new model that generates the ``generation_config.json`` of a folder or hub name, if it has that file."""
+    if module.can_generate():
+        with contextlib.suppress(OSError):
+            module.generation_config = GenerationConfig.from_pretrained(path)
 
 
 def adopt_live(module: nn.Module, model: ModelConfig, role: str, device: torch.device) -> nn.Module:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from engine_core.model_config import load_hf_config
+from engine_plugin_torch.model_loading import read_generation_config
 from engine_plugin_torch.value_models import VALUE_ROLES, value_class
 
 if TYPE_CHECKING:
@@ -78,7 +79,9 @@ def fresh_model(model: ModelConfig, role: str, dtype: torch.dtype) -> nn.Module:
         config.num_labels = 1
         kind: Any = value_class(config)
         return kind._from_config(config, **settings)
-    return AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code, **settings)
+    module = AutoModelForCausalLM.from_config(config, trust_remote_code=model.trust_remote_code, **settings)
+    read_generation_config(module, model.path)
+    return module
 
 
 @contextlib.contextmanager
