@@ -1,5 +1,6 @@
 """The suite of runtimes catches what it says that it catches: each fault by the contract that names it."""
 
+import dataclasses
 import os
 import threading
 import time
@@ -133,6 +134,12 @@ def restarts_deadlines(session):
     return interrupt(session)
 
 
+def begins_again(session):
+    parts = interrupt(session)
+    session._new = [dataclasses.replace(request, begun=None) for request in session._new]
+    return parts
+
+
 def loses_drops(session, ids):
     session._dropped = []
     return cancel(session, ids)
@@ -223,6 +230,7 @@ CONTROLLER_FAULTS = [
         "the whole timeout again at each continuation",
         SESSION,
     ),
+    (SamplerSession, "interrupt", begins_again, "an interrupted request that begins again", SESSION),
     (SamplerSession, "drained", SamplerSession.held, "a drain that does not wait", SESSION),
     (SamplerSession, "cancel", loses_drops, "a drop lost if a cancel follows it", SESSION),
     (flow.Flow, "_failed", lambda call, error: None, "an error of a sampler that no caller gets", SESSION),

@@ -45,6 +45,7 @@ class _Workload:
         self.version = -1  # of the last push
         self.least: dict[str, int] = {}  # version that a request was made after, by id
         self.spent: set[str] = set()  # ids that are not used again
+        self.begun: dict[str, list[int]] = {}  # tokens of requests that were stopped and go back, by id
         self._count = 0
 
     def new(self, most: int, **columns: Any) -> list[Request]:
@@ -67,6 +68,7 @@ class _Workload:
             made.append(Request(id, prompt, sampling, self._count, self._count % 3))
         self.open |= {request.id: request for request in made}
         self.least |= {request.id: self.version for request in made}
+        self.begun = {id: tokens for id, tokens in self.begun.items() if id not in {r.id for r in made}}
         return made
 
     def some(self) -> list[str]:
@@ -130,6 +132,10 @@ class _Workload:
             )
             asked = (request.group_id, request.index, request.prompt.token_ids)
             assert facts == asked, f"'{rollout.request_id}': {facts}; expected {asked}{calls}."
+            begun = self.begun.get(rollout.request_id, [])
+            assert rollout.token_ids.tolist()[: len(begun)] == begun, (
+                f"'{rollout.request_id}' does not begin with its tokens {begun} of before{calls}."
+            )
             least, last = self.least[rollout.request_id], int(rollout.policy_versions[-1])
             assert self.version < 0 or rollout.finish_reason != "stop" or least <= last <= self.version, (
                 f"'{rollout.request_id}' has version {last}; expected {least} to {self.version}{calls}."
@@ -229,6 +235,9 @@ class _Session(_Workload):
     def cancel(self, ids: list[str]) -> None:
         """Cancel requests; one that was still queued in the session has no rollout."""
         self.take(self.session.cancel(ids))
+        assert not (left := set(ids) & set(self.session.in_flight)), (
+            f"{left} were cancelled and are in flight."
+        )
         for id in ids:
             self.open.pop(id, None)
 
@@ -237,8 +246,11 @@ class _Session(_Workload):
         self.results()
         self.clock.seconds += self.draws.randint(1, 50)
         self.elapsed.append(self.clock.seconds)
-        stopped = [rollout.request_id for rollout in self.session.interrupt()]
-        assert set(stopped) <= self.open.keys(), f"{stopped} were stopped; in flight are {sorted(self.open)}."
+        stopped = {rollout.request_id: rollout.token_ids.tolist() for rollout in self.session.interrupt()}
+        assert stopped.keys() <= self.open.keys(), (
+            f"{sorted(stopped)} were stopped; in flight are {sorted(self.open)}."
+        )
+        self.begun |= stopped
 
     def push(self, _: list[str]) -> None:
         """Change the weights while the session is held."""
@@ -273,7 +285,8 @@ class _Session(_Workload):
         deadline = time.monotonic() + PATIENCE
         while (self.open or not self.session.idle) and time.monotonic() < deadline:
             self.results(timeout=0.05)
-        assert not self.open, f"{sorted(self.open)} were never answered; the last calls: {self.calls[-6:]}."
+        left = sorted({*self.open, *self.session.in_flight})
+        assert not left, f"{left} were never answered; the last calls: {self.calls[-6:]}."
 
     def check_logs(self) -> None:
         """Assert that every rank has sampled, and that a request that was continued has the time that it had, less what has passed."""
@@ -300,6 +313,7 @@ class _Session(_Workload):
         "a drop that a flow sends to no sampler",
         "requests lost where they are shared out",
         "the whole timeout again at each continuation",
+        "an interrupted request that begins again",
         "a drain that does not wait",
         "all requests given to one sampler",
         "a drop lost if a cancel follows it",
