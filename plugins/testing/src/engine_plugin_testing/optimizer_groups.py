@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Sequence
 from types import ModuleType
@@ -26,7 +27,7 @@ class Groups:
     """Three sets of weights, each with its share of the peak learning rate.
 
     Args:
-        shares: one for each set; the largest is 1, and should not be the first, whose group is the optimizer's first.
+        shares: one for each set, relative to the largest; that should not be the first, whose group is the optimizer's first.
 
     Attributes:
         asked: whether an engine has called the hook. An engine that builds its own optimizer does not.
@@ -34,10 +35,11 @@ class Groups:
 
     def __init__(self, shares: Sequence[float]) -> None:
         self.shares, self.asked = shares, False  #: constructor argument
+        self.most = 1.0  # the largest share of the sets that the model has
 
     def share_of(self, name: str) -> float:
         """Return the share of a weight's rate, by its name in a module or in a folder."""
-        return self.shares[_set_of(name, len(self.shares))] if self.asked else 1.0
+        return self.shares[_set_of(name, len(self.shares))] / self.most if self.asked else 1.0
 
     def add_to(self, plugins: PluginSet) -> None:
         """Add the hook to the plugins of one engine."""
@@ -59,11 +61,12 @@ class Groups:
             if parameter.requires_grad:
                 key = _set_of(name, len(self.shares)), parameter.ndim >= 2
                 members.setdefault(key, []).append(parameter)
+        self.most = max(self.shares[number] for number, _ in members)
         optim = optim_config.model_dump()
         groups = [
             {
                 "params": found,
-                "lr": optim["lr"] * self.shares[number],
+                "lr": optim["lr"] * (self.shares[number] / self.most),
                 "weight_decay": optim["weight_decay"] * matrix,
             }
             for (number, matrix), found in sorted(members.items(), key=lambda item: item[0])
@@ -73,6 +76,6 @@ class Groups:
 
 
 def _set_of(name: str, count: int) -> int:
-    """Return the number of a weight's set: by the end of its name, which wrappers of modules leave as it is."""
-    end = ".".join(name.replace(".default", "").split(".")[-2:])
+    """Return the number of a weight's set: by the end of its name, which wrappers and adapters leave as it is."""
+    end = ".".join(re.sub(r"\.(default|lora_A|lora_B)\b", "", name).split(".")[-2:])
     return zlib.crc32(end.encode()) % count

@@ -377,7 +377,9 @@ class Player:
             for part in (0.25, 4 * factor):
                 self.engine.scale_gradients(part)
             self.pending = {name: factor * value for name, value in self.pending.items()}
+            self.draws, own = self.game.last, self.draws
             self.backward()
+            self.draws = own
 
     def skip(self) -> None:
         """Add a loss that is not finite, perhaps scale the gradients, and take a step, which is skipped."""
