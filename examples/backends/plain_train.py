@@ -140,6 +140,8 @@ class PlainTrain(TrainEngine):
         own = {name: weight.shape for name, weight in own_weights(self.module).items()}
         if own != {name: weight.shape for name, weight in weights.items()}:
             raise DataError(f"{folder}: these are the weights of another model.")
+        if self.optimizer is not None and "optimizer" not in settings:
+            raise DataError(f"{folder} has no optimizer: a role that is not trained has written it.")
         take_weights(self.module, weights.items())
         torch.set_rng_state(tensors.pop("random"))
         if self.optimizer is not None:
