@@ -57,7 +57,7 @@ class Bench:
         return spec.capabilities
 
     def load_plugins(self, fresh: bool = False, **more: str) -> PluginSet:
-        """Load the plugin under test, and names of other kinds: ``losses="ppo_clip"``; ``fresh``: into a set of its own."""
+        """Load the plugin under test, and names of other kinds: ``losses="ppo_clip"``; ``fresh``: into a new set."""
         names = {self.kind: self.name, **more}
         plugins, tables = tuple(self.settings["plugins"]), json.dumps(self.settings["plugin_options"])
         load: Callable[..., PluginSet] = _load.__wrapped__ if fresh else _load

@@ -144,9 +144,8 @@ def _corrected(made: Policy, batch: Batch, values: Tensor, old: Tensor, exact: b
     moved = (values - made.columns["rollout_log_probs"]) * mask  # the policy in training, from the sampler
     table: dict[str, Any] = {"level": more.choice("off", "token", "sequence")}
     table["cap"] = more.choice(None, None, 1.7)
-    table["mask"] = more.choice(
-        "off", table["level"], table["level"], "token", "sequence", "geometric", "geometric"
-    )
+    masks = ("off", table["level"], table["level"], "token", "sequence", "geometric", "geometric")
+    table["mask"] = more.choice(*masks)
     table["mask_low"], table["mask_high"] = more.choice((None, None), SET_BOUNDS[table["mask"]])
     table |= {"reject": more.choice("off", "off", "k1", "k2", "k3"), "reject_ratio": 1.31}
     table |= {"off_policy_threshold": more.choice(None, 0.3137) if exact else None}

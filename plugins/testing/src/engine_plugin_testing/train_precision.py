@@ -151,7 +151,7 @@ def _check_adapter(bench: TrainBench, batch: Batch) -> None:
     )
 )
 def an_overflow_in_fp16_lowers_the_loss_scale(bench: TrainBench) -> None:
-    """With the options ``in_fp16`` of a suite, a step that overflows is skipped, is reported as ``rescaled``, and lowers the loss scale.
+    """A step that overflows in fp16 is skipped, is reported as ``rescaled``, and lowers the loss scale.
 
     A run that resumes after such a step needs as many of them as one that never stopped. The first good step has the norm of a
     float64 gradient, and is clipped to ``max_grad_norm``.
