@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 def as_data(config: EngineConfig, unset: bool = False) -> dict[str, Any]:
     """Plain values as a TOML holds them: option tables under their names, keys without a value left out if not ``unset``."""
     data = _plain(config, unset)
-    for each, table in zip(config.eval.set, data["eval"]["set"] if not unset else (), strict=False):
-        for key in table.keys() - each.model_fields_set:  # a later value of [eval] then reaches the set, too
-            del table[key]
+    for each, table in zip(config.eval.set, data["eval"]["set"], strict=True):
+        for key in () if unset else table.keys() - each.model_fields_set:
+            del table[key]  # a later value of [eval] reaches the set, too
     for place in places(data):
         holder = holder_of(config, place.path)
         for chosen in place.chosen:

@@ -229,6 +229,7 @@ class Loop:
         self.point = point or run.resume_point({}, unfinished={})
         before = folder.read_metrics() if point else []
         self._measured = set[str]().union(*before)  # names of all metrics so far
+        self._missed = set[str]()  # names of metrics that only a later step may measure
         offered = run.plugins.offered("parts", "health")
         self._health = run.plugins.resolve("parts", "health")() if offered else None
         self._conditions = set[str]()  # names of those that were logged
@@ -365,13 +366,18 @@ class Loop:
             ConfigError: no step measures a metric that has a bound or chooses the best checkpoint.
         """
         self._measured |= set(metrics)
-        late = tuple(
-            p for p in ("actor/loss", "eval/") if not any(name.startswith(p) for name in self._measured)
-        )
+        evaluated = any(name.startswith("eval/") for name in self._measured)
+        stages = [f"stage/{stage.name}/" for stage in self.run.config.stage]
         for key, name in self.run.config.chosen_metrics:
-            waits = "actor/loss" in late or name.startswith((*late, *self.run.late_metrics))
-            if name not in self._measured and not waits:
-                raise ConfigError(f"{key}: no step measures '{name}'.{did_you_mean(name, self._measured)}")
+            waits = "actor/loss" not in self._measured or (name.startswith("eval/") and not evaluated)
+            if name in self._measured or waits:
+                continue
+            said = f"{key}: no step measures '{name}'.{did_you_mean(name, self._measured)}"
+            if not name.startswith((*self.run.late_metrics, *stages)):
+                raise ConfigError(said)
+            if name not in self._missed:
+                log.warning("%s A later step may; until then the key has no effect.", said)
+                self._missed.add(name)
         for name, bound in self.run.config.run.fail_above.items():
             if name in metrics and not metrics[name] <= bound:  # NaN is over every bound
                 raise TrainingFailed(

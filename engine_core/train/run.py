@@ -59,7 +59,7 @@ class TrainingRun(abc.ABC):
     """
 
     samples = False  #: whether each step samples the rollouts that it learns from, and records them
-    late_metrics: tuple[str, ...] = ("stage/",)  #: prefixes of metrics that the first step may lack
+    late_metrics: tuple[str, ...] = ()  #: prefixes of metrics that the first step may lack
 
     def __init__(
         self,

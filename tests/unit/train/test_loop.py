@@ -12,7 +12,6 @@ import torch
 from engine_core.config import EngineConfig
 from engine_core.errors import ConfigError, EnvironmentProblem, PluginError
 from engine_core.train.loop import Loop, frozen_gc, out_of_memory_explained
-from engine_core.train.run import TrainingRun
 from engine_core.train.stopping import Stop
 from engine_plugin_processes.remote_errors import pack, unpack
 
@@ -137,12 +136,22 @@ def test_garbage_collection_runs_less_often_while_steps_run(nothing_frozen, befo
         gc.set_threshold(*usual)
 
 
-@pytest.mark.parametrize(
-    ("name", "refused"), [("reward/meen", True), ("actor/kl", True), ("stage/replay_cache/age_max", False)]
-)
-def test_a_metric_that_no_step_measures_is_refused_unless_a_later_step_may_measure_it(name, refused):
+LATE = ("stage/replay_cache/age_max", "logps/chosen")
+
+
+@pytest.mark.parametrize("name", ["reward/meen", "actor/kl", "stage/no_stage/age_max", *LATE])
+def test_a_metric_that_no_step_measures_is_refused_or_if_a_later_step_may_measure_it_logged_once(
+    name, caplog
+):
     loop = Loop.__new__(Loop)
-    config = EngineConfig.model_validate({"run": {"fail_above": {name: 1.0}}})
-    loop.run, loop._measured = SimpleNamespace(config=config, late_metrics=TrainingRun.late_metrics), set()
-    with pytest.raises(ConfigError, match=f"no step measures '{name}'") if refused else nullcontext():
-        loop.check_bounds({"actor/loss": 0.5, "reward/mean": 1.0})
+    config = EngineConfig.model_validate(
+        {"run": {"fail_above": {name: 1.0}}, "stage": [{"name": "replay_cache"}]}
+    )
+    loop.run, loop._measured = SimpleNamespace(config=config, late_metrics=("logps/",)), set()
+    loop._missed = set()
+    for _ in range(2):
+        with (
+            nullcontext() if name in LATE else pytest.raises(ConfigError, match=f"no step measures '{name}'")
+        ):
+            loop.check_bounds({"actor/loss": 0.5, "reward/mean": 1.0})
+    assert caplog.text.count(f"no step measures '{name}'") == (name in LATE)

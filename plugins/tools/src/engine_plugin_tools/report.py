@@ -214,13 +214,8 @@ def _headline(metrics: Metrics) -> list[tuple[str, str, str]]:
 def _facts(path: Path, metrics: Metrics) -> list[tuple[str, str]]:
     try:
         return _environment(json.loads((path / "env.json").read_text(encoding="utf-8")), metrics)
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-    ) as error:  # a copy without it, or one of another version
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # a copy without it, or one of another version
         return [("environment", f"env.json cannot be read: {error}")]
 
 

@@ -73,7 +73,7 @@ class DistillTrainer(SampledRun):
         self.top_k = self._candidates(common_vocabulary(config, plugins, self.live.get("model")))
         self.examples = self._examples() if self._uses_data() else None
         if self.examples is not None:
-            self.late_metrics = ("",)  # a step from the data measures less than one of samples
+            self.late_metrics = ("",)  # all: a step from the data measures less than one of samples
         super().prepare()
 
     def roles(self, training: bool) -> dict[str, Role]:

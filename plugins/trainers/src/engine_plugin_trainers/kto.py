@@ -29,7 +29,7 @@ class KTOTrainer(PreferenceRun):
     needs_reference = True
     table = "kto"
     preparer = JudgedPreparer
-    late_metrics = ("stage/", "rewards/", "logps/")  # a step may lack a kind of responses
+    late_metrics = ("rewards/", "logps/")  # a step may lack a kind of responses
 
     @property
     def options(self) -> KTOOptions:
