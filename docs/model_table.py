@@ -24,7 +24,7 @@ from page_parts import ROOT, recorded_page, run_recorded, table
 
 from engine_plugin_testing.families import FAMILIES
 from engine_plugin_testing.recorder import FAILED, PASSED, read
-from engine_plugin_testing.suite import UNDECLARED, UNSUPPORTED
+from engine_plugin_testing.suite import EMPTY, UNDECLARED, UNSUPPORTED
 
 DOCS = Path(__file__).parent
 PAGE, RECORD = DOCS / "reference" / "models.md", DOCS / "reference" / "models.json"
@@ -122,7 +122,8 @@ def cell(found: Mapping[str, str] | None) -> str:
         return "**fails**"
     if reason := next((v for v in rest.values() if v.startswith(UNSUPPORTED)), ""):
         return NO + reason.removeprefix(UNSUPPORTED)
-    return "yes" if all(v == PASSED or UNDECLARED in v for v in rest.values()) else "not run"
+    right = (v == PASSED or UNDECLARED in v or EMPTY in v for v in rest.values())
+    return "yes" if all(right) else "not run"
 
 
 def adapter(found: Mapping[str, str] | None) -> str:

@@ -23,7 +23,7 @@ from page_parts import ROOT, recorded_page, run_recorded
 
 from engine_plugin_testing import TrainEngineSuite
 from engine_plugin_testing.recorder import FAILED, PASSED, read, settings
-from engine_plugin_testing.suite import NOWHERE_ELSE, UNDECLARED, UNSUPPORTED
+from engine_plugin_testing.suite import EMPTY, NOWHERE_ELSE, UNDECLARED, UNSUPPORTED
 
 if TYPE_CHECKING:
     from engine_plugin_testing.contracts import Contract
@@ -136,7 +136,7 @@ def state(contract: Contract, run: Mapping[str, Any] | None) -> str:
         return f"cannot: {outcome.removeprefix(UNSUPPORTED)}"
     if UNDECLARED in outcome:
         return f"not yet: `{contract.capability}`"
-    return "not tested" if outcome == NOWHERE_ELSE else f"skipped: {outcome}"
+    return "not tested" if outcome == NOWHERE_ELSE or EMPTY in outcome else f"skipped: {outcome}"
 
 
 def cell(contract: Contract, suites: list[type[TrainEngineSuite]], record: Record) -> str:

@@ -33,6 +33,7 @@ class Contract:
     package: str = ""  # skipped where it is not installed
     role: str = ""  # empty, or runs if the suite declares the role
     option: str = ""  # empty, or runs if the plugin's option model has this field
+    setting: str = ""  # empty, or runs if the suite gives this attribute a value
 
     @property
     def name(self) -> str:
@@ -69,6 +70,7 @@ def contract(
     package: str = "",
     role: str = "",
     option: str = "",
+    setting: str = "",
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
     """Mark a function of one bench as a contract.
 
@@ -81,12 +83,13 @@ def contract(
         package: the contract is skipped where this package is not installed.
         role: the contract runs if the suite's ``roles`` has this role.
         option: the contract runs if the plugin's option model has this field.
+        setting: the contract runs if the suite gives this attribute a value.
     """
 
     def mark(function: Any) -> Any:
         """Attach the ``Contract`` to the function."""
         function.contract = Contract(
-            function, capability, tuple(catches), follow, frozenset(options), package, role, option
+            function, capability, tuple(catches), follow, frozenset(options), package, role, option, setting
         )
         return function
 

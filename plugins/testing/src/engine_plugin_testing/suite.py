@@ -26,6 +26,7 @@ from engine_plugin_testing.option_tables import check_table
 
 UNSUPPORTED = "unsupported: "
 UNDECLARED = " does not declare the capability "
+EMPTY = "` of the suite is empty"
 NOWHERE_ELSE = "`resumes_on` of this suite names no other number of ranks"
 """Reasons of skips, by which a record of outcomes tells them apart."""
 
@@ -200,6 +201,8 @@ class Suite:
             pytest.skip(f"`roles` of the suite lacks '{made.role}'")
         if made.option and made.option not in self._fields:
             pytest.skip(f"the options of '{self.offered()}' lack '{made.option}'")
+        if made.setting and not getattr(self, made.setting):
+            pytest.skip(f"`{made.setting}{EMPTY}")
         if made.package and importlib.util.find_spec(made.package) is None:
             pytest.skip(f"it needs the package {made.package}, which is not installed")
         if made.follow and not self.resumes_on:

@@ -38,7 +38,8 @@ FP16 = 0.05  # most that float16 moves a gradient of the tiny model, as a share 
         "a step that is rounded to the compute type",
         "received weights rounded to the compute type",
         "an adapter merged in the compute type",
-    )
+    ),
+    setting="in_bf16",
 )
 def computing_in_bf16_rounds_no_weight(bench: TrainBench) -> None:
     """The options ``in_bf16`` of a suite put the forward pass in bfloat16, and leave weights, steps and streams in float32.
@@ -46,8 +47,6 @@ def computing_in_bf16_rounds_no_weight(bench: TrainBench) -> None:
     ``infer``, ``forward_backward`` and a module that is lent compute alike: their log-probs differ by less than rounding
     moves them.
     """
-    if not bench.settings["in_bf16"]:
-        return
     batch = bench.batch((9, 31, 4, 12), seed=3)
     optim = {**MEASURE, "lr": STEP, "eps": 1e-30}
     engine = bench.engine(optim=optim, options=bench.settings["in_bf16"], budget=24)
@@ -148,7 +147,8 @@ def _check_adapter(bench: TrainBench, batch: Batch) -> None:
         "an overflow that lowers no loss scale",
         "an overflow that is not reported",
         "gradients clipped before they are unscaled",
-    )
+    ),
+    setting="in_fp16",
 )
 def an_overflow_in_fp16_lowers_the_loss_scale(bench: TrainBench) -> None:
     """A step that overflows in fp16 is skipped, is reported as ``rescaled``, and lowers the loss scale.
@@ -156,8 +156,6 @@ def an_overflow_in_fp16_lowers_the_loss_scale(bench: TrainBench) -> None:
     A run that resumes after such a step needs as many of them as one that never stopped. The first good step has the norm of a
     float64 gradient, and is clipped to ``max_grad_norm``.
     """
-    if not bench.settings["in_fp16"]:
-        return
     batch, module = bench.batch(), bench.reference()
     expected = gradient_of(module, nll_loss(module, batch))
     norm = norm_of(expected)
