@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -83,6 +83,28 @@ def without_our_plugins(monkeypatch):
         "installed",
         lambda: tuple(o for o in everything() if not o.distribution.name.startswith("engine-plugin-")),
     )
+
+
+@pytest.fixture(scope="session")
+def forking_workers() -> Iterator[Any]:
+    """What starts workers as forks; None unless ``ENGINE_TEST_FORK`` is set."""
+    from engine_plugin_testing import forking
+
+    if not forking.wanted():
+        yield None
+        return
+    from forked_workers import ForkedWorkers
+
+    workers = ForkedWorkers()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture
+def forked_workers(forking_workers, monkeypatch) -> None:
+    """Start the workers of pools and samplers as forks."""
+    if forking_workers is not None:
+        monkeypatch.setattr("subprocess.Popen", forking_workers)
 
 
 class Answer(NamedTuple):

@@ -16,6 +16,8 @@ from engine_core.train.update import fresh_gap
 from engine_plugin_tools.advice import advice
 from engine_plugin_trainers.async_trainer import AsyncTrainer
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 TIMED = ("time", "throughput/", "memory/", "sync/")
 AHEAD = {"trainer": "async", "rollout.weights": "own"}
 

@@ -15,6 +15,8 @@ from engine_core.config.assemble import plugins_for
 from engine_core.errors import DataError
 from engine_core.runs.rollout_files import read_rollouts
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 TIMED = ("time", "throughput/", "memory/", "sync/")
 NEAR = 1e-5  # of log-probs of sampler and trainer, both in float32
 MODELS = {

@@ -13,6 +13,8 @@ from engine_core.errors import ConfigError, EngineError
 from engine_core.rewards.signatures import OFFERED
 from engine_core.runs.rollout_files import read_rollouts
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 DATA_PARALLEL = Path(__file__).parents[1] / "conformance" / "data_parallel_plugin.py"
 
 PLUGIN = '''

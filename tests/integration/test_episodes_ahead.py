@@ -10,6 +10,8 @@ from engine_core.train.trainer import Trainer
 from engine_core.train.update import fresh_gap
 from engine_plugin_trainers.async_trainer import AsyncTrainer
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 PLUGIN = '''
 import asyncio
 

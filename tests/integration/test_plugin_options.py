@@ -9,6 +9,8 @@ from engine_core.config.dump import dump_toml
 from engine_core.errors import ConfigError, PluginError
 from engine_core.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 PLUGIN = """
 from pathlib import Path
 

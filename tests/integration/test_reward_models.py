@@ -14,6 +14,8 @@ from engine_core.errors import ConfigError, DataError, TrainingFailed
 from engine_core.runs.checkpoint import Checkpoints
 from engine_core.runs.rollout_files import read_rollouts
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 
 def pairs(count):
     """The better response has a 7 where the worse one has another digit."""

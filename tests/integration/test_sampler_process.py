@@ -8,6 +8,8 @@ from engine_core import load_config
 from engine_core.runs.rollout_files import read_rollouts
 from engine_core.train.trainer import Trainer
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 TIMED = ("time", "throughput/", "memory/", "sync/")
 OWN = {"rollout.process": {}}
 TORCHRUN = {"runtime.backend": "torchrun"}

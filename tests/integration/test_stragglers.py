@@ -16,6 +16,8 @@ from engine_core.types import Sampling
 from engine_plugin_processes.runtime import MultiProcessRuntime
 from engine_plugin_testing.rollout_bench import expected_log_probs
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 STEPS = 5
 PROMPTS, GROUP = 4, 2
 

@@ -13,6 +13,8 @@ from engine_plugin_torch.engine import TorchEngine
 from engine_plugin_trainers import stream_update
 from engine_plugin_trainers.plugin import engine_advantages
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 LOSSES = sorted(builtin.engine_losses())
 ADVANTAGES = {**builtin.engine_advantages(), **engine_advantages()}
 PER_GROUP = sorted(name for name, spec in ADVANTAGES.items() if spec.per_group)

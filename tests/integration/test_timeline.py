@@ -10,6 +10,8 @@ import pytest
 from engine_core.cli.main import main
 from engine_plugin_tools.timeline import read_spans
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 ECHO = """
 from engine_core import hookimpl
 from engine_core.specs import Environment

@@ -20,6 +20,8 @@ from engine_core.types import Batch, LossCall, Prompt, Request, Sampling
 from engine_plugin_processes.codec import encode
 from engine_plugin_processes.torchrun import TorchrunRuntime
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 DATA_PARALLEL = Path(__file__).parents[1] / "conformance" / "data_parallel_plugin.py"
 TORCHRUN = {"runtime.backend": "torchrun"}
 TWO = {**TORCHRUN, "runtime.torchrun.processes": 2, "actor.backend": "data_parallel"}

@@ -30,6 +30,8 @@ from engine_plugin_processes import foreign_interpreter
 from engine_plugin_processes.sampler_process.engine import SamplerEngine
 from engine_plugin_processes.transports import bucketing
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 HERE = Path(__file__).parent
 
 

@@ -17,6 +17,8 @@ from engine_core.types import Prompt, Request, Sampling
 from engine_plugin_processes.sampler_process.engine import SamplerEngine, devices
 from engine_plugin_processes.transports import bucketing
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
+
 HERE = Path(__file__).parent
 
 
