@@ -36,6 +36,7 @@ def test_the_same_seed_gives_the_same_run_bit_for_bit_and_another_seed_another(
     assert straight(RUN | {"run.seed": 1})["metrics"] != result()["metrics"]
 
 
+@pytest.mark.slow
 def test_a_process_with_other_hash_seeds_gives_the_same_run(engine, tiny, straight, result):
     """Not forked: an interpreter of its own, as a user starts it."""
     path = tiny(RUN)

@@ -93,6 +93,13 @@ class CutsEarly(Batches):
         return self.whole(requests, ends, positions - 1, device)
 
 
+class TakesFull(HFRolloutEngine):
+    def add(self, requests):
+        vocabulary, positions = self._limits()
+        with mock.patch.object(self, "_limits", return_value=(vocabulary, positions + 1)):
+            super().add(requests)
+
+
 class ShortTail(Batches):
     def made(self, requests, ends, positions, device):
         batch = self.whole(requests, ends, positions, device)

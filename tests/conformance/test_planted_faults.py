@@ -278,6 +278,7 @@ FAULTS = [
     (Rollout, "AbortsTwice", "an id named twice returned twice", "aborted_requests_come_back_at_once"),
     (Rollout, "CountsQueue", "requests that finished in a pause not counted", "a_pause_loses_no_request"),
     (Rollout, "CutsEarly", "a response cut one token before the last position", "a_response_fits_into_the_model"),
+    (Rollout, "TakesFull", "a prompt that leaves no position for a response accepted", "a_response_fits_into_the_model"),
     (Rollout, "ShortTail", "as many tokens decoded as the longest stop string has characters", "stop_strings_cross_the_borders_of_tokens"),
     (Rollout, "KeepsSharedCache", "keys and values of a shared module kept over its steps", "a_shared_module_changes_under_responses_in_flight"),
     (Rollout, "NoSpecialTokens", "stop strings searched in text without special tokens", "a_stop_string_may_be_a_special_token"),

@@ -171,6 +171,7 @@ def test_inputs_must_be_one(figures):
     assert not figures.same_inputs([one, other]).passed
 
 
+@pytest.mark.slow
 def test_the_engines_side_runs_two_steps_of_full_responses(tmp_path):
     out = tmp_path / "engine.json"
     words = [sys.executable, str(FOLDER / "engine_run.py"), "time", "--workload", "tiny", "--steps", "2"]

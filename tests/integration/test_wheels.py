@@ -81,6 +81,7 @@ def test_every_wheel_is_typed_and_names_its_licence(wheels):
         assert any(name.endswith("py.typed") for name in names), wheel.name
 
 
+@pytest.mark.slow
 def test_plugins_are_found_and_healthy(fresh):
     done = run(fresh / "bin" / "engine", "plugins", "--check", "--json", cwd=fresh)
     assert done.returncode == 0, done.stderr

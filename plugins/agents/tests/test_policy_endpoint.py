@@ -3,6 +3,7 @@
 import textwrap
 import zlib
 
+import pytest
 from chat_templates import tokenizer_of
 
 from engine_plugin_agents import conversations
@@ -229,6 +230,7 @@ def test_a_stream_gives_the_whole_turn_and_is_continued(harness, scripted, reque
     assert (metrics["environment/branches"], metrics["environment/reencoded_tokens"]) == (1, 0)
 
 
+@pytest.mark.slow
 def test_a_thousand_sessions_at_once_lose_and_double_no_turn(harness, scripted, requests, play):
     source = """
 import zlib, aiohttp

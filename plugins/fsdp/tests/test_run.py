@@ -56,6 +56,7 @@ def train(folder, name, *settings):
     return told, [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_two_sharded_processes_train_as_one(folder):
     _, alone = train(folder, "alone")
     told, both = train(folder, "both", *SHARDED)

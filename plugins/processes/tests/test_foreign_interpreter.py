@@ -179,6 +179,7 @@ def test_the_version_is_that_of_the_distribution():
     assert engine_plugin_processes.__version__ == version("engine-plugin-processes")
 
 
+@pytest.mark.slow
 def test_a_plugin_of_the_run_that_the_sampler_does_without_may_be_absent_there(run_file, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from engine_core import hookimpl\nimport engine_plugin_far\n"

@@ -33,6 +33,7 @@ def faults(**variables):
     return int(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 def test_tensors_of_a_size_that_was_freed_cost_no_page_faults_unless_the_environment_sets_a_threshold():
     assert faults() < 500

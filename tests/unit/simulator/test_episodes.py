@@ -31,6 +31,7 @@ def test_a_step_in_turn_takes_the_turns_and_the_tools_of_an_episode_and_then_the
         assert line["environment/tool_calls"] == 8 * (TURNS - 1)
 
 
+@pytest.mark.slow
 def test_with_slow_tools_running_ahead_is_at_least_twice_as_fast_as_steps_in_turn():
     slow = tools(1.0, 30.0)
     sync = simulate(setting(tools=slow, steps=6))

@@ -11,7 +11,7 @@ import torch
 
 from engine_core import tables
 from engine_core.types import Sampling
-from engine_plugin_testing.contracts import close, contract
+from engine_plugin_testing.contracts import close, contract, refused
 from engine_plugin_testing.reference import EOS, LETTERS, LIVELIER, VOCABULARY, logits_of
 from engine_plugin_testing.rollout_bench import RolloutBench, expected_log_probs, plain_text, response
 from engine_plugin_testing.rollout_cuts import CUTTING, GREEDY, ONE, SHARP, cuts
@@ -297,11 +297,17 @@ def the_finish_reason_is_true(bench: RolloutBench) -> None:
     _check_end(short, 1)
 
 
-@contract(catches=("a response cut one token before the last position",))
+@contract(
+    catches=(
+        "a response cut one token before the last position",
+        "a prompt that leaves no position for a response accepted",
+    )
+)
 def a_response_fits_into_the_model(bench: RolloutBench) -> None:
     """Prompt and response together never exceed the model's maximum length.
 
     A response without an end token has all positions, and its reason is ``length``. Some of 24 responses have none.
+    A prompt that leaves one position has a response of one token; one that leaves none is refused.
     """
     prompt, positions = "a" * 40, 48
     engine = bench.engine(bench.model(max_position_embeddings=positions))
@@ -313,6 +319,10 @@ def a_response_fits_into_the_model(bench: RolloutBench) -> None:
         expected = ("stop", count) if ends else ("length", positions)
         assert found == expected, f"finish_reason and length are {found}; expected {expected}."
     assert any(EOS not in response(rollout) for rollout in rollouts), f"Every response ended. {LIVELIER}"
+    (last,) = engine.generate(bench.requests(("a" * (positions - 1),), max_response_tokens=30))
+    _check_end(last, 1)
+    with refused(f"a prompt of {positions} tokens for a model of {positions} positions"):
+        engine.add(bench.requests(("a" * positions,)))
 
 
 def _responses(rollouts: list[Rollout]) -> list[list[int]]:

@@ -55,6 +55,7 @@ def run(engine, grpo_run):
     return swap
 
 
+@pytest.mark.slow
 def test_the_swapped_part_is_named_as_the_first_that_differs(run):
     for setting, part in SWAPS.items():
         out = run(setting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -11,11 +12,21 @@ import pytest
 from engine_core.runs.tracking import RunFolder
 
 
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    return tmp_path_factory.mktemp("kept") / "runs"
+
+
 @pytest.fixture
-def finished(engine, rl_run):
-    """Return a run of two steps of GRPO."""
-    assert engine("train", "rl.toml").code == 0
-    return rl_run.parent / "runs" / "first"
+def finished(engine, rl_run, kept):
+    """Return a run of two steps of GRPO: a copy of one that is trained once."""
+    runs = rl_run.parent / "runs"
+    if kept.exists():
+        shutil.copytree(kept, runs, symlinks=True)
+    else:
+        assert engine("train", "rl.toml").code == 0
+        shutil.copytree(runs, kept, symlinks=True)
+    return runs / "first"
 
 
 def test_rollouts_are_shown_with_prompt_response_and_rewards(engine, finished):
