@@ -287,7 +287,7 @@ def test_a_server_ends_with_a_run_that_is_killed():
     run = subprocess.Popen([sys.executable, "-c", RUN], stdout=subprocess.PIPE, text=True)
     assert run.stdout.readline() == "started\n"
     [server] = psutil.Process(run.pid).children(recursive=True)
-    assert wait_for(lambda: "time.sleep(600)" in server.cmdline()[-1] and len(server.cmdline()) == 3)
+    assert wait_for(lambda: len(words := server.cmdline()) == 3 and "time.sleep(600)" in words[-1])
     os.kill(run.pid, 9)
     run.communicate()
     assert wait_for(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE)
