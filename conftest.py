@@ -9,7 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -85,26 +85,15 @@ def without_our_plugins(monkeypatch):
     )
 
 
-@pytest.fixture(scope="session")
-def forking_workers() -> Iterator[Any]:
-    """What starts workers as forks; None unless ``ENGINE_TEST_FORK`` is set."""
+@pytest.fixture
+def forked_workers(monkeypatch) -> None:
+    """Start the workers of pools and samplers as forks where ``ENGINE_TEST_FORK`` is set."""
     from engine_plugin_testing import forking
 
-    if not forking.wanted():
-        yield None
-        return
-    from forked_workers import ForkedWorkers
+    if forking.wanted():
+        from forked_workers import popen
 
-    workers = ForkedWorkers()
-    yield workers
-    workers.close()
-
-
-@pytest.fixture
-def forked_workers(forking_workers, monkeypatch) -> None:
-    """Start the workers of pools and samplers as forks."""
-    if forking_workers is not None:
-        monkeypatch.setattr("subprocess.Popen", forking_workers)
+        monkeypatch.setattr("subprocess.Popen", popen)
 
 
 class Answer(NamedTuple):

@@ -6,7 +6,6 @@ reinstallation, the second shows the plugin's line.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import importlib
 import importlib.machinery
@@ -126,16 +125,12 @@ def _import(label: str, module: str) -> ModuleType:
     slow = threading.Timer(SLOW_IMPORT_SECONDS, log.warning, (said, label, module, SLOW_IMPORT_SECONDS))
     slow.daemon = True
     slow.start()
-    collects = gc.isenabled()
-    gc.disable()  # nearly all that an import makes stays; scanning it again and again is a sixth of the time
     try:
         return importlib.import_module(module)
     except (Exception, SystemExit) as exc:
         raise _import_error(label, module, exc) from exc
     finally:
         slow.cancel()
-        if collects:
-            gc.enable()
 
 
 def _import_error(label: str, module: str, exc: BaseException) -> EngineError:

@@ -1,147 +1,102 @@
-"""Worker processes as forks, for tests that start many: each saves the seconds of processor time that imports take.
+"""A stand-in for ``subprocess.Popen`` that forks workers, for tests that start many: an import takes seconds of processor time.
 
-The kit's fork server, which has imported torch and transformers, forks one process here. That one forks a worker for
-each request and leaves it to the process of the tests as its child, so that ``subprocess.Popen`` can wait for it.
-Other commands, and workers of another interpreter or with another ``OMP_NUM_THREADS``, start as usual.
+Workers are forks of the kit's fork server, which has imported torch and transformers. Other commands, and workers of
+another interpreter or with another ``OMP_NUM_THREADS``, start as usual.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
-import importlib
-import json
+import atexit
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
+from engine_plugin_processes import keeper, worker
 from engine_plugin_processes.worker_process import MODULE
 from engine_plugin_testing import forking
 
-THREADS = "OMP_NUM_THREADS"  # read when torch is imported
-SUBREAPER = 36  # of prctl: orphans among the descendants become children
 POPEN = subprocess.Popen
-IMPORTED = ("engine_plugin_processes.worker", "engine_plugin_torch.engine", "engine_plugin_hf_rollout.engine")
+PATH = list(sys.path)
+THREADS = os.environ.get("OMP_NUM_THREADS")  # torch reads it when the fork server imports it
 
 
-class ForkedWorkers:
-    """A stand-in for ``subprocess.Popen`` that forks workers. Make one in each process that starts some."""
+def popen(command: Sequence[str], **options: Any) -> Any:
+    """Start a command; a worker with this interpreter and as many threads is forked."""
+    env = options.get("env") or os.environ
+    ours = list(command[-5:-1]) == [sys.executable, "-P", "-m", MODULE]
+    if not ours or env.get("OMP_NUM_THREADS") != THREADS:
+        return POPEN(command, **options)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(forking.IMPORTED))
+    reads, writes = os.pipe()
+    numbers = [1, *options["pass_fds"]]
+    passed = [Connection(writes), *(Connection(os.dup(number)) for number in numbers[1:])]
+    path = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *PATH]
+    process = context.Process(
+        target=work, args=(list(command), dict(env), os.getcwd(), path, numbers, passed)
+    )
+    process.start()
+    for each in passed:
+        each.close()
+    atexit.register(process.kill)  # otherwise the end of this process would wait for it
+    return Forked(process, reads)
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(forking.IMPORTED))
-        self._ours, theirs = socket.socketpair()
-        self._process = context.Process(target=serve, args=(theirs,), daemon=True)
-        self._process.start()
-        theirs.close()
+
+class Forked(forking.Forked):
+    """A forked worker that several threads may wait for."""
+
+    def __init__(self, process: Any, output: int) -> None:
+        super().__init__(process, os.open(os.devnull, os.O_WRONLY), output)
         self._lock = threading.Lock()
-        self._threads = os.environ.get(THREADS)
 
-    def __call__(self, command: Any, **options: Any) -> subprocess.Popen[bytes]:
-        env = options.get("env") or dict(os.environ)
-        worker = list(command[-5:-1]) == [sys.executable, "-P", "-m", MODULE]
-        if not worker or env.get(THREADS) != self._threads:
-            return POPEN(command, **options)
-        return Forked(self, command, env, options["pass_fds"])
-
-    def fork(self, command: Any, env: dict[str, str], output: int, passed: list[int]) -> int:
-        """Fork a worker; return its process id."""
-        request = {"command": command, "env": env, "folder": os.getcwd(), "passed": passed}
+    def poll(self) -> int | None:
         with self._lock:
-            _adopt(True)
-            try:
-                socket.send_fds(self._ours, [b"+"], [output, *passed])
-                with self._ours.makefile("rw") as line:
-                    print(json.dumps(request), file=line, flush=True)
-                    return int(line.readline())
-            finally:
-                _adopt(False)
+            return super().poll()
 
-    def close(self) -> None:
-        """End the process that forks; the workers stay."""
-        self._ours.close()
-        self._process.join()
+    def wait(self, timeout: float | None = None) -> int:
+        end = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if end is not None and time.monotonic() > end:
+                raise subprocess.TimeoutExpired("a forked worker", timeout or 0.0)
+            time.sleep(0.005)
+        return code
 
 
-class Forked(subprocess.Popen):
-    """A forked worker: what ``Popen`` does after the start."""
-
-    def __init__(self, workers: ForkedWorkers, command: Any, env: dict[str, str], passed: Any) -> None:
-        self.args, self.returncode, self._child_created = command, None, True
-        self._waitpid_lock = threading.Lock()
-        self.stdin = self.stderr = None
-        reads, writes = os.pipe()
-        self.stdout = os.fdopen(reads, "rb")
-        try:
-            self.pid = workers.fork(list(command), env, writes, list(passed))
-        finally:
-            os.close(writes)
-
-
-def serve(requests: socket.socket) -> None:
-    """Fork a worker for each request until the socket closes."""
-    for module in IMPORTED:
-        importlib.import_module(module)
-    gc.freeze()
-    while True:
-        _, descriptors, _, _ = socket.recv_fds(requests, 1, 16)
-        if not descriptors:
-            return
-        with requests.makefile("rw") as line:
-            request = json.loads(line.readline())
-            reads, writes = os.pipe()
-            if (between := os.fork()) == 0:
-                if pid := os.fork():  # ends at once, which makes the worker a child of the tests' process
-                    os.write(writes, str(pid).encode())
-                    os._exit(0)
-                work(request, descriptors)
-            for descriptor in (*descriptors, writes):
-                os.close(descriptor)
-            os.waitpid(between, 0)
-            print(os.read(reads, 32).decode(), file=line, flush=True)
-            os.close(reads)
-
-
-def work(request: dict[str, Any], descriptors: list[int]) -> None:
-    """Become the worker that was asked for, with its keeper if it has one."""
-    from engine_plugin_processes import keeper, worker
-
+def work(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    folder: str,
+    path: list[str],
+    numbers: list[int],
+    passed: list[Connection],
+) -> None:
+    """Run a worker in the fork: with the session, descriptors, environment, folder and keeper that its command asks for."""
     os.setsid()
-    numbers = [1, *request["passed"]]
-    high = [os.dup2(each, 500 + index) for index, each in enumerate(descriptors)]  # out of each other's way
+    high = [
+        os.dup2(each.fileno(), 500 + index) for index, each in enumerate(passed)
+    ]  # none is another's number
+    for each in passed:
+        each.close()
     for number, each in zip(numbers, high, strict=True):
         os.dup2(each, number)
-    for number in map(int, os.listdir("/proc/self/fd")):
-        if number > 2 and number not in numbers:
-            with contextlib.suppress(OSError):  # that of the listing
-                os.close(number)
+        os.close(each)
     os.dup2(1, 2)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.clear()
-    os.environ.update(request["env"])
-    os.chdir(request["folder"])
-    sys.path[:0] = request["env"].get("PYTHONPATH", "").split(os.pathsep)
-    for number in (signal.SIGCHLD, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
+    os.environ.update(env)
+    os.chdir(folder)
+    sys.path[:] = path
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if len(command := request["command"]) > 5:
+    if len(command) > 5:  # python -I -S keeper.py LIFE, then the command
         life = int(command[-6])
         if os.fork() == 0:
             keeper.keep(life)
         os.close(life)
     sys.argv = [worker.__file__, command[-1]]
-    try:
-        worker.main()
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        os._exit(1)
-
-
-def _adopt(orphans: bool) -> None:
-    ctypes.CDLL(None).prctl(SUBREAPER, int(orphans), 0, 0, 0)
+    worker.main()

@@ -1,4 +1,3 @@
-import gc
 import logging
 import os
 import py_compile
@@ -84,17 +83,6 @@ def test_a_plugin_that_hangs_while_imported_is_named(install, monkeypatch, caplo
     PluginSet.load({"rewards": {"slow"}})
 
     assert "Plugin 'slow' (slow 1.0): 'mod_slow' is still being imported after 0.05 s." in caplog.text
-
-
-@pytest.mark.parametrize("end", ["", "raise RuntimeError('boom')"])
-def test_garbage_is_collected_after_an_import_alone(install, end):
-    source = f"import gc\nfrom pathlib import Path\nPath(__file__).with_name('seen').write_text(str(gc.isenabled()))\n{end}"
-    site = install("frugal", {"rewards": {"frugal": "mod_frugal"}}, {"mod_frugal": source})
-
-    assert len(problems_of({"rewards": {"frugal"}})) == 1
-
-    assert (site / "seen").read_text() == "False"
-    assert gc.isenabled()
 
 
 def test_a_broken_module_behind_two_names_is_told_once(install):
