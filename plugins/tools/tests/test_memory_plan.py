@@ -14,9 +14,10 @@ from engine_core.contracts.runtime import Role
 from engine_core.errors import ConfigError
 from engine_core.specs import Options, TrainerSpec
 from engine_plugin_tools import memory_plan
+from engine_plugin_tools.bench.parts import _set_lengths
 from engine_plugin_tools.memory_plan import CONTEXT, plan_device, planned
 from engine_plugin_torch.options import TorchOptions
-from engine_plugin_trainers.options import SFTOptions
+from engine_plugin_trainers.options import DistillOptions, DPOOptions, SFTOptions
 
 UNIT = 1 << 30
 ROLES = {"actor": Role("train"), "ref": Role("train", trainable=False), "rollout": Role("rollout")}
@@ -116,22 +117,45 @@ def test_a_sampler_that_runs_ahead_works_in_every_phase():
     assert {name: units(size) - apart[name] for name, size in found.items()} == more
 
 
-def test_the_length_of_an_episode_is_that_of_the_environment():
-    asked = []
+def lengths_of(made, roles):
+    """The longest sequences and the tokens of a mini-batch that a backend is asked about."""
+    asked = set()
 
     class Asked(Actor):
         @classmethod
         def memory_need(cls, config, model_config, question):
-            asked.append((question.length, question.tokens))
+            asked.add((question.length, question.tokens))
             return super().memory_need(config, model_config, question)
 
+    plugins = Plugins()
+    plugins.engines["train_engines"] = Asked
+    plan_device(made, plugins, roles, 1, 40 * UNIT)
+    return asked
+
+
+def test_the_length_of_an_episode_is_that_of_the_environment():
     made = config()
-    for longest in (None, 3000):
+    for longest, expected in ((None, (None, None)), (3000, (3000, 64 * 8 * 3000))):
         made.environment = EnvironmentConfig(name="any", max_tokens=longest)
-        plugins = Plugins()
-        plugins.engines["train_engines"] = Asked
-        plan_device(made, plugins, ROLES, 1, 40 * UNIT)
-    assert set(asked) == {(None, None), (3000, 64 * 8 * 3000)}
+        assert lengths_of(made, ROLES) == {expected}
+
+
+def test_rows_with_their_responses_are_as_long_as_their_table_says():
+    made, actor = config(), {"actor": Role("train")}
+    made.trainer, made.options = "sft", SFTOptions(max_tokens=30000)
+    assert lengths_of(made, actor) == {(30000, 64 * 30000)}
+    made.trainer, made.options = "dpo", DPOOptions(max_tokens=30000)
+    assert lengths_of(made, actor) == {(30000, None)}
+    made.trainer, made.options = "distill", DistillOptions(max_tokens=30000)
+    assert lengths_of(made, ROLES) == {(30000, 64 * 8 * 30000)}
+
+
+@pytest.mark.parametrize(("trainer", "options"), [("rl", None), ("sft", SFTOptions())])
+def test_a_benchmark_is_planned_as_a_run_with_its_sequences(trainer, options):
+    made = config()
+    made.trainer, made.options = trainer, options
+    _set_lengths(made, sequences=6, prompt=100, length=70000)
+    assert lengths_of(made, ROLES if trainer == "rl" else {"actor": Role("train")}) == {(70000, 6 * 70000)}
 
 
 def test_idle_roles_that_sleep_leave_their_memory():

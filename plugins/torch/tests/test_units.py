@@ -151,7 +151,7 @@ def test_outside_of_a_packed_forward_a_unit_is_not_compiled(no_compiler):
 def test_more_layers_need_no_more_graphs(monkeypatch, recomputed):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
 
-    def graphs(layers):
+    def graphs(layers, learned):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         module = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.SiLU()) for _ in range(layers))
@@ -160,11 +160,20 @@ def test_more_layers_need_no_more_graphs(monkeypatch, recomputed):
         if recomputed:
             units.checkpoint_units(module, names)
         for length in (5, 9, 30):
-            hidden = torch.ones(length, 4, requires_grad=True)
+            hidden = torch.ones(length, 4, requires_grad=learned)
             with packed():
                 for layer in module:
                     hidden = layer(hidden)
             hidden.sum().backward()
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
-    assert 0 < graphs(2) == graphs(8)
+    assert 0 < graphs(2, True) == graphs(8, True) == graphs(8, False)  # False: behind frozen embeddings
+
+
+def test_the_tests_before_the_first_use_compile_nothing(make_engine, monkeypatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    torch._dynamo.utils.counters.clear()
+    engine = make_engine("qwen3", compile=True)
+    engine.forward.settle()
+    assert engine.forward.packs
+    assert not torch._dynamo.utils.counters["stats"]

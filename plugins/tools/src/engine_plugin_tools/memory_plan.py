@@ -243,8 +243,11 @@ def _ask(
     responses = config.data.prompts_per_step * config.rollout.group_size
     # evaluation, sampling ahead and surplus responses have as many as the sampler takes
     bounded = config.trainer == "rl" and not config.eval.during_training and config.rollout.over_sampling == 1
-    if config.trainer == "sft":
-        length, sampled = config.options.max_tokens, False
+    read: int = getattr(config.options, "max_tokens", 0)  # of a row with its response
+    if config.trainer == "distill":
+        length = max(length or 0, read)
+    elif read:
+        length, sampled = read, False
     trains = any(each.kind == "train" and each.trainable for each in roles.values())
     together = (getattr(table.options, key, 1) for key in ("sp", "tp", "tensor_parallel_size"))
     slices = ranks // math.prod(together) or 1
@@ -258,7 +261,7 @@ def _ask(
         device_bytes=device_bytes,
         free=free,
         tokens=-(-tokens // slices) if known and length else None,
-        length=length if known else None,
+        length=length if known or read else None,
         sequences=-(-responses // slices) if bounded and trains else None,
     )
     model = config.model_of(name)

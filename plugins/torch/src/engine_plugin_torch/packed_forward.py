@@ -201,7 +201,8 @@ class PackedForward:
         if not accepts(self.module, "use_cache") or not (self.packs or self.head):
             return
         packs, self.packs = self.packs, False  # the first tests use one sequence, which every model computes
-        with self.autocast():
+        # compiled for no gradient and so few tokens, each graph would be used here alone
+        with self.autocast(), torch.compiler.set_stance("force_eager"):
             if self.head and (problem := self._head_problem()):
                 log.warning("%s: full logits, which need more memory: %s", _name(self.module), problem)
                 self.head = None

@@ -87,6 +87,10 @@ class CompiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.compiled is None or not is_packed():
             return self.plain(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, torch.Tensor) and torch.is_grad_enabled() and not first.requires_grad:
+            # behind frozen embeddings; a graph for the first layer alone takes as long to compile as that of all others
+            args = (first.detach().requires_grad_(first.is_floating_point()), *args[1:])
         try:
             return self.compiled(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:

@@ -39,6 +39,7 @@ def bench_train(
             compilation; MFU, if the device is known (``DENSE_BF16_FLOPS``).
     """
     model = load_hf_config(config.model).get_text_config(decoder=True).to_dict()
+    _set_lengths(config, sequences, prompt, length)
     with _workers(config, {"actor": Role("train")}) as (_, groups):
         actor, micro = groups["actor"], 0
         seconds: list[float] = []
@@ -152,6 +153,16 @@ def bench_step(
     medians = {name: statistics.median(line[name] for line in found if name in line) for name in names}
     first = {"first_step_s": json.loads(lines[0]).get("time/step")}
     return _head(config, "step", processes) | first | medians | _peak_memory()
+
+
+def _set_lengths(config: EngineConfig, sequences: int, prompt: int, length: int) -> None:
+    """Set the keys of a run with such sequences, by which the memory plan chooses micro-batches and recomputation."""
+    config.data.prompts_per_step, config.algorithm.mini_batch_prompts = sequences, 0
+    config.data.max_prompt_tokens = prompt
+    sampled = {"max_response_tokens": length - prompt, "group_size": 1}
+    config.rollout = config.rollout.model_copy(update=sampled)
+    if hasattr(config.options, "max_tokens"):
+        config.options.max_tokens = length
 
 
 @contextmanager
