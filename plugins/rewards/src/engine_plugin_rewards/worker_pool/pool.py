@@ -319,10 +319,10 @@ def wait(pools: Sequence[Pool], seconds: float) -> None:
 
 
 def _bounds(signature: Signature, count: int, workers: int) -> list[int]:
-    """Return where to cut ``count`` samples into requests.
+    """Return where to cut ``count`` samples into requests, of at most ``SAMPLES_PER_REQUEST`` in plural form.
 
-    In plural form a request of one sample would hide a function that returns one number for all samples, so every
-    request has at least two samples if possible.
+    There a request of one sample would hide a function that returns one number for all samples, so every request has at
+    least two samples if possible.
     """
     if signature.whole_batch:
         requests = 1
@@ -331,5 +331,6 @@ def _bounds(signature: Signature, count: int, workers: int) -> list[int]:
     elif signature.per_sample:
         requests = math.ceil(count / min(SAMPLES_AT_ONCE, math.ceil(count / workers) or 1))
     else:
-        requests = count // min(SAMPLES_PER_REQUEST, max(2, math.ceil(count / workers))) or 1
+        spread = count // max(2, math.ceil(count / workers)) or 1
+        requests = max(spread, math.ceil(count / SAMPLES_PER_REQUEST))
     return [round(i * count / requests) for i in range(requests + 1)] if count else [0]
