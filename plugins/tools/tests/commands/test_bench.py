@@ -7,6 +7,8 @@ import json
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from engine_core.errors import ConfigError
+from engine_plugin_tools.bench import parts
 from engine_plugin_tools.bench.shapes import DENSE_BF16_FLOPS
 
 
@@ -25,6 +27,18 @@ def test_train_counts_every_token_of_the_mini_batch_and_plans_as_a_run_does(engi
     assert found["tokens_per_s"] == pytest.approx(120 / found["step_s"])
     assert (found["backend"], found["model"], found["device"]) == ("torch", "tiny", "cpu")
     assert "mfu" not in found  # the peak of this device is unknown
+
+
+def test_train_gives_the_memory_plan_the_lengths_of_its_sequences(engine, sft_run, monkeypatch):
+    asked = []
+
+    def workers(config, roles):
+        asked.append(config)
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(parts, "_workers", workers)
+    engine("bench", "train", "run.toml", "--shape", "tiny", "--sequences", "6", "--length", "70000")
+    assert [(one.options.max_tokens, one.data.prompts_per_step) for one in asked] == [(70000, 6)]
 
 
 def test_rollout_samples_full_groups_of_full_length(engine, rl_run):
