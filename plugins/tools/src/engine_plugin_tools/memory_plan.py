@@ -245,7 +245,7 @@ def _ask(
     bounded = config.trainer == "rl" and not config.eval.during_training and config.rollout.over_sampling == 1
     read: int = getattr(config.options, "max_tokens", 0)  # of a row with its response
     if config.trainer == "distill":
-        length = max(length or 0, read)
+        length = length and max(length, read)
     elif read:
         length, sampled = read, False
     trains = any(each.kind == "train" and each.trainable for each in roles.values())
