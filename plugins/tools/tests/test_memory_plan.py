@@ -117,18 +117,17 @@ def test_a_sampler_that_runs_ahead_works_in_every_phase():
     assert {name: units(size) - apart[name] for name, size in found.items()} == more
 
 
-def lengths_of(made, roles):
+def lengths_of(made, roles, kind="train_engines"):
     """The longest sequences and the tokens of a mini-batch that a backend is asked about."""
-    asked = set()
+    asked, plugins = set(), Plugins()
 
-    class Asked(Actor):
+    class Asked(plugins.engines[kind]):
         @classmethod
         def memory_need(cls, config, model_config, question):
             asked.add((question.length, question.tokens))
             return super().memory_need(config, model_config, question)
 
-    plugins = Plugins()
-    plugins.engines["train_engines"] = Asked
+    plugins.engines[kind] = Asked
     plan_device(made, plugins, roles, 1, 40 * UNIT)
     return asked
 
@@ -146,6 +145,8 @@ def test_rows_with_their_responses_are_as_long_as_their_table_says():
     assert lengths_of(made, actor) == {(30000, 64 * 30000)}
     made.trainer, made.options = "dpo", DPOOptions(max_tokens=30000)
     assert lengths_of(made, actor) == {(30000, None)}
+    sampled = made.data.max_prompt_tokens + made.rollout.max_response_tokens
+    assert {length for length, _ in lengths_of(made, ROLES, "rollout_engines")} == {sampled}
     made.trainer, made.options = "distill", DistillOptions(max_tokens=30000)
     assert lengths_of(made, ROLES) == {(30000, 64 * 8 * 30000)}
 

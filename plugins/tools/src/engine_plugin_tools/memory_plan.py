@@ -246,7 +246,7 @@ def _ask(
     read: int = getattr(config.options, "max_tokens", 0)  # of a row with its response
     if config.trainer == "distill":
         length = length and max(length, read)
-    elif read:
+    elif read and role.kind == "train":
         length, sampled = read, False
     trains = any(each.kind == "train" and each.trainable for each in roles.values())
     together = (getattr(table.options, key, 1) for key in ("sp", "tp", "tensor_parallel_size"))
