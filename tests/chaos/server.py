@@ -92,7 +92,7 @@ def finished():
 def become(request: dict) -> None:
     """Turn a forked child into the process that was asked for."""
     os.setsid()
-    for number in (signal.SIGCHLD, signal.SIGTERM):
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):  # `nohup make test` ignores SIGHUP
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     streams = [(os.devnull, os.O_RDONLY)]
