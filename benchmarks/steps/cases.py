@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -140,21 +139,17 @@ def write(case: Case, folder: Path, steps: int, tiny: bool) -> None:
         tiny: the same layout with a tiny model, sampled by `hf`, on CPUs.
     """
     write_inputs("tiny" if tiny else case.shape, folder)
-    if case.model:
-        path = folder / "model/config.json"
-        small = {**TINY, "num_key_value_heads": 4} if tiny else {}
-        path.write_text(json.dumps(json.loads(path.read_text()) | case.model | small))
+    path = folder / "model/config.json"
+    small = {"num_key_value_heads": 4} if tiny else {}  # as many as `tp` needs
+    model = case.model | (TINY if tiny and case.model else {}) | small
+    path.write_text(json.dumps(json.loads(path.read_text()) | model))
     (folder / "even.py").write_text(REWARD)
     words = {"sampler": "vllm", "response": RESPONSE, "prompt": PROMPT, "prompts": case.prompts}
     lines = case.lines
     if tiny:
         words = {"sampler": "hf", "response": TINY_RESPONSE, "prompt": TINY_PROMPT, "prompts": TINY_PROMPTS}
-        lines = lines.replace(CUT_SAMPLER, "").replace(
-            "[actor.megatron]\n", "[actor.megatron]\ncpu_emulation = true\n"
-        )
-        lines = re.sub(
-            r"^tp = 4$", "tp = 2", lines, flags=re.MULTILINE
-        )  # the tiny shape has two key-value heads
+        lines = lines.replace(CUT_SAMPLER, "")
+        lines = lines.replace("[actor.megatron]\n", "[actor.megatron]\ncpu_emulation = true\n")
     if case.gpus > 1:
         lines += RUNTIME.format(device="cpu" if tiny else "auto")
         lines += "" if "[placement]" in lines else f"processes = {case.gpus}\n"

@@ -4,8 +4,8 @@
     python benchmarks/steps/default_files.py --cases scaling --steps 4 --seconds 280   # the cases of four GPUs
     python benchmarks/steps/default_files.py --cases scaling --steps 2 --tiny          # the same layouts on a CPU
 
-A case of ``cases.py`` is one `engine train` with random weights of a Qwen3 shape: 64 prompts x 8 responses a GPU, 256 + 512
-tokens, sampled by vLLM, and no key that tunes anything. The first step (compilation, first update) is shown and not counted.
+A case of ``cases.py`` is one `engine train` with random weights of a Qwen3 shape: 64 prompts, or as many as its name says,
+x 8 responses, 256 + 512 tokens, sampled by vLLM, and no key that tunes anything. The first step (compilation, first update) is shown and not counted.
 Efficiency is that of the same shape on one GPU, if it is among the cases before: seconds of a step there, over those here.
 """
 

@@ -43,7 +43,7 @@ CASES = {
 
 
 def measure(name: str, length: int, steps: int, seconds: float) -> str:
-    """Return the line of a case at a length, or the last line of what its command said."""
+    """Return the line of a case at a length, or the end of what its command printed."""
     shape, text = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.toml"
@@ -61,7 +61,7 @@ def measure(name: str, length: int, steps: int, seconds: float) -> str:
         return f"{name:8} {length:8,}  {done.stderr.strip()[-1500:]}"
     row = json.loads(done.stdout)
     mfu = f"{row['mfu']:6.1%}" if row.get("mfu") else "     -"
-    peak = f"{row['peak_memory_gib']:6.1f} GiB" if "peak_memory_gib" in row else "of another process"
+    peak = f"{row['peak_memory_gib']:6.1f} GiB" if "peak_memory_gib" in row else "-"  # of several processes
     return f"{name:8} {length:8,}  step {row['step_s']:7.2f} s  {row['tokens_per_s']:9,.0f} tokens/s  MFU {mfu}  peak {peak}"
 
 

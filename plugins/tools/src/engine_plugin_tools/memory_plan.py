@@ -244,10 +244,9 @@ def _ask(
     # evaluation, sampling ahead and surplus responses have as many as the sampler takes
     bounded = config.trainer == "rl" and not config.eval.during_training and config.rollout.over_sampling == 1
     read: int = getattr(config.options, "max_tokens", 0)  # of a row with its response
-    if config.trainer == "distill":
-        length = length and max(length, read)
-    elif read and role.kind == "train":
-        length, sampled = read, False
+    if read and role.kind == "train":
+        sampled = "rollout" in roles
+        length = (length and max(length, read)) if sampled else read
     trains = any(each.kind == "train" and each.trainable for each in roles.values())
     together = (getattr(table.options, key, 1) for key in ("sp", "tp", "tensor_parallel_size"))
     slices = ranks // math.prod(together) or 1
