@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from engine_core.contracts.weight_names import own_weights
 from engine_core.errors import DataError
+from engine_core.local.device_memory import device_bytes
+from engine_core.model_config import has_no_weights
 from engine_plugin_torch.build import ModelBuilder
 from engine_plugin_torch.folder_parts import FolderParts
-from engine_plugin_torch.model_loading import cast_parameters
+from engine_plugin_torch.model_loading import CPU, DRAWS, cast_parameters
 from engine_plugin_torch.sharded import here, span, write
 from engine_plugin_torch.skeleton import blank_model
 
@@ -28,7 +30,7 @@ INSTEAD = "Set loading = 'broadcast', which reads it on one rank."
 
 
 class FSDPBuilder(ModelBuilder):
-    """The ``ModelBuilder`` of a model that is read on the CPU and sharded from there.
+    """The ``ModelBuilder`` of a model that is read on the CPU, or drawn on the device, and sharded from there.
 
     Attributes:
         first_reads: only rank 0 reads the model.
@@ -37,11 +39,7 @@ class FSDPBuilder(ModelBuilder):
 
     engine: FSDPEngine
     first_reads = each_reads = False
-
-    @property
-    def load_device(self) -> torch.device:
-        """Device that a model is read to: the CPU."""
-        return torch.device("cpu")
+    load_device = CPU  #: device that a model is read to, or on which its random weights are drawn
 
     def load(self, model: ModelConfig, live: nn.Module | None) -> nn.Module:
         """Read the model on rank 0, or build it without weights if another rank, or each for its part, reads it.
@@ -52,6 +50,8 @@ class FSDPBuilder(ModelBuilder):
         spread = not own and self.engine.ranks.size > 1 and self.engine.options.loading != "every_rank"
         self.each_reads = spread and self.engine.options.loading == "sharded"
         self.first_reads = spread and not self.each_reads
+        if not own and has_no_weights(model.path):
+            self.load_device = self._draws_on(model)
         if not spread:
             return super().load(model, live)
         module, error = None, None
@@ -66,8 +66,20 @@ class FSDPBuilder(ModelBuilder):
         assert module is not None
         return module
 
+    def _draws_on(self, model: ModelConfig) -> torch.device:
+        """Return the device for random weights: the engine's if they take at most a quarter of its memory, else the CPU.
+
+        A CPU draws 4 billion numbers in a minute, an accelerator in less than a second.
+        """
+        device = self.engine.device
+        if device.type not in DRAWS:
+            return CPU
+        blank = blank_model(model, self.engine.context.role, torch.float32)
+        needed = sum(parameter.nbytes for parameter in blank.parameters())
+        return device if needed <= (device_bytes(device) or 0) / 4 else CPU
+
     def place(self, module: nn.Module) -> nn.Module:
-        """Cast parameters; the model stays on the CPU, from which units move when they are sharded."""
+        """Cast parameters; the model stays on its device, from which units move when they are sharded."""
         return cast_parameters(module, self.engine.precision.param)
 
 
@@ -97,6 +109,8 @@ def broadcast(module: nn.Module, full: dict[str, Tensor], device: torch.device) 
             whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         dist.broadcast(whole, src=0)
         write(tensor, whole)
+    if device.type != "cpu":
+        torch.accelerator.empty_cache()  # of whole weights, for a sampler in another process
 
 
 @torch.no_grad()
