@@ -314,10 +314,10 @@ class CurriculumRounds(Protocol):
 
 
 class SamplerApart(Protocol):
-    """A sampler whose processes load libraries while the actor is built on the same device."""
+    """A sampler whose processes load libraries while memory is planned and the actor is built on the same device."""
 
-    def build(self) -> RolloutEngine:
-        """Build the engines; return the sampler."""
+    def build(self, config: RolloutConfig) -> RolloutEngine:
+        """Build the engines by the ``[rollout]`` table, which a memory plan may have changed; return the sampler."""
 
     def close(self) -> None:
         """End the processes, built or not."""

@@ -140,14 +140,14 @@ class EngineHost:
         torch.manual_seed(self.config.run.seed)
         if self.place.device.type == "cpu":
             keep_freed_memory()
-        self.check(roles, total_steps)
-        with timeline.span("plan memory"):
-            self._plan_memory(roles)
         try:
-            for name, role in roles.items():  # they load libraries while the actor is built
+            for name, role in roles.items():  # they load libraries meanwhile
                 if role.kind != "train" and self.config.sampler(name).process is not None:
                     self._apart[name] = self._start_apart(name, roles, total_steps)
                     self._stack.callback(self._apart[name].close)
+            self.check(roles, total_steps)
+            with timeline.span("plan memory"):
+                self._plan_memory(roles)
             for name, role in roles.items():
                 log.info("Building the role %s.", name)
                 build = self._build_train if role.kind == "train" else self._build_rollout
@@ -251,7 +251,7 @@ class EngineHost:
 
     def _build_rollout(self, name: str, role: Role, total_steps: int) -> RolloutEngine:
         if name in self._apart:
-            return self._apart[name].build()
+            return self._apart[name].build(self.config.sampler(name))
         config, model = self.config.sampler(name), self.config.model_of(name)
         context = self._context(name, total_steps, role.engine_role)
         build = self.plugins.resolve("rollout_engines", config.backend)

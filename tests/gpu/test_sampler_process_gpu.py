@@ -57,7 +57,7 @@ def _engine(tmp_path, source):
     )
     config = RolloutConfig(backend="counting", options=options, process=ProcessConfig())
     context = WorkerContext(plugins=plugins, role="rollout", device=torch.device("cuda", 0))
-    return SamplerEngine(config, ModelConfig(), context, source).build()
+    return SamplerEngine(config, ModelConfig(), context, source).build(config)
 
 
 def sampled(engine):

@@ -104,7 +104,7 @@ def test_the_other_environment_judges_the_table_and_the_run_samples_there(run_fi
     assert "share_module" not in spec.capabilities
     assert spec.families == {"llama": "", "gemma": "no such kernel"}
     context = WorkerContext(plugins=plugins, role="rollout", device=torch.device("cpu"))
-    engine = SamplerEngine(again.rollout, again.model, context).build()
+    engine = SamplerEngine(again.rollout, again.model, context).build(again.rollout)
     try:
         (found,) = engine.generate([Request("r", Prompt("p", [3, 4], ""), Sampling())])
     finally:

@@ -51,10 +51,23 @@ def make(plugins, tmp_path):
         config = RolloutConfig(backend="counting", options=options, process=ProcessConfig(**process))
         context = WorkerContext(plugins=plugins, role="rollout", device=torch.device("cpu"), world_size=ranks)
         made.append(SamplerEngine(config, ModelConfig(), context, source))
-        return made[-1].build()
+        return made[-1].build(config)
 
     yield build
     for engine in made:
+        engine.close()
+
+
+def test_a_table_that_was_planned_after_the_start_is_the_one_that_engines_are_built_by(plugins):
+    table = plugins.spec("rollout_engines", "counting").config
+    config = RolloutConfig(backend="counting", options=table(length=2), process=ProcessConfig())
+    context = WorkerContext(plugins=plugins, role="rollout", device=torch.device("cpu"), world_size=1)
+    engine = SamplerEngine(config, ModelConfig(), context)
+    try:
+        engine.build(config.model_copy(update={"options": table(length=3)}))
+        (rollout,) = engine.generate(requests(1))
+        assert rollout.response_length == 3
+    finally:
         engine.close()
 
 
@@ -426,7 +439,7 @@ plugins = PluginSet.load({{"rollout_engines": {{"counting"}}}}, ["counting_plugi
 options = plugins.spec("rollout_engines", "counting").config(starts={starts!r})
 config = RolloutConfig(backend="counting", options=options, process=ProcessConfig())
 context = WorkerContext(plugins=plugins, role="rollout", device=torch.device("cpu"))
-engine = SamplerEngine(config, ModelConfig(), context).build()
+engine = SamplerEngine(config, ModelConfig(), context).build(config)
 engine.add([Request("r", Prompt("p", [3], "", {{"do": "freeze"}}), Sampling())])
 while True:
     engine.step()

@@ -35,7 +35,7 @@ def group(starts):
     options = plugins.spec("rollout_engines", "counting").config(starts=str(starts))
     config = RolloutConfig(backend="counting", options=options, process=ProcessConfig(engines=2))
     context = WorkerContext(plugins=plugins, role="rollout", device=torch.device("cpu"))
-    made = SamplerEngine(config, ModelConfig(), context).build()
+    made = SamplerEngine(config, ModelConfig(), context).build(config)
     yield made
     made.close()
 

@@ -85,7 +85,7 @@ class RolloutBench(EngineBench):
             from engine_plugin_processes.sampler_process.engine import SamplerEngine
 
             config.process = ProcessConfig.model_validate(self.settings["process"])
-            made = SamplerEngine(config, model, context).build()
+            made = SamplerEngine(config, model, context).build(config)
         else:
             made = plugins.resolve(self.kind, self.name)(config, model, context)
         self.stack.callback(made.close)

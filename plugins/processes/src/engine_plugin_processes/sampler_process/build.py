@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from engine_core.plugins.plugin_set import PluginSet
 
 
-def load(order: Mapping[str, Any]) -> tuple[RolloutConfig, PluginSet, type[RolloutEngine]]:
-    """Load the plugin of an engine and its libraries, without the device; return its table, the plugins and its class.
+def load(order: Mapping[str, Any]) -> tuple[PluginSet, type[RolloutEngine]]:
+    """Load the plugin of an engine and its libraries, without the device; return the plugins and its class.
 
     Args:
         order: the command of ``SamplerEngine``.
@@ -33,35 +33,37 @@ def load(order: Mapping[str, Any]) -> tuple[RolloutConfig, PluginSet, type[Rollo
     foreign_interpreter.compare(sys.executable, foreign_interpreter.versions(), order["versions"])
     if order["path"] is not None:
         sys.path[:] = order["path"]
-    root = Path(order["root"])
+    backend = order["rollout"]["backend"]
+    where = (order["modules"], Path(order["root"]), order["allow_code"], order["other"])
+    plugins = foreign_interpreter.load_backend(backend, *where, order["actor"], order["plugin_tables"])
+    kind: type[RolloutEngine] = plugins.resolve("rollout_engines", backend)
+    kind.load_libraries()
+    return plugins, kind
+
+
+def table(order: Mapping[str, Any], plugins: PluginSet) -> RolloutConfig:
+    """Return the ``[rollout]`` table of the owner's command."""
     config = RolloutConfig.model_validate(order["rollout"])
     if order["steps_are_short"]:
         config.expect_updates()
-    where = (order["modules"], root, order["allow_code"], order["other"])
-    plugins = foreign_interpreter.load_backend(config.backend, *where, order["actor"], order["plugin_tables"])
-    table = plugins.spec("rollout_engines", config.backend).config
-    given = {"folder": root, "allow_code": order["allow_code"]}
-    config.options = table.model_validate_json(json.dumps(order["options"]), strict=True, context=given)
-    kind: type[RolloutEngine] = plugins.resolve("rollout_engines", config.backend)
-    kind.load_libraries()
-    return config, plugins, kind
+    options = plugins.spec("rollout_engines", config.backend).config
+    given = {"folder": Path(order["root"]), "allow_code": order["allow_code"]}
+    config.options = options.model_validate_json(json.dumps(order["options"]), strict=True, context=given)
+    return config
 
 
-def build_host(
-    order: Mapping[str, Any], config: RolloutConfig, plugins: PluginSet, kind: type[RolloutEngine]
-) -> Any:
+def build_host(order: Mapping[str, Any], plugins: PluginSet, kind: type[RolloutEngine]) -> Any:
     """Build the engine of the owner's command; return a host of it alone, as a ``Worker`` uses it.
 
     Args:
         order: the command of ``SamplerEngine``.
-        config: the ``[rollout]`` table.
         plugins: of the run.
         kind: class of the engine.
 
     Raises:
         EngineError: the engine cannot be built.
     """
-    device = torch.device(order["context"]["device"])
+    config, device = table(order, plugins), torch.device(order["context"]["device"])
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
     model = ModelConfig.model_validate(order["model"])

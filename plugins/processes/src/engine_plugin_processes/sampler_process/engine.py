@@ -103,12 +103,16 @@ class SamplerEngine(RolloutEngine):
             self.close()
             raise
 
-    def build(self) -> SamplerEngine:
+    def build(self, config: RolloutConfig) -> SamplerEngine:
         """Build the engines, all at the same time; return this one.
+
+        Args:
+            config: the ``[rollout]`` table of the constructor; memory may have been planned since.
 
         Raises:
             EngineError: a process cannot build its engine; the message says why. No process is left.
         """
+        self.config = config
         try:
             self._build_all()
         except BaseException:
