@@ -372,6 +372,11 @@ class RolloutEngine(abc.ABC):
         return f"{type(self).__module__}.{type(self).__name__}"
 
     @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """Type that every floating-point weight has in the sampler, so that a sender may round before it sends; None: unknown."""
+        return None
+
+    @property
     def layout(self) -> Layout:
         """Position of this worker; all ranks of one tensor-parallel engine get the same calls in the same order."""
         return Layout()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from engine_core.config import EngineConfig, RolloutConfig
@@ -99,6 +100,19 @@ def same_process(actor: Any, rollout: Any, version: int, shared: bool, adapter: 
 
     checksum = rollout.update_weights(counted(), version)
     return SyncResult(version, received, time.perf_counter() - start, checksum)
+
+
+def rounded(stream: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    """Yield weights with floating-point tensors ``[D1, ..., Dn]`` of larger types cast to ``dtype``; None: no type is larger."""
+    for name, tensor in stream:
+        larger = dtype is not None and tensor.is_floating_point() and tensor.dtype.itemsize > dtype.itemsize
+        yield name, tensor.to(dtype) if larger else tensor
+
+
+def common_dtype(tensors: Iterable[Tensor]) -> torch.dtype | None:
+    """Return the floating-point type of tensors ``[D1, ..., Dn]``; None if they have several."""
+    found = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    return found.pop() if len(found) == 1 else None
 
 
 def buckets(

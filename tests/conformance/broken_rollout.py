@@ -233,6 +233,12 @@ class VersionsAtPrompt(Changed):
         return rollout
 
 
+class SmallerType(HFRolloutEngine):
+    @property
+    def weight_dtype(self):
+        return torch.bfloat16
+
+
 class NewerOnly(HFRolloutEngine):
     def update_weights(self, stream, version):
         if 0 < version <= self.version:

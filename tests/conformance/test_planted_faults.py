@@ -170,6 +170,7 @@ FAULTS = [
     (Rollout, "SeedOfBatch", "the batch decides what is sampled", "a_seed_does_not_depend_on_the_batch"),
     (Rollout, "Stale", "stale weights after an update", "sampling_follows_new_weights"),
     (Rollout, "NewerOnly", "an update ignored if its version is not newer", "sampling_follows_new_weights"),
+    (Rollout, "SmallerType", "a smaller type of the weights than they have", "a_sender_may_round_to_the_type_of_the_weights"),
     (Rollout, "VersionsAtPrompt", "the version of the weights at tokens of the prompt", "sampling_follows_new_weights"),
     (Rollout, "NewText", "text without the tokens of begun", "a_stopped_response_goes_on"),
     (Rollout, "AbortLosesDone", "requests that finished in a pause lost where they are aborted", "a_pause_loses_no_request"),

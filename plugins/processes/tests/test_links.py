@@ -68,7 +68,9 @@ def make(away_of):
 
 
 def good(rank, message):
-    return {"link": f"at {rank}", "join": True, "send": 100, "receive": "sum"}[message["kind"]]
+    return {"link": (f"at {rank}", "bfloat16" if rank else ""), "join": True, "send": 100, "receive": "sum"}[
+        message["kind"]
+    ]
 
 
 def push(links, version=1):
@@ -86,11 +88,21 @@ def test_a_link_is_made_once_and_its_updates_are_counted(make):
         "tcp",
     )
     assert linked["endpoint"]["names"] == ["actor[0] on host0", "rollout[1] on host1", "rollout[2] on host2"]
-    assert workers[0].said("join")[0]["peers"] == ["at 0", "at 1", "at 2"]
+    (joined,) = workers[0].said("join")
+    assert (joined["peers"], joined["weight_dtype"]) == (["at 0", "at 1", "at 2"], "bfloat16")
     assert [(message["update"], message["version"]) for message in workers[2].said("receive")] == [
         (1, 1),
         (2, 2),
     ]
+
+
+def test_receivers_whose_weights_have_different_types_get_them_as_they_are(make):
+    types = ("bfloat16", "float32", "bfloat16")
+    links, workers = make(
+        lambda rank, message: (rank, types[rank]) if message["kind"] == "link" else good(rank, message)
+    )
+    push(links)
+    assert workers[0].said("join")[0]["weight_dtype"] == ""
 
 
 def test_after_an_update_that_failed_the_link_is_made_anew_and_the_old_one_ends(make):

@@ -50,11 +50,32 @@ def test_an_adapter_alone_goes_to_a_sampler_that_asks_for_it_and_whole_weights_t
     )
     worker = Worker.__new__(Worker)
     worker.host = SimpleNamespace(engines={"actor": Actor()}, config=config)
-    worker.links = {1: Link()}
+    worker.links, worker.weight_dtypes = {1: Link()}, {1: ""}
     message = {"role": "actor", "link": 1, "update": 1, "version": 2, "mix": mix}
     assert worker._do_send(message) == len(names)
     assert worker.links[1].sent == names
     assert worker._do_send(message | {"link": None}) == 0
+
+
+@pytest.mark.parametrize(
+    ("receiver", "mix", "sent"),
+    [("bfloat16", None, torch.bfloat16), ("bfloat16", 0.5, torch.float32), ("", None, torch.float32)],
+)
+def test_weights_are_sent_in_the_type_of_the_samplers_weights_and_mixed_in_their_own(receiver, mix, sent):
+    class Typed(Link):
+        def send(self, stream, update):
+            self.sent = [(name, tensor.dtype) for name, tensor in stream]
+            return len(self.sent)
+
+    worker = Worker.__new__(Worker)
+    rollout = SimpleNamespace(backend="mine", options=SimpleNamespace(adapter=False))
+    worker.host = SimpleNamespace(
+        engines={"actor": Actor()},
+        config=SimpleNamespace(actor=SimpleNamespace(lora=None), rollout=rollout),
+    )
+    worker.links, worker.weight_dtypes = {1: Typed()}, {1: receiver}
+    worker._do_send({"role": "actor", "link": 1, "update": 1, "version": 2, "mix": mix})
+    assert worker.links[1].sent == [("weight", sent)]
 
 
 def test_a_stream_of_weights_is_read_to_its_end_although_a_receiver_is_lost():
@@ -76,7 +97,7 @@ def test_a_stream_of_weights_is_read_to_its_end_although_a_receiver_is_lost():
         engines={"actor": Sharded()},
         config=SimpleNamespace(actor=SimpleNamespace(lora=None), rollout=rollout),
     )
-    worker.links = {1: Lost()}
+    worker.links, worker.weight_dtypes = {1: Lost()}, {1: ""}
     with pytest.raises(TrainingFailed, match="the connection was closed"):
         worker._do_send({"role": "actor", "link": 1, "update": 1, "version": 2, "mix": None})
     assert read == [0, 1, 2]

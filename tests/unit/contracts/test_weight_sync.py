@@ -6,7 +6,15 @@ from types import SimpleNamespace
 
 import torch
 
-from engine_core.contracts.weight_sync import ADAPTER_CONFIG, buckets, same_process, sends_adapter, stream_of
+from engine_core.contracts.weight_sync import (
+    ADAPTER_CONFIG,
+    buckets,
+    common_dtype,
+    rounded,
+    same_process,
+    sends_adapter,
+    stream_of,
+)
 
 
 def names(sizes, limit, bytes_of=None):
@@ -126,3 +134,20 @@ def test_what_a_plugin_does_not_read_is_read_after_it_because_all_ranks_take_par
     actor, _ = mapping(lambda weights: [next(weights)])
     assert [name for name, _ in stream_of(actor, adapter=False, sampler=SAMPLER)] == ["policy.a"]
     assert actor.read == 4
+
+
+def test_floating_point_weights_of_larger_types_are_cast_and_others_stay():
+    kinds = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64)
+    weights = [(str(kind), torch.ones(2).to(kind)) for kind in kinds]
+    half = (torch.bfloat16, torch.bfloat16, *kinds[2:])
+    assert [tensor.dtype for _, tensor in rounded(weights, torch.bfloat16)] == [*half]
+    assert [tensor for _, tensor in rounded(weights, None)] == [tensor for _, tensor in weights]
+    (_, third), *_ = rounded([("w", torch.tensor([1 / 3]))], torch.bfloat16)
+    assert third.item() == 0.333984375  # 171 / 512, 8 significant bits
+
+
+def test_the_common_type_of_weights_is_that_of_all_with_floating_point():
+    one = [torch.ones(2), torch.ones(1, dtype=torch.int64), torch.zeros(3)]
+    assert common_dtype(one) is torch.float32
+    assert common_dtype([*one, torch.ones(1).half()]) is None
+    assert common_dtype([]) is None

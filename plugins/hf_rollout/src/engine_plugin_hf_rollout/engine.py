@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 from engine_core.contracts.checksum import Checksum
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.contracts.weight_names import own_weights
+from engine_core.contracts.weight_sync import common_dtype
 from engine_core.data import load_tokenizer
 from engine_core.errors import DataError, did_you_mean, near
 from engine_core.sampling import check_request, logits_not_finite
@@ -293,6 +294,12 @@ class HFRolloutEngine(RolloutEngine):
             yield module
 
     # -- weights ------------------------------------------------------------
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """Type of the sampler's own weights, if they have one type."""
+        whole = self._trainer is None and not self.options.adapter
+        return common_dtype(own_weights(self._module()).values()) if whole else None
 
     @torch.no_grad()
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:

@@ -157,24 +157,31 @@ def join(
     name: str,
     endpoints: Mapping[int, Mapping[str, Any]],
     own: WeightTransport | None = None,
-) -> None:
+) -> str:
     """Open all endpoints of a link, then join them.
 
     Args:
         crew: the workers of the endpoints.
         name: the link's name; a worker closes its endpoint of an earlier link of this name.
         endpoints: fields of each rank's ``TransportEndpoint``, in the order of their index.
-        own: the sender's endpoint, if the sender is this process.
+        own: the sender's endpoint, if the sender is this process; else the sender is the first of ``endpoints``.
+
+    Returns:
+        The name of ``weight_dtype`` of the receivers' samplers; "" if it is unknown or they differ.
     """
     ranks = list(endpoints)
     messages = {rank: {"kind": "link", "link": name, "endpoint": one} for rank, one in endpoints.items()}
     peers = [own.open()] if own is not None else []
-    peers += crew.send(messages, ("worker", "link"), leaders=ranks, merge=list).result()
-    message = {"kind": "join", "link": name, "peers": peers}
+    opened = crew.send(messages, ("worker", "link"), leaders=ranks, merge=list).result()
+    peers += [address for address, _ in opened]
+    dtypes = {dtype for _, dtype in opened[0 if own is not None else 1 :]}
+    dtype: str = dtypes.pop() if len(dtypes) == 1 else ""
+    message = {"kind": "join", "link": name, "peers": peers, "weight_dtype": dtype}
     joined = crew.send(dict.fromkeys(ranks, message), ("worker", "join"), leaders=ranks, merge=list)
     joined.result()
     if own is not None:
         own.join(peers)
+    return dtype
 
 
 def one_checksum(target: str, checksums: Sequence[str]) -> str:

@@ -64,6 +64,7 @@ class Worker:
         self.order: dict[str, Any] = {}
         self.loaded: Any = None  # by ``_do_prepare``
         self.links: dict[str, WeightTransport] = {}  # name of the link -> endpoint of this process
+        self.weight_dtypes: dict[str, str] = {}  # name of the link -> type of its receivers' weights, or ""
         self.current: int | None = None  # number of the running command
         self.dropped: set[int] = set()  # commands that the controller has abandoned
         self.profile = contextlib.ExitStack()
@@ -199,9 +200,14 @@ class Worker:
         """Call a method of this process's host."""
         return getattr(self.host, message["method"])(**message["plain"])
 
-    def _do_link(self, message: dict[str, Any]) -> Any:
-        """Open this process's endpoint of a link, and close that of the link of this name that it replaces."""
+    def _do_link(self, message: dict[str, Any]) -> tuple[Any, str]:
+        """Open this process's endpoint of a link, and close that of the link of this name that it replaces.
+
+        Returns:
+            The endpoint's address, and the name of ``weight_dtype`` of the sampler here, or "".
+        """
         from engine_core.contracts.weight_transport import TransportEndpoint
+        from engine_plugin_processes.codec import NAMES
         from engine_plugin_processes.transports.choice import make
 
         if (old := self.links.pop(message["link"], None)) is not None:
@@ -210,15 +216,18 @@ class Worker:
         endpoint = TransportEndpoint(**message["endpoint"], device=device, token=token)
         kind, options = make(self.host.config, self.host.plugins, endpoint.transport)
         self.links[message["link"]] = transport = kind(options, endpoint)
-        return transport.open()
+        dtype = getattr(self.host.engines.get("rollout"), "weight_dtype", None)
+        return transport.open(), "" if dtype is None else NAMES.get(dtype, "")
 
     def _do_join(self, message: dict[str, Any]) -> None:
         self.links[message["link"]].join(message["peers"])
+        self.weight_dtypes[message["link"]] = message["weight_dtype"]
 
     def _do_send(self, message: dict[str, Any]) -> int:
         """Send weights to another pool; a rank without a link only takes part in the collective stream."""
-        from engine_core.contracts.weight_sync import sends_adapter, stream_of
+        from engine_core.contracts.weight_sync import rounded, sends_adapter, stream_of
         from engine_core.contracts.weight_transport import WeightUpdate
+        from engine_plugin_processes.codec import DTYPES
 
         actor = cast("TrainEngine", self.host.engines[message["role"]])
         adapter = message["mix"] is None and sends_adapter(self.host.config)
@@ -227,7 +236,8 @@ class Worker:
                 pass
             return 0
         sampler = self.host.config.rollout if message["mix"] is None else None
-        stream = iter(stream_of(actor, adapter, to="leader", sampler=sampler))
+        dtype = DTYPES.get(self.weight_dtypes[message["link"]]) if message["mix"] is None else None
+        stream = rounded(stream_of(actor, adapter, to="leader", sampler=sampler), dtype)
         try:
             return self.links[message["link"]].send(
                 stream, WeightUpdate(message["update"], message["version"])

@@ -10,7 +10,7 @@ import torch
 
 from engine_core.config import ModelConfig, OptimConfig, RoleConfig
 from engine_core.contracts.engines import WorkerContext
-from engine_core.contracts.weight_sync import same_process
+from engine_core.contracts.weight_sync import rounded, same_process
 from engine_core.types import Batch, LossCall
 from engine_plugin_testing.contracts import REFUSALS, close, contract, refused
 from engine_plugin_testing.reference import fill
@@ -164,6 +164,18 @@ def _all_differ(
         f"The same weights gave the checksums {next(iter(sums))} and {again}."
     )
     return again
+
+
+@contract(catches=("a smaller type of the weights than they have",))
+def a_sender_may_round_to_the_type_of_the_weights(bench: RolloutBench) -> None:
+    """Weights that the sender has cast to ``weight_dtype`` give the log-probs of the weights themselves.
+
+    It is for engines that tell the type, as those of large models do: an update then sends half of the bytes.
+    """
+    engine, other = bench.engine(), bench.model(seed=1)
+    if engine.weight_dtype is not None:
+        engine.update_weights(rounded(bench.stream(other), engine.weight_dtype), 1)
+        _check_policy(bench, engine, bench.reference(other), 1, "after an update that the sender rounded")
 
 
 @contract(catches=("an incomplete update accepted",))

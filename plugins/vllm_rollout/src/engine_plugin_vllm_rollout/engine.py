@@ -343,6 +343,13 @@ class VLLMRolloutEngine(RolloutEngine):
 
     # -- weights ------------------------------------------------------------
 
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """Type of vLLM's weights, if they have one type and are not quantized."""
+        from engine_plugin_vllm_rollout import versions
+
+        return None if self.options.adapter else versions.weight_dtype(self._llm)
+
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Replace the weights ``[D_1, D_2, ...]`` in place; return the checksum of the received ones.
 

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from vllm.v1.engine import FinishReason
 
+from engine_core.contracts.weight_sync import common_dtype
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -61,6 +63,13 @@ def needs_layerwise(engine: LLMEngine) -> bool:
     """Return whether copying into the parameters would not change what the kernels read."""
     config = engine.vllm_config.model_config
     return bool(on_cpu() or config.quantization is not None or config.is_moe or config.use_mla)
+
+
+def weight_dtype(engine: LLMEngine) -> torch.dtype | None:
+    """Return the type of the model's weights; None if it is quantized or its weights have several types."""
+    if engine.vllm_config.model_config.quantization is not None:
+        return None
+    return common_dtype(model_of(engine).parameters())
 
 
 def model_of(engine: LLMEngine) -> Any:

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from engine_core.contracts.weight_sync import rounded
 from engine_core.contracts.weight_transport import TransportEndpoint, WeightTransport, WeightUpdate
 from engine_core.errors import DataError, TrainingFailed
 from engine_plugin_processes.channel import new_token
+from engine_plugin_processes.codec import DTYPES
 from engine_plugin_processes.links import WORD_SECONDS, join, one_checksum
 from engine_plugin_processes.transports.table import TRANSPORTS
 
@@ -55,6 +57,7 @@ class Weights:
         self.incomplete = ""  # why a process that is present may not have them
         # receivers, and the owner's endpoint
         self._link: tuple[list[WorkerHandle], WeightTransport] | None = None
+        self._dtype: torch.dtype | None = None  # of the receivers' weights
         self._links = self._updates = 0  # so far
 
     def update(self, ranks: Sequence[int], stream: Stream, version: int) -> str:
@@ -132,7 +135,7 @@ class Weights:
             merge=partial(one_checksum, "rollout"),
         )
         try:
-            transport.send(stream, WeightUpdate(self._updates, version))
+            transport.send(rounded(stream, self._dtype), WeightUpdate(self._updates, version))
             checksum: str = taken.result()
         except BaseException as error:
             self.close()
@@ -163,7 +166,7 @@ class Weights:
         transport: WeightTransport = spec.resolve()(spec.config(), endpoint)
         endpoints = {rank: {**fields, "index": at} for at, rank in enumerate(ranks, 1)}
         try:
-            join(self.pool, LINK, endpoints, transport)
+            self._dtype = DTYPES.get(join(self.pool, LINK, endpoints, transport))
         except BaseException:
             transport.close()
             raise
