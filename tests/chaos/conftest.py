@@ -30,7 +30,8 @@ class Server:
     """The fork server, started once; see ``server.py``."""
 
     def __init__(self) -> None:
-        command = [sys.executable, "-P", str(Path(__file__).with_name("server.py"))]
+        room = "-" * 200  # a fork shows its command in the place of its server's
+        command = [sys.executable, "-P", str(Path(__file__).with_name("server.py")), room]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         pipe = subprocess.PIPE
         self.popen = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env=environment)
@@ -143,7 +144,7 @@ class Process:
         deadline = time.monotonic() + patience
         while (left := self.family()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        return [" ".join(process.cmdline()) or str(process.pid) for process in left]
+        return [" ".join(process.cmdline()).rstrip() or str(process.pid) for process in left]
 
     def kill(self) -> None:
         """End it and all that belongs to it."""

@@ -5,13 +5,14 @@ process. A request is a JSON line on stdin: ``argv`` (after ``engine``), ``cwd``
 ``stdout`` and ``stderr`` (paths), ``prelude`` (a script that the child runs first, or null). Answers
 are JSON lines on stdout: ``{"started": pid}``, and ``{"ended": pid, "code": returncode}`` when a child
 ends. A child is a session of its own and ends as an interpreter does: by its exit code, by an uncaught
-exception or by a signal.
+exception or by a signal. The workers of a child are forks too: it orders them over a socket (``forked_workers.py``).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -19,8 +20,19 @@ import os
 import runpy
 import select
 import signal
+import socket
+import subprocess
 import sys
 import threading
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+DATA = str(Path(__file__).parents[1] / "data")
+sys.path.append(DATA)
+import forked_workers
+
+sys.path.remove(DATA)
+FORKS = forked_workers.forking.wanted()
 
 IMPORTED = (
     "torch",
@@ -40,6 +52,11 @@ IMPORTED = (
     "engine_plugin_tools.commands.configs",
     "engine_plugin_tools.commands.models",
     "engine_plugin_hf_rollout.engine",
+    "engine_plugin_processes.sampler_process.build",
+    "engine_plugin_processes.starting",
+    "engine_plugin_processes.torchrun",
+    "engine_plugin_processes.transports.choice",
+    "torch.distributed",
     "pandas",  # which pyarrow imports with the first table
     "pyarrow.parquet",
     "psutil",
@@ -61,25 +78,47 @@ def serve() -> dict | None:
 
     say(ready=True, threads=threading.active_count())
     pending, requests = b"", 0
+    orders, children = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    workers: dict[int, int] = {}  # pid -> descriptor of the pipe to the one who ordered it
     while True:
-        readable, _, _ = select.select([requests, ended], [], [])
+        readable, _, _ = select.select([requests, ended, orders], [], [])
+        coming: list[tuple[bytes, list[int]]] = []
         if ended in readable:
             os.read(ended, 4096)
             for pid, code in finished():
-                say(ended=pid, code=code)
+                if pid in workers:
+                    answer(workers[pid], code)
+                    os.close(workers.pop(pid))
+                else:
+                    say(ended=pid, code=code)
+        if orders in readable:
+            coming.append(socket.recv_fds(orders, 1 << 18, 16)[:2])
         if requests in readable:
             data = os.read(requests, 1 << 16)
             if not data:
                 return None
             *lines, pending = (pending + data).split(b"\n")
-            for line in lines:
-                pid = os.fork()
-                if pid == 0:
-                    signal.set_wakeup_fd(-1)
-                    for descriptor in (answers, ended, notify):
-                        os.close(descriptor)
-                    return json.loads(line)
+            coming += [(line, []) for line in lines]
+        for line, passed in coming:
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                for descriptor in (answers, ended, notify, orders.detach(), *workers.values(), *passed[:1]):
+                    os.close(descriptor)
+                return json.loads(line) | {"server": children, "passed": passed[1:]}
+            if not passed:
                 say(started=pid)
+                continue
+            workers[pid] = passed[0]
+            answer(passed[0], pid)
+            for descriptor in passed[1:]:
+                os.close(descriptor)
+
+
+def answer(pipe: int, number: int) -> None:
+    """Write a line to the one who ordered a worker, unless it has ended."""
+    with contextlib.suppress(BrokenPipeError):
+        os.write(pipe, b"%d\n" % number)
 
 
 def finished():
@@ -92,9 +131,6 @@ def finished():
 def become(request: dict) -> None:
     """Turn a forked child into the process that was asked for."""
     os.setsid()
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):  # `nohup make test` ignores SIGHUP
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     streams = [(os.devnull, os.O_RDONLY)]
     streams += [(request[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND) for name in ("stdout", "stderr")]
     for descriptor, (path, flags) in enumerate(streams):
@@ -107,8 +143,26 @@ def become(request: dict) -> None:
     sys.argv = ["engine", *request["argv"]]
 
 
+def forget_the_server() -> None:
+    """Give a forked child the signal handlers of a fresh interpreter."""
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):  # `nohup make test` ignores SIGHUP
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def work(order: dict) -> None:
+    """Be the worker that an ``engine`` command has ordered."""
+    order.pop("server").close()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    forked_workers.work(**order | {"passed": [Connection(number) for number in order["passed"]]})
+
+
 def run(request: dict, main) -> None:
     """What ``engine ARGV`` does, after the prelude."""
+    become(request)
+    if FORKS:
+        start = functools.partial(forked_workers.Ordered, request["server"])
+        subprocess.Popen = functools.partial(forked_workers.popen, start=start)
     if request["prelude"]:
         runpy.run_path(request["prelude"])
     sys.exit(main(request["argv"]))
@@ -141,5 +195,5 @@ if __name__ == "__main__":
 
     gc.freeze()  # children neither copy nor collect what was imported
     if (request := serve()) is not None:
-        become(request)
-        end_as_an_interpreter(lambda: run(request, main))
+        forget_the_server()
+        end_as_an_interpreter(lambda: work(request) if request["passed"] else run(request, main))

@@ -53,9 +53,10 @@ class Sampler(HFRolloutEngine):
 @hookimpl
 def engine_on_event(event, step):
     if event == "step_finished" and due(f"idle {step}"):
-        for child in psutil.Process().children():
-            if "engine_plugin_processes.worker" in child.cmdline():
-                child.kill()
+        for process in psutil.process_iter(["cmdline", "environ"]):
+            ours = (process.info["environ"] or {}).get("ENGINE_CHAOS_TEST") == os.environ["ENGINE_CHAOS_TEST"]
+            if ours and "engine_plugin_processes.worker" in process.info["cmdline"]:
+                process.kill()
 
 
 @hookimpl

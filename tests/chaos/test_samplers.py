@@ -119,7 +119,7 @@ def test_nothing_is_left_of_a_sampler_that_is_stopped_when_the_run_is_killed(
     run = engine.start("train", path, prelude=f"import tempfile\ntempfile.tempdir = {str(temporary)!r}")
     run.until(lambda: run.err.count("reward ") >= 1, "a step", PATIENCE)  # its sampler lives
     assert len(samplers(run)) == 2
-    (sampler,) = [each for each in samplers(run) if each.ppid() == run.pid]
+    (sampler,) = [each for each in samplers(run) if os.getpgid(each.pid) == each.pid]
     sampler.suspend()
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
