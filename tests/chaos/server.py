@@ -206,7 +206,6 @@ if __name__ == "__main__":
 
     installed()  # read once for all children
     gc.freeze()  # children neither copy nor collect what was imported
-    gc.get_freeze_count = lambda: 1  # it looks at each frozen object: 0.05 s for each run
     if (request := serve()) is not None:
         forget_the_server()
         end_as_an_interpreter(lambda: work(request) if request["passed"] else run(request, main))
