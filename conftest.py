@@ -96,6 +96,27 @@ def forked_workers(monkeypatch) -> None:
         monkeypatch.setattr("subprocess.Popen", popen)
 
 
+@pytest.fixture(autouse=True)
+def forked_children(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the workers of rewards and of rows as forks where ``ENGINE_TEST_FORK`` is set, except in tests of faults."""
+    if request.node.get_closest_marker("chaos"):
+        return
+    from engine_plugin_testing import forking
+
+    if forking.wanted():
+        import forked_children
+
+        monkeypatch.setattr("engine_plugin_processes.child.subprocess", forked_children.Subprocess())
+
+
+@pytest.fixture
+def fresh_children(forked_children: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the workers of rewards and of rows as users have them, each as a fresh interpreter."""
+    import subprocess
+
+    monkeypatch.setattr("engine_plugin_processes.child.subprocess", subprocess)
+
+
 class Answer(NamedTuple):
     """How a command ended."""
 
@@ -180,8 +201,6 @@ def sft_run(tmp_path, tiny_model) -> Path:
 DICE = '''
 """A rollout engine that throws dice, and a reward that likes digits."""
 
-import torch
-
 from engine_core import hookimpl
 from engine_core.contracts.engines import RolloutEngine
 from engine_core.specs import Reward, RolloutBackend
@@ -200,6 +219,8 @@ class Dice(RolloutEngine):
         return done
 
     def throw(self, request):
+        import torch  # lazily imported: a worker of the reward loads this file, too
+
         generator = torch.Generator().manual_seed(request.sampling.seed)
         response = torch.randint(3, 40, (4,), generator=generator).tolist() + [1]
         prompt = request.prompt.token_ids

@@ -4,9 +4,16 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from engine_plugin_testing import RewardRunnerSuite, RewardSuite
+from engine_plugin_testing import RewardRunnerSuite
+from engine_plugin_testing import RewardSuite as Suite
 
 FOUR = {"completion": "2 + 2 = 4", "answer": "4"}
+
+
+class RewardSuite(Suite):
+    """The suite with workers of rewards that are forks where ``ENGINE_TEST_FORK`` is set."""
+
+    worker_context = "forked_children:forked"
 
 
 class TestExactMatch(RewardSuite):
@@ -199,4 +206,4 @@ class TestHTTP(RewardSuite):
 
 
 class TestRunner(RewardRunnerSuite):
-    pass
+    worker_context = "forked_children:forked"

@@ -156,6 +156,7 @@ def test_changed_arguments_do_not_reach_the_rollouts(runner, rollouts):
     assert tag == {"seen": False}
 
 
+@pytest.mark.usefixtures("fresh_children")  # whose end this process sees
 def test_a_worker_that_died_between_two_steps_is_replaced_without_blame(runner, rollouts):
     one = runner("where")
     first, second = rollouts("a"), rollouts("a")
