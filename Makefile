@@ -10,6 +10,8 @@ SOURCES := pyproject.toml constraints.txt requirements-dev.txt requirements-docs
 # Tests often wait, for processes and for timeouts: three at once keep two cores busy.
 JOBS ?= 3
 PYTEST := OMP_NUM_THREADS=1 ENGINE_TEST_FORK=1 $(BIN)/python -m pytest -q --durations=10
+# With bytecode kept, a process of the tests compiles neither the project nor the tests again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install demo demo-control test test-full lint docs scoreboard curves curves-backends bench clean
 
