@@ -65,6 +65,16 @@ def installed() -> tuple[Offer, ...]:
     return _read(tuple(sys.path))
 
 
+@functools.lru_cache(maxsize=64)
+def version(distribution: str) -> str:
+    """Return the version of an installed distribution, read once: its metadata take some milliseconds to parse.
+
+    Raises:
+        importlib.metadata.PackageNotFoundError: it is not installed.
+    """
+    return importlib.metadata.version(distribution)
+
+
 def _builtin() -> Iterator[Offer]:
     """Yield the names of the core, which are registered only in ``engine_core.builtin``."""
     from engine_core import builtin  # imported lazily: a program that uses no name does not load it

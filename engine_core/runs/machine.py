@@ -23,6 +23,7 @@ import psutil
 from packaging.version import Version
 
 from engine_core.config.inputs import files_of, stored_files
+from engine_core.plugins import metadata
 
 if TYPE_CHECKING:
     from engine_core.config import EngineConfig
@@ -50,9 +51,7 @@ ENOUGH_FILES = 4096
 def check_start(run_path: Path) -> list[str]:
     """Raise the limit of open files; check shared memory, the run folder's disk and libraries. Return a sentence per problem."""
     checks = raise_open_file_limit(), check_shared_memory(), check_disk(run_path)
-    libraries = (
-        check_release(name, importlib.metadata.version(name), newest) for name, newest in TESTED.items()
-    )
+    libraries = (check_release(name, metadata.version(name), newest) for name, newest in TESTED.items())
     return [problem for problem in (*checks, *libraries) if problem]
 
 
@@ -150,7 +149,7 @@ def describe_environment(config: EngineConfig, plugins: PluginSet | None = None)
 
 def _version(distribution: str) -> str | None:
     try:
-        return importlib.metadata.version(distribution)
+        return metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 

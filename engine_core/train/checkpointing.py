@@ -17,7 +17,6 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ import numpy
 from engine_core.config.dump import ROLES, Difference, as_data, check, differences
 from engine_core.data import tokenizer_hash
 from engine_core.errors import ConfigError, DataError, EnvironmentProblem
-from engine_core.plugins.metadata import installed
+from engine_core.plugins.metadata import installed, version
 from engine_core.redaction import Redactor
 from engine_core.runs.checkpoint import Checkpoints, read_state
 from engine_core.runs.state_files import FORMAT, STATE, load_json
