@@ -32,6 +32,7 @@ def fenced(program):
 
 class TestCode(RewardSuite):
     name = "code"
+    worker_context = "forked_children:forked"
     examples = [
         (
             {"completion": fenced("print(int(input()) + 1)"), "tests": {"inputs": ["1"], "outputs": ["2"]}},

@@ -55,7 +55,7 @@ def running(mark):
 
 
 @pytest.fixture
-def runner(monkeypatch):
+def runner(fresh_children, monkeypatch):
     """Return ``runner(name, options, ...)``: a runner of one reward; at the end none of its processes is left."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv("ENGINE_TEST_MARK", mark)

@@ -330,7 +330,7 @@ def test_an_engine_of_a_plugin_that_raises_is_named_with_its_line(engine, rl_run
     answer = engine("train", "rl.toml", "--set", f"runtime.backend={runtime}")
     assert answer.code == 3, answer.err
     assert "dice.py" in answer.err
-    assert f"failed: IndexError: list index out of range ({dice}:20: [][1])" in answer.err
+    assert f"failed: IndexError: list index out of range ({dice}:18: [][1])" in answer.err
     assert "Traceback" not in answer.err
     log = next((rl_run.parent / "runs").glob("*/logs/attempt_0/run.log")).read_text()
     assert "IndexError" in log
