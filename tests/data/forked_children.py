@@ -12,11 +12,9 @@ import contextlib
 import importlib
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.connection import Connection
@@ -24,10 +22,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+from forked import Forked, become
+
 from engine_plugin_processes import child
 from engine_plugin_processes.child import python_command
 
-EXECUTABLE = sys.executable
 ENTRIES = ("engine_plugin_rewards.worker_pool.worker:main", "engine_plugin_processes.row_workers:serve")
 COMMANDS = {tuple(python_command(entry)[:4]): entry for entry in ENTRIES}
 IMPORTED = (
@@ -68,45 +67,7 @@ def popen(command: Sequence[str], **options: Any) -> Any:
     os.read(ready, 1)  # until it leads its session, which may be killed at once
     os.close(ready)
     atexit.register(process.kill)  # otherwise the end of this process would wait for it
-    return Child(process, reads)
-
-
-class Child:
-    """A forked worker with the part of ``subprocess.Popen``'s interface that ``ChildProcess`` and tests need."""
-
-    def __init__(self, process: Any, output: int) -> None:
-        self.pid: int = process.pid
-        self.returncode: int | None = None
-        self.stdout = os.fdopen(output, "rb", buffering=0)
-        self._process, self._lock = process, threading.Lock()
-
-    def poll(self) -> int | None:
-        """Return the exit status, negative for a signal; None while the process runs."""
-        with self._lock:
-            if self.returncode is None and (code := self._process.exitcode) is not None:
-                self.returncode = code
-                atexit.unregister(self._process.kill)
-                self._process.close()
-            return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the process, as ``Popen.wait`` does."""
-        end = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if end is not None and time.monotonic() > end:
-                raise subprocess.TimeoutExpired("a forked worker", timeout or 0.0)
-            time.sleep(0.005)
-        return code
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal; do nothing if the process has ended."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
-                os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        """Kill the process; do nothing if it has ended."""
-        self.send_signal(signal.SIGKILL)
+    return Forked(process, reads)
 
 
 class Subprocess:
@@ -151,19 +112,7 @@ def work(
     """Run a worker in the fork: with the session, descriptors, environment, folder and path that its command asks for."""
     os.setsid()
     begun.close()
-    high = [
-        os.dup2(each.fileno(), 500 + index) for index, each in enumerate(passed)
-    ]  # none is another's number
-    for each in passed:
-        each.close()
-    for number, each in zip(numbers, high, strict=True):
-        os.dup2(each, number)
-        os.close(each)
-    os.dup2(1, 2)
-    os.environ.clear()
-    os.environ.update(env)
-    os.chdir(folder)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    become(passed, numbers, env, folder)
     sys.argv = ["-c", *arguments]
     sys.path[:] = arguments[1:]
     module, _, function = entry.partition(":")

@@ -16,12 +16,12 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from forked import Forked, become
 
 from engine_plugin_processes import keeper, worker
 from engine_plugin_processes.worker_process import MODULE
@@ -84,26 +84,6 @@ class Ordered:
         self._answers.close()
 
 
-class Forked(forking.Forked):
-    """A forked worker that several threads may wait for."""
-
-    def __init__(self, process: Any, output: int) -> None:
-        super().__init__(process, os.open(os.devnull, os.O_WRONLY), output)
-        self._lock = threading.Lock()
-
-    def poll(self) -> int | None:
-        with self._lock:
-            return super().poll()
-
-    def wait(self, timeout: float | None = None) -> int:
-        end = None if timeout is None else time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if end is not None and time.monotonic() > end:
-                raise subprocess.TimeoutExpired("a forked worker", timeout or 0.0)
-            time.sleep(0.005)
-        return code
-
-
 def show(command: Sequence[str], env: Mapping[str, str]) -> None:
     """Make /proc show a command and its environment as this process's, as far as they fit, our variables first."""
     places = list(map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:49]))
@@ -124,21 +104,9 @@ def work(
 ) -> None:
     """Run a worker in the fork: with the session, descriptors, environment, folder and keeper that its command asks for."""
     os.setsid()
-    high = [
-        os.dup2(each.fileno(), 500 + index) for index, each in enumerate(passed)
-    ]  # none is another's number
-    for each in passed:
-        each.close()
-    for number, each in zip(numbers, high, strict=True):
-        os.dup2(each, number)
-        os.close(each)
-    os.dup2(1, 2)
-    os.environ.clear()
-    os.environ.update(env)
+    become(passed, numbers, env, folder)
     show(command, env)
-    os.chdir(folder)
     sys.path[:] = path
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     if len(command) > 5:  # python -I -S keeper.py LIFE, then the command
         life = int(command[-6])
         if os.fork() == 0:
