@@ -1,13 +1,17 @@
 """Cases of what is kept out of sharding, read by parts and computed in other types; see ``test_parts.py``."""
 
+import math
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from engine_plugin_fsdp import engine as module
 from engine_plugin_fsdp import fp8
+from engine_plugin_fsdp.checkpoint import gathered
 from engine_plugin_testing.contracts import identical, refused
 from engine_plugin_testing.reference import gradient_of, nll_loss, norm_of
 from engine_plugin_testing.train_bench import MEASURE
@@ -43,6 +47,27 @@ def parts_are_read(bench):
             assert abs(read[-1] * bench.place.world_size / every - 1) < 0.05, (read[-1], every)
     finally:
         module.read_slices = original
+
+
+def tensors_come_whole(bench):
+    """Of any rows, type and placement, in their order, whatever the size of a bucket."""
+    mesh = init_device_mesh("cpu", (bench.place.world_size,))
+    rows, columns, same = [Shard(0)], [Shard(1)], [Replicate()]
+    kinds = [((5, 3), rows), ((1, 4), rows), ((7,), rows), ((4, 2), columns), ((4, 2, 3), rows), ((3,), same)]
+    expected, tensors = {}, {}
+    for number, (shape, placed) in enumerate(kinds * 2):
+        values = torch.arange(math.prod(shape)).reshape(shape) + 100.0 * number
+        values = values.to(torch.bfloat16 if number % 5 == 4 else torch.float32)
+        expected[f"w{number}"] = values
+        tensors[f"w{number}"] = distribute_tensor(values, mesh, placed)
+    expected["plain"] = tensors["plain"] = torch.ones(2)
+    for limit in (1, 100, 1 << 20):
+        found = list(gathered(tensors.items(), limit))
+        assert [name for name, _ in found] == list(expected)
+        for name, tensor in found:
+            assert type(tensor) is torch.Tensor, name
+            assert tensor.dtype == expected[name].dtype, name
+            assert torch.equal(tensor, expected[name]), (limit, name, tensor)
 
 
 def other_weights_on_a_machine(bench):

@@ -51,6 +51,10 @@ def ranks_with_torchao(monkeypatch):
     group.close()
 
 
+def test_sharded_tensors_are_gathered_whole_in_their_order(ranks):
+    ranks("tensors_come_whole")
+
+
 @pytest.mark.slow
 def test_each_rank_reads_its_own_rows(ranks):
     ranks("parts_are_read")
