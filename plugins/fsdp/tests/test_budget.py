@@ -3,8 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from transformers import Qwen3Config
 
+from engine_core.config import ModelConfig, RoleConfig
+from engine_core.contracts.memory import MemoryQuestion
 from engine_plugin_fsdp.budget import FSDPBudget, held_by_rank
+from engine_plugin_fsdp.engine import FSDPEngine
 from engine_plugin_fsdp.options import FSDPOptions
 from engine_plugin_torch.memory import Held
 from engine_plugin_torch.precision import Precision
@@ -12,6 +16,7 @@ from engine_plugin_torch.precision import Precision
 FP32, BF16 = torch.float32, torch.bfloat16
 LAYER, REST = 8 * 8, 20 * 8  # weights
 WEIGHTS = REST + 6 * LAYER
+GIB = 2**30
 
 
 class Model(nn.Module):
@@ -101,3 +106,45 @@ def test_every_nth_layer_counts_as_recomputed(how, chosen, share):
 def test_gathered_weights_have_the_compute_type_so_autocast_copies_nothing():
     made = FSDPBudget.settings_of(Model(), FSDPOptions(), Precision(FP32, BF16), "actor", False, True)
     assert (made.param, made.compute) == (BF16, BF16)
+
+
+@pytest.fixture(scope="module")
+def need(tmp_path_factory):
+    """Return ``need(free, ...)``: what two ranks that train a model of 0.6 billion weights would choose."""
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "vocab_size": 151936}
+    heads = {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "tie_word_embeddings": True,
+    }
+    Qwen3Config(**sizes, **heads).save_pretrained(folder)
+
+    def ask(free, device=80, **options):
+        config = RoleConfig(backend="fsdp", options=FSDPOptions(**options))
+        size = {"device_bytes": device * GIB, "free": None if free is None else int(free * GIB)}
+        question = MemoryQuestion("actor", trainable=True, ranks=2, tokens=1 << 20, length=768, **size)
+        found = FSDPEngine.memory_need(config, ModelConfig(path=str(folder)), question)
+        return tuple(found.chosen.get(f"fsdp.{key}") for key in ("gradient_sync", "activation_checkpointing"))
+
+    return ask
+
+
+def test_gradients_are_summed_each_time_where_activations_would_be_recomputed_otherwise(need):
+    frees = [17, 18.5, 19, 21]
+    last, each = ([need(free, gradient_sync=how)[1] for free in frees] for how in ("last", "each"))
+    between = [free for free, *two in zip(frees, last, each, strict=True) if two == ["full", "none"]]
+    assert between == [18.5, 19]  # more memory lets both keep activations, less lets neither
+    assert {need(free) for free in between} == {("each", "none")}
+    assert need(21) == ("last", "none")
+    assert need(17) == ("last", "full")
+    assert need(17, activation_checkpointing="none")[0] == "each"  # neither fits
+    assert need(3)[0] == "each"  # whole gradients of 2.2 GiB, and 8192 tokens, do not fit
+    assert need(21, activation_checkpointing="full")[0] == "last"
+
+
+def test_before_the_free_memory_is_known_gradients_are_whole_where_the_device_holds_them(need):
+    assert need(None)[0] == "last"
+    assert need(None, device=4)[0] == "each"
+    assert need(None, gradient_sync="last") == (None, "none")

@@ -51,6 +51,14 @@ class FSDPBudget(SharedBudget):
         return not self.engine.began_backward and super().halve(batch, error)
 
     @classmethod
+    def variants(cls, options: Any) -> list[tuple[dict[str, Any], Any]]:
+        """Return the choices for `gradient_sync` at ``auto``: ``last``, which sends less, then ``each``."""
+        if options.gradient_sync != "auto":
+            return [({}, options)]
+        chosen = [{"gradient_sync": value} for value in ("last", "each")]
+        return [(keys, options.model_copy(update=keys)) for keys in chosen]
+
+    @classmethod
     def share_of(cls, options: Any, recomputing: bool) -> float:
         """Return the share of the layers that keep only their input, by `activation_checkpointing`."""
         how = options.activation_checkpointing

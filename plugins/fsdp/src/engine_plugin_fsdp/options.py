@@ -47,8 +47,8 @@ class FSDPOptions(ForwardOptions):
     """Types of what is computed and sent."""
     fp8: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """Multiply in 8 bits in large linear layers, except the head. Needs a GPU with 8-bit support: Hopper, or Ada for ``tensorwise``. ``tensorwise``: one scale for each tensor (fastest). ``rowwise``: one scale for each row (more exact). ``rowwise_with_gw_hp``: ``rowwise``, but the gradient of the weight is computed in bf16. Needs ``pip install 'engine-plugin-fsdp[fp8]'``."""
-    gradient_sync: Literal["last", "each"] = "last"
-    """``last``: sum gradients over ranks after the last micro-batch. This sends fewer messages; until then each rank holds whole gradients. ``each``: sum after each micro-batch, which uses the least memory."""
+    gradient_sync: Literal["auto", "last", "each"] = "auto"
+    """``last``: sum gradients over ranks after the last micro-batch. This sends fewer messages; until then each rank holds whole gradients. ``each``: sum after each micro-batch, which uses the least memory. ``auto``: ``each`` if the memory plan would recompute activations otherwise, or if whole gradients do not fit; else ``last``."""
     cpu_offload: Literal["none", "optimizer", "params"] = "none"
     """``optimizer``: the optimizer state is in host memory between steps. ``params``: weights, gradients and optimizer state are in host memory; the optimizer step runs on the CPU, and each unit is copied to the device when it is used."""
     activation_checkpointing: Literal["none", "full", "auto"] | Annotated[int, Field(gt=0)] = "auto"

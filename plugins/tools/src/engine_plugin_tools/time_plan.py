@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ROWS = 64  # rows of the data whose lengths are looked at
 BETWEEN = 1 / 30e9  # seconds for each byte of weights that go to another process
-GATHERED = 1 / 6e9  # and of weights that ranks have in parts
+GATHERED = 1 / 60e9  # and of weights that ranks have in parts (4B and 1.7B on two H200s)
 SWITCH = 0.35  # seconds in which a sampler and a trainer hand their memory over
 SMALL = 8192  # tokens of the smallest micro-batch that was measured
 FORWARD, BOTH = 1, 3  # products of a weight and a token: forward; forward and backward

@@ -79,6 +79,14 @@ class MemoryBudget:
         return self.share_of(self.engine.options, bool(self.recomputing))
 
     @classmethod
+    def variants(cls, options: Any) -> list[tuple[dict[str, Any], Any]]:
+        """Return what a memory plan may choose besides recomputation: keys with their values, and the table with them.
+
+        The first that needs no recomputation is chosen, else the first that fits.
+        """
+        return [({}, options)]
+
+    @classmethod
     def share_of(cls, options: Any, recomputing: bool) -> float:
         """Return ``recomputed_share`` by a role's table; ``recomputing`` is the choice for ``auto``."""
         asked = getattr(options, "activation_checkpointing", False)  # not every backend has it

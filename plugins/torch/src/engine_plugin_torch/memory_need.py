@@ -42,10 +42,13 @@ def memory_need(
     types = resolved(options, config.lora is not None or question.frozen)
     method = getattr(options, "quantize", None)
     module, saved = sketch(config, model_config, role, types.param, method)
-    held = budget.held_by(module, trained, options, types, question.ranks, role)
-    if held is None:
-        return None
-    held = dataclasses.replace(held, weights=held.weights - saved)
+    variants = []
+    for keys, table in budget.variants(options) if trained else [({}, options)]:
+        held = budget.held_by(module, trained, table, types, question.ranks, role)
+        if held is None:
+            return None
+        variants.append((keys, dataclasses.replace(held, weights=held.weights - saved)))
+    keys, held = variants[0]
     stored = sum(p.nbytes for p in module.parameters() if p.requires_grad or config.lora is None)
     stored += Held.of(module, trained).optimizer
     shape = Decoder.of(module)
@@ -58,10 +61,15 @@ def memory_need(
     asked, sharers = config.max_tokens_per_rank, getattr(options, "sp", 1)
     most = memory.FEW if asked == "auto" else asked
     how = getattr(options, "activation_checkpointing", False) if trained else False
+    wanted = -(-_micro_batch(most, question) // sharers)
     again = False
+    if trained:
+        shares = {budget.share_of(options, recomputing) for recomputing in (question.free is None, True)}
+        free = question.device_bytes if question.free is None else question.free
+        keys, held = _first_that_fits(variants, act, free, wanted, sorted(shares))
     if question.free is not None:
         estimate = Estimate(held, act, question.free)
-        again = trained and estimate.checkpointing(-(-_micro_batch(most, question) // sharers))
+        again = trained and estimate.checkpointing(wanted)
         if asked == "auto":
             most = estimate.budget(budget.share_of(options, again), trained) * sharers
     share = budget.share_of(options, again) if trained else 0.0
@@ -72,6 +80,7 @@ def memory_need(
     least = _working(held, act, last, min(fewest, tokens) // sharers, trained, True)
     used = act.constant + tokens // sharers * (act.token(share) if trained else act.passing)
     chosen: dict[str, Any] = {"max_tokens_per_rank": most} if asked == "auto" else {}
+    chosen |= {f"{config.backend}.{key}": value for key, value in keys.items()}
     if how == "auto":
         chosen[f"{config.backend}.activation_checkpointing"] = budget.RECOMPUTATION[again]
     return MemoryNeed(
@@ -85,6 +94,25 @@ def memory_need(
         chosen=chosen,
         speed=speed_of(options, types, compiled, budget.share_of(options, again) if trained else 0.0),
     )
+
+
+def _first_that_fits(
+    variants: list[tuple[dict[str, Any], Held]], act: Activations, free: int, wanted: int, shares: list[float]
+) -> tuple[dict[str, Any], Held]:
+    """Return the first variant with room for a micro-batch at the smallest share of recomputed layers, else the last.
+
+    Args:
+        variants: choices, and what the role holds with them.
+        act: bytes of tokens.
+        free: bytes of the role.
+        wanted: tokens of the micro-batch.
+        shares: of the layers that may be recomputed, in the order to try.
+    """
+    for share in shares:
+        for keys, held in variants:
+            if act.fitting(Estimate(held, act, free).left, share) >= wanted:
+                return keys, held
+    return variants[-1]
 
 
 def sketch(
