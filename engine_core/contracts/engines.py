@@ -262,8 +262,7 @@ class TrainEngine(abc.ABC):
     def mark(self) -> None:
         """Note the random state at the end of a step, for a later ``save``.
 
-        When the next step is interrupted, it may have drawn random numbers before ``save``. By default nothing is
-        noted, and ``save`` writes the random state at its call.
+        An interrupted step may have drawn random numbers before ``save``. By default ``save`` writes the present state.
         """
 
     @abc.abstractmethod

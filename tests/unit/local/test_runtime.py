@@ -114,7 +114,7 @@ class Apart(Plugins):
     def make(self, config, model_config, context, source):
         EVENTS.append("start the process")
         return SimpleNamespace(
-            build=lambda: Sample(config, model_config, context),
+            build=lambda planned: Sample(planned, model_config, context),
             close=lambda: EVENTS.append("end the process"),
         )
 
