@@ -298,8 +298,9 @@ class HFRolloutEngine(RolloutEngine):
     @property
     def weight_dtype(self) -> torch.dtype | None:
         """Type of the sampler's own weights, if they have one type."""
-        whole = self._trainer is None and not self.options.adapter
-        return common_dtype(own_weights(self._module()).values()) if whole else None
+        if self._trainer is not None or self.options.adapter:
+            return None
+        return common_dtype(own_weights(self._module()).values())
 
     @torch.no_grad()
     def update_weights(self, stream: Iterable[tuple[str, Tensor]], version: int) -> str:

@@ -22,9 +22,12 @@ from engine_plugin_torch.value_models import VALUE_ROLES
 
 if TYPE_CHECKING:
     from engine_core.config import ModelConfig, RoleConfig
+    from engine_plugin_torch.budget import MemoryBudget
     from engine_plugin_torch.engine import TorchEngine
+    from engine_plugin_torch.precision import Precision
 
 MIB = 2**20
+HALF = (torch.float16, torch.bfloat16)
 
 
 def memory_need(
@@ -33,21 +36,17 @@ def memory_need(
     """Estimate the memory of a role on an accelerator with bfloat16; see ``TrainEngine.memory_need``."""
     from engine_plugin_torch.engine import TorchEngine
 
-    if engine._build_model_optimizer is not TorchEngine._build_model_optimizer:
-        return None  # a custom model
     options: Any = engine._options(config)
-    if options.device not in ("auto", "cuda"):
-        return None  # not the planned device
+    custom = engine._build_model_optimizer is not TorchEngine._build_model_optimizer
+    if custom or options.device not in ("auto", "cuda"):  # another device than the planned one
+        return None
     role, trained, budget = question.role, question.trainable, engine.budget_class
     types = resolved(options, config.lora is not None or question.frozen)
     method = getattr(options, "quantize", None)
     module, saved = sketch(config, model_config, role, types.param, method)
-    variants = []
-    for keys, table in budget.variants(options) if trained else [({}, options)]:
-        held = budget.held_by(module, trained, table, types, question.ranks, role)
-        if held is None:
-            return None
-        variants.append((keys, dataclasses.replace(held, weights=held.weights - saved)))
+    variants = _variants(budget, options, types, module, saved, question)
+    if not variants:
+        return None
     keys, held = variants[0]
     stored = sum(p.nbytes for p in module.parameters() if p.requires_grad or config.lora is None)
     stored += Held.of(module, trained).optimizer
@@ -56,17 +55,15 @@ def memory_need(
         gradients = {"gradients": held.gradients}
         return MemoryNeed(_kept(held), _idle(held), gradients, saved=stored, unknown=("activations",))
     compiled = options.compiles(True, bool(method))
-    half = types.compute in (torch.float16, torch.bfloat16)
-    act = activations(shape, budget.settings_of(module, options, types, role, compiled, half))
+    settings = budget.settings_of(module, options, types, role, compiled, types.compute in HALF)
+    act = activations(shape, settings)
     asked, sharers = config.max_tokens_per_rank, getattr(options, "sp", 1)
     most = memory.FEW if asked == "auto" else asked
     how = getattr(options, "activation_checkpointing", False) if trained else False
     wanted = -(-_micro_batch(most, question) // sharers)
     again = False
     if trained:
-        shares = {budget.share_of(options, recomputing) for recomputing in (question.free is None, True)}
-        free = question.device_bytes if question.free is None else question.free
-        keys, held = _first_that_fits(variants, act, free, wanted, sorted(shares))
+        keys, held = _first_that_fits(variants, act, wanted, budget, options, question)
     if question.free is not None:
         estimate = Estimate(held, act, question.free)
         again = trained and estimate.checkpointing(wanted)
@@ -75,8 +72,7 @@ def memory_need(
     share = budget.share_of(options, again) if trained else 0.0
     tokens = _micro_batch(most, question)
     working = _working(held, act, share, tokens // sharers, trained, tokens < (question.tokens or 1 << 62))
-    fewest = memory.ROUND if asked == "auto" else most
-    last = 1.0 if how == "auto" else share
+    fewest, last = memory.ROUND if asked == "auto" else most, 1.0 if how == "auto" else share
     least = _working(held, act, last, min(fewest, tokens) // sharers, trained, True)
     used = act.constant + tokens // sharers * (act.token(share) if trained else act.passing)
     chosen: dict[str, Any] = {"max_tokens_per_rank": most} if asked == "auto" else {}
@@ -92,23 +88,42 @@ def memory_need(
         saved=stored,
         least=sum(least.values()),
         chosen=chosen,
-        speed=speed_of(options, types, compiled, budget.share_of(options, again) if trained else 0.0),
+        speed=speed_of(options, types, compiled, share),
     )
 
 
-def _first_that_fits(
-    variants: list[tuple[dict[str, Any], Held]], act: Activations, free: int, wanted: int, shares: list[float]
-) -> tuple[dict[str, Any], Held]:
-    """Return the first variant with room for a micro-batch at the smallest share of recomputed layers, else the last.
+def _variants(
+    budget: type[MemoryBudget],
+    options: Any,
+    types: Precision,
+    module: nn.Module,
+    saved: int,
+    question: MemoryQuestion,
+) -> list[tuple[dict[str, Any], Held]]:
+    """Return what a plan may choose for a role, with what the role then holds; empty if the backend has no estimate."""
+    trained = question.trainable
+    return [
+        (keys, dataclasses.replace(held, weights=held.weights - saved))
+        for keys, table in (budget.variants(options) if trained else [({}, options)])
+        if (held := budget.held_by(module, trained, table, types, question.ranks, question.role)) is not None
+    ]
 
-    Args:
-        variants: choices, and what the role holds with them.
-        act: bytes of tokens.
-        free: bytes of the role.
-        wanted: tokens of the micro-batch.
-        shares: of the layers that may be recomputed, in the order to try.
+
+def _first_that_fits(
+    variants: list[tuple[dict[str, Any], Held]],
+    act: Activations,
+    wanted: int,
+    budget: type[MemoryBudget],
+    options: Any,
+    question: MemoryQuestion,
+) -> tuple[dict[str, Any], Held]:
+    """Return the first variant with room for ``wanted`` tokens and no recomputation, else the first with room, else the last.
+
+    While the free memory is unknown, a variant has room if the whole device has it with recomputation.
     """
-    for share in shares:
+    free = question.device_bytes if question.free is None else question.free
+    for recomputing in (question.free is None, True):
+        share = budget.share_of(options, recomputing)
         for keys, held in variants:
             if act.fitting(Estimate(held, act, free).left, share) >= wanted:
                 return keys, held
